@@ -1,7 +1,9 @@
 """Plants faults, one by one, in two scripts that know nothing of Penstock, and asks `penstock blame` what is wrong.
 
-python benchmarks/blame/bench.py [--only TEXT] [--commands]: the ranks are forks of this process, which has imported torch;
-with --commands each is a real command. Writes results.json and the table in README.md, unless --only is given.
+python benchmarks/blame/bench.py [--only TEXT;TEXT] [--commands]
+
+The ranks are forks of this process, which has imported torch; with --commands each case is a real command. Writes
+results.json and the table in README.md, unless --only is given.
 """
 
 from __future__ import annotations
@@ -18,9 +20,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch  # noqa: F401  (before the forks)
-import torch.distributed.pipelining  # noqa: F401
 
 HERE = Path(__file__).parent
 PIPELINING, SEND_RECV = "with_pipelining.py", "with_send_recv.py"
@@ -77,7 +76,7 @@ def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
                 watch.flush()
 
         ended = [forked(rank, where | {"RANK": str(r), "LOCAL_RANK": str(r)}, log) for r in range(ranks)]
-        ok = all([os.waitpid(child, 0)[1] == 0 for child in ended])
+        ok = [os.waitpid(child, 0)[1] for child in ended] == [0] * ranks
         report = folder / "report.json"
 
         def judge() -> None:
@@ -88,9 +87,7 @@ def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
             from penstock.launch.target import load
 
             given = load(f"{HERE / 'model.py'}:make")
-            more, batch = given.training, (given.args, given.kwargs, given.target)
-            feed = Feed(given.loss, batch, more.get("batches"), more.get("optimizer"), more.get("clip_grad_norm"))
-            report.write_text(json.dumps(judge(read(folder, ended_well=ok), given.model, feed).to_dict()))
+            report.write_text(json.dumps(judge(read(folder, ended_well=ok), given.model, Feed.of(given)).to_dict()))
 
         os.waitpid(forked(judge, where, log), 0)
         if report.exists():
@@ -119,13 +116,15 @@ def verdict(case: dict[str, Any], report: dict[str, Any]) -> str:
         return "right" if finding is None else "accused"
     if finding is None:
         return "not seen"
-    is_named = finding["kind"] == case["kind"] and finding["action"] == case["action"] and case["says"] in finding["text"]
+    is_named = (
+        finding["kind"] == case["kind"] and finding["action"] == case["action"] and case["says"] in finding["text"]
+    )
     return "named" if is_named else "named wrongly"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="parts of titles, separated by commas")
+    parser.add_argument("--only", default="", help="parts of titles, separated by semicolons")
     parser.add_argument("--commands", action="store_true")
     given = parser.parse_args()
     rows = []
@@ -143,10 +142,9 @@ def main() -> None:
     if not given.only:
         (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
         lines = ["| script | options | fault | verdict | penstock blame says |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {row['script'][5:-3]} | {row['options']} | {row['fault'] or 'none'} | {row['verdict']} | {row['summary']} |"
-            for row in rows
-        ]
+        for row in rows:
+            cells = row["script"][5:-3], row["options"], row["fault"] or "none", row["verdict"], row["summary"]
+            lines.append(f"| {' | '.join(cells)} |")
         readme, mark = HERE / "README.md", "<!-- table -->\n"
         readme.write_text(readme.read_text().split(mark)[0] + mark + "\n" + "\n".join(lines) + "\n")
 

@@ -61,7 +61,9 @@ def main() -> None:
     static = "dynamic" not in OPTIONS
     built = []
     for s, part in zip(own, parts, strict=True):
-        shapes = {"input_args": example[min(s, 1)], "output_args": out if s == stages - 1 else example[1]} if static else {}
+        shapes = (
+            {"input_args": example[min(s, 1)], "output_args": out if s == stages - 1 else example[1]} if static else {}
+        )
         built.append(PipelineStage(part, s, stages, torch.device("cpu"), **shapes))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ def main() -> None:
         kind = ScheduleGPipe if "gpipe" in OPTIONS else Schedule1F1B
         schedule = kind(built[0], MICROBATCHES, loss_fn, scale_grads=scale)
     module = nn.ModuleList(parts)
-    parameters = [p for p in module.parameters()]
+    parameters = list(module.parameters())
     if FAULT == "group missed" and rank == 0:
         parameters = [p for p in module.parameters() if p.dim() > 1]
     optimizer = optimizer_of(module)

@@ -40,7 +40,10 @@ def main() -> None:
     for step in range(4):
         tokens, labels = batch(step)
         inputs, targets = tokens.tensor_split(M), labels.tensor_split(M)
-        shown, previous = (previous if FAULT == "labels of the batch before" and previous is not None else labels), labels
+        shown, previous = (
+            (previous if FAULT == "labels of the batch before" and previous is not None else labels),
+            labels,
+        )
         targets = shown.tensor_split(M)
         if FAULT == "labels swapped":
             targets = (targets[1], targets[0], *targets[2:])
@@ -108,11 +111,10 @@ def main() -> None:
         if FAULT == "microbatches swapped" and not last:
             for k in order:
                 dist.send(made[k], rank + 1)
-        grads = []
+        before = torch.empty(0)
         for k in range(M):
             if last:
                 losses[k].backward()
-                grads.append(received[k].grad)
             else:
                 grad = torch.empty_like(outputs[k])
                 if FAULT == "gradient of another microbatch" and k == 2:

@@ -371,5 +371,6 @@ def in_checkpoint() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread computes a backward, in which a checkpoint runs forwards again. Torch's checkpoint asks so."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Whether this thread computes a backward, where a checkpoint runs forwards again; torch's own asks so."""
+    task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+    return task() != -1

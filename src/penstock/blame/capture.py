@@ -11,6 +11,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from penstock.compat import in_backward
 from penstock.partition.values.memory import same_bits
-from penstock.proof.trail import BACKWARD, Trail
+from penstock.proof.trail import Trail
 from penstock.trees import leaf_tensors
 
 FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
 """Of the environment: where ranks leave what they saw, and of how many steps."""
+_NOTED = ("before", "grads", "random", "training", "extra", "count", "autocast")
 _CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 
 
@@ -42,13 +44,10 @@ class Root:
 
     def __init__(self, module: nn.Module, stage: int | None, names: Mapping[str, str], hooks: ExitStack) -> None:
         self.module, self.stage, self.names = module, stage, names
-        self.tensors: dict[str, Tensor] = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
+        self.tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        self.tensors |= dict(module.named_buffers(remove_duplicate=False))
         self.parts = dict(module.named_modules(remove_duplicate=False))
         self.trail = Trail(0, [*self.parts])
-        self.random: dict[tuple[str, int, int], Tensor] = {}
         self._states: list[Tensor] = []
         hooks.enter_context(self.trail.following(module, dict(module.named_parameters())))
         for name, part in self.parts.items():
@@ -56,8 +55,8 @@ class Root:
             hooks.callback(part.register_forward_hook(lambda *_, name=name: self._drawn(name)).remove)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                keep = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulated(name, p))
-                hooks.callback(keep.remove)
+                keep = partial(self._accumulated, name)
+                hooks.callback(parameter.register_post_accumulate_grad_hook(keep).remove)  # type: ignore[no-untyped-call]
         self.begin()
 
     def begin(self) -> None:
@@ -65,7 +64,9 @@ class Root:
         self.trail.forget()
         self.count = self.extra = self.microbatch = 0
         self.autocast = ""
-        self.random, self.grads, self.training = {}, {}, {}
+        self.random: dict[tuple[str, int, int], Tensor] = {}
+        self.grads: dict[str, Tensor] = {}
+        self.training: dict[str, bool] = {}
         self.before = self.now()
 
     def now(self) -> dict[str, Tensor]:
@@ -102,18 +103,22 @@ class Root:
         if self.trail.active and parameter.grad is not None:
             self.grads[name] = _copy(parameter.grad)
 
+    def keep_gradients(self) -> None:
+        """Notes what has accumulated, as it is now."""
+        self.grads |= {name: _copy(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
+
     def noted(self, after: Mapping[str, Tensor]) -> dict[str, Any]:
         """A step, for a file."""
-        return {
-            "stage": self.stage,
-            "names": dict(self.names),
-            "modules": {name: type(part).__name__ for name, part in self.parts.items()},
-            "trained": [name for name, tensor in self.tensors.items() if tensor.requires_grad],
-            **{"before": self.before, "after": dict(after), "grads": self.grads, "random": self.random},
-            "values": [(tuple(place), value.cpu()) for place, value in self.trail.values.items()],
-            "terms": self.trail.terms,
-            **{"training": self.training, "extra": self.extra, "count": self.count, "autocast": self.autocast},
-        }
+        return (
+            {
+                "stage": self.stage,
+                "names": dict(self.names),
+                "modules": {name: type(part).__name__ for name, part in self.parts.items()},
+                "values": [(tuple(place), value.cpu()) for place, value in self.trail.values.items()],
+            }
+            | {name: getattr(self, name) for name in _NOTED}
+            | {"after": dict(after)}
+        )
 
 
 class Watch:
@@ -121,7 +126,9 @@ class Watch:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps, self.step = folder, steps, 0
-        self.rank, self.world = (int(os.environ.get(name, fallback)) for name, fallback in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        self.rank, self.world = (
+            int(os.environ.get(name, fallback)) for name, fallback in (("RANK", "0"), ("WORLD_SIZE", "1"))
+        )
         self.roots: dict[int, Root] = {}
         self.microbatch: Callable[[], int | None] | None = None
         self.paused = self._inside = False
@@ -206,7 +213,11 @@ class Watch:
         self._inside, root.trail.active = True, is_noted
         root.extra += not is_noted and torch.is_grad_enabled()
         try:
-            return root.call(number or 0, lambda: call(module, *args, **kwargs)) if is_noted else call(module, *args, **kwargs)
+            return (
+                root.call(number or 0, lambda: call(module, *args, **kwargs))
+                if is_noted
+                else call(module, *args, **kwargs)
+            )
         finally:
             self._inside, root.trail.active = False, True
 

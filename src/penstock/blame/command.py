@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed.run import get_args_parser
+
 from penstock.blame.capture import FOLDER, STEPS
+from penstock.blame.data import Feed
+from penstock.blame.finding import Blame
+from penstock.blame.judge import judge
+from penstock.blame.names import read
 from penstock.errors import ArgumentError
 from penstock.launch.processes import QUIET, supervise
+from penstock.launch.target import Target
+from penstock.partition.units.chain import as_module
 
 RANK = "penstock.blame.rank"
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -17,6 +26,13 @@ _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 
 class _EnoughError(Exception):
     """All ranks have noted all steps."""
+
+
+def blame(command: Sequence[str], given: Target, steps: int) -> Blame:
+    """Runs a job and compares its steps with the unsplit model. Raises what `run`, `read` and `judge` do."""
+    with tempfile.TemporaryDirectory(prefix="penstock-blame-") as name:
+        noted = read(Path(name), ended_well=run(command, Path(name), steps))
+    return judge(noted, as_module(given.model), Feed.of(given))
 
 
 def run(command: Sequence[str], folder: Path, steps: int) -> bool:
@@ -45,8 +61,6 @@ def run(command: Sequence[str], folder: Path, steps: int) -> bool:
 
 def watched(command: Sequence[str]) -> list[str]:
     """The same command, whose ranks note what they compute. Raises ArgumentError: it does not start ranks."""
-    from torch.distributed.run import get_args_parser
-
     name, rest = Path(command[0]).name if command else "", list(command[1:])
     if name.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1] in (*_TORCHRUN, "penstock"):
         name, rest = ("penstock" if rest[1] == "penstock" else "torchrun"), rest[2:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from penstock.blame.finding import Finding
 from penstock.blame.names import Part
 from penstock.blame.replay import Data
 from penstock.errors import ArgumentError
+from penstock.launch.target import Target
 from penstock.proof.trail import FORWARD
 from penstock.trees import leaf_tensors, map_tensors
 
@@ -30,7 +31,6 @@ class Feed:
         batches: the same for each step: a list, or a function of the step from 0; None: `batch` in each.
         optimizer: makes an optimizer for the model; None: the pipeline's is right.
         max_norm: what gradients are clipped to; None: as the pipeline does.
-        noted: targets that the pipeline's loss took, by step.
     """
 
     loss: Callable[..., Tensor] | None
@@ -38,8 +38,12 @@ class Feed:
     batches: Callable[[int], Any] | Sequence[Any] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     max_norm: float | None = None
-    noted: Mapping[int, Sequence[Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, given: Target) -> Feed:
+        """What a TARGET returned."""
+        more, batch = given.training, (given.args, given.kwargs, given.target)
+        return cls(given.loss, batch, more.get("batches"), more.get("optimizer"), more.get("clip_grad_norm"))
 
     def at(self, step: int) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
         """Args, kwargs and target of a step. Raises ArgumentError: it is something else."""
@@ -74,21 +78,25 @@ class Feed:
 def data_of(feed: Feed, parts: Sequence[Part], step: int) -> tuple[Data, Finding | None]:
     """A step's data, cut as the pipeline cut them; and, if it took others, what is wrong with them."""
     args, kwargs, target = feed.at(step)
-    first = min(parts, key=lambda part: part.stage)
+    first = parts[0]
     taken: dict[int, list[Tensor]] = {}
-    for place, value in first.values(step).items():
-        if place[:3] == (FORWARD[0], "", 0):
-            taken.setdefault(place.microbatch, []).append(value)
+    for (k, _), value in first.outside(step, FORWARD[0]).items():
+        taken.setdefault(k, []).append(value)
     whole = [t for t in leaf_tensors((args, dict(kwargs))) if t.dim()]
     if not taken or not whole:
-        raise ArgumentError("the first stage takes no tensor, or the batch of TARGET has none; pass both the same inputs")
-    batch, mine = whole[0], [next((t for t in taken[k] if t.shape[1:] == whole[0].shape[1:]), None) for k in sorted(taken)]
+        raise ArgumentError(
+            "the first stage takes no tensor, or the batch of TARGET has none; pass both the same inputs"
+        )
+    batch, mine = (
+        whole[0],
+        [next((t for t in taken[k] if t.shape[1:] == whole[0].shape[1:]), None) for k in sorted(taken)],
+    )
     sizes = [0 if t is None else len(t) for t in mine]
     rows = [None if t is None else _rows(t, batch) for t in mine]
     flat = [row for found in rows for row in (found or ())]
     in_order = [*torch.arange(len(batch)).tensor_split(len(mine))]
     if sum(sizes) == len(batch):
-        in_order = [*torch.arange(len(batch)).split(sizes)]
+        in_order = [*torch.arange(len(batch)).split(sizes)]  # type: ignore[no-untyped-call]
     known = all(found is not None for found in rows)
     if known and sorted(flat) == list(range(len(batch))):
         return Data(args, kwargs, target, [torch.tensor(found) for found in rows]), None
@@ -103,9 +111,10 @@ def _misfed(
     k = next((k for k, found in enumerate(rows) if found is None), None)
     if k is None:
         flat = [row for found in rows for row in (found or ())]
-        lacking = sorted({*range(count)} - {*flat})
-        text = f"rows {', '.join(map(str, lacking[:8]))} of the batch are in no microbatch"
-        return Finding("data", text + (", others in several" if len({*flat}) < len(flat) else ""), "0F", **where)
+        lacking, several = sorted({*range(count)} - {*flat}), sorted({row for row in flat if flat.count(row) > 1})
+        said = [(lacking, "in no microbatch"), (several, "in more than one")]
+        texts = [f"rows {', '.join(map(str, which[:8]))} of the batch are {how}" for which, how in said if which]
+        return Finding("data", " and ".join(texts), "0F", **where)
     where |= {"microbatch": k}
     given = mine[k]
     for other in (step - 1, step + 1):

@@ -6,7 +6,8 @@ value on the way to it that is: forward, then the loss, then backward, then what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,8 @@ NOTHING_MAPPED = (
     "model that the script splits, or pass names= to penstock.blame.capture"
 )
 NOT_ZEROED = "gradients were not set to zero: those of the step before are in it"
+STALE = "the receive buffer is stale"
+NOWHERE = {"stage": None, "rank": None}
 MOST_ROWS = 64
 """Of a batch, whose labels are tried for a microbatch."""
 
@@ -44,13 +47,19 @@ def judge(noted: Noted, model: nn.Module, feed: Feed) -> Blame:
     """Raises ArgumentError: there is nothing to compare."""
     torch.set_num_threads(int(noted.files[min(noted.files)][0]["threads"]))
     name_parts(noted.parts, model)
-    if not any(part.tensors for part in noted.parts):
+    held = Counter(name for part in noted.parts for name in part.tensors.values())
+    if not held:
         raise ArgumentError(NOTHING_MAPPED)
+    if (replicas := min(held.values())) > 1:
+        raise ArgumentError(
+            f"each parameter is held {replicas} times, as by data-parallel replicas; run one replica: penstock blame "
+            "compares one pipeline"
+        )
     found = _Judge(noted, Replay(model, feed.loss), feed)
     finding = next(filter(None, map(found.step, range(noted.steps))), None)
     stages = len({part.stage for part in noted.parts})
     sizes = noted.steps, len(noted.files), stages, noted.microbatches
-    return Blame(finding, *sizes, found.compared, tuple(dict.fromkeys((*found.notes, *feed.notes))))
+    return Blame(finding, *sizes, found.compared, tuple(dict.fromkeys(found.notes)))
 
 
 @dataclass(slots=True)
@@ -86,7 +95,7 @@ class _Judge:
         if not wrong and update is None:
             return None
         mine.order = right.trail.order
-        causes = (
+        causes: tuple[Callable[[], Finding | None], ...] = (
             lambda: self._structure(right),
             lambda: misfed,
             lambda: self._value(mine, right, at, step),
@@ -100,14 +109,17 @@ class _Judge:
 
     def _order_parts(self) -> None:
         """Numbers parts by the order of dataflow."""
-        order = {name: n for n, name in enumerate(self.replay.order(data_of(self.feed, self.noted.parts, 0)[0]))}
+        at = data_of(self.feed, self.noted.parts, 0)[0]
+        order = {name: number for number, name in enumerate(self.replay.order(at))}
         far = len(order)
         parts = sorted(
             self.noted.parts, key=lambda p: (min((order.get(m, far) for m in p.modules.values()), default=far), p.rank)
         )
         for place, part in enumerate(parts):
+            last, told = parts[place - 1], part.steps[0]["stage"]
             part.place = place
-        self.noted.parts[:] = sorted(parts, key=lambda part: part.stage)
+            part.stage = told if told is not None else last.stage + (last.rank != part.rank) if place else 0
+        self.noted.parts[:] = parts
 
     def _mine(self, step: int) -> Trail:
         """The pipeline's values, by the unsplit model's names."""
@@ -116,7 +128,7 @@ class _Judge:
             for place, value in part.values(step).items():
                 if place.module in part.modules:
                     known = place._replace(module=part.modules[place.module])
-                    trail.values[known], trail.stages[known] = value, part.stage
+                    trail.values[known], trail.stages[known] = value, part.place
         return trail
 
     # -- results ------------------------------------------------------------------------------------------------------
@@ -130,7 +142,7 @@ class _Judge:
             for name, value in part.of(step, "after").items():
                 if name in buffers and name in right.buffers:
                     self.compared += 1
-                    yield compare("buffer", name, (part.stage,), value, right.buffers[name], exact=False)
+                    yield compare("buffer", name, (part.place,), value, right.buffers[name], exact=False)
             grads = self.gradients(part, step)
             for name, other in part.tensors.items():
                 if other not in trained:
@@ -162,8 +174,10 @@ class _Judge:
         if expected is not None and value is not None:
             expected = expected.to(value.dtype)
             of = [t for alias in self.replay.aliases(name) for t in right.trail.terms.get(alias, {}).items()]
-            terms = torch.stack([t.double().abs() / abs(right.scales.get(k) or 1.0) for k, t in of]).sum(0) if of else None
-        return compare("gradient", name, (part.stage,), value, expected, False, "rounding", terms)
+            terms = (
+                torch.stack([t.double().abs() / abs(right.scales.get(k) or 1.0) for k, t in of]).sum(0) if of else None
+            )
+        return compare("gradient", name, (part.place,), value, expected, False, "rounding", terms)
 
     # -- causes, in order ---------------------------------------------------------------------------------------------
 
@@ -190,13 +204,12 @@ class _Judge:
         if found is None:
             return None
         place, row = found
-        stage, k = mine.stages[place], place.microbatch
-        part = next(part for part in self.noted.parts if part.stage == stage and place.module in part.modules.values())
+        part, k = self.noted.parts[mine.stages[place]], place.microbatch
+        stage = part.stage
         expected = right.trail.values[in_reference(place)]
         confusable = confusable_values(place, mine, right.trail)
         shape = describe_difference(mine.values[place], expected, self._factors(at), confusable)
-        size = {"difference": row.max_difference, "largest": row.max_reference}
-        where = {"stage": stage, "rank": part.rank, "microbatch": k, "module": place.module, **size}
+        where = part.where(row, microbatch=k, module=place.module)
         tail = f"; {shape}" if shape else ""
         if place.what == FORWARD[2]:
             text = f"when {place.module!r} is recomputed it leaves another value, as with another dropout mask{tail}"
@@ -204,25 +217,25 @@ class _Judge:
         if place.what == BACKWARD:
             if right.last is not None and place.module == right.last.module:
                 return self._loss(mine.values[place], place, right, at, step, where)
-            if place.module == self._edge(part, right, last=True):
+            if place.module in self._edge(part, right, last=True):
                 text = f"the gradient that stage {stage} received is not the one that stage {stage + 1} computed{tail}"
                 return Finding("message", text, f"{stage}RECV_B{k}", **where)
             if self._redrawn(part, right, step, place):
-                text = f"the gradient that reaches {place.module!r} is that of another dropout mask: it is recomputed with one"
+                text = f"the gradient that reaches {place.module!r} differs: it is recomputed with another dropout mask"
                 return Finding("recomputation", text, f"{stage}B{k}", **where)
-            return Finding("backward", f"the gradient that reaches {place.module!r} differs{tail}", f"{stage}B{k}", **where)
+            return Finding("backward", f"{place.text} differs{tail}", f"{stage}B{k}", **where)
         if (mode := self._mode(part, step, place.module)) is not None:
             return Finding("evaluation mode", f"{mode}", f"{stage}F{k}", **where)
-        if place.what == FORWARD[0] and place.module == self._edge(part, right, last=False):
-            if (message := self._message(part, step, k)) is not None:
-                return Finding("message", message, f"{stage}RECV_F{k}", **where)
+        is_first = place.what == FORWARD[0] and place.module in self._edge(part, right, last=False)
+        if is_first and (message := self._message(part, step, k)) is not None:
+            return Finding("message", message, f"{stage}RECV_F{k}", **where)
         return Finding("forward", f"{place.text} differs{tail}", f"{stage}F{k}", **where)
 
-    def _edge(self, part: Part, right: Replayed, *, last: bool) -> str | None:
-        """The first or last of its modules that holds no other."""
+    def _edge(self, part: Part, right: Replayed, *, last: bool) -> list[str]:
+        """The modules that take what it receives, or leave what it sends."""
         ours = [name for name in right.trail.order if name in part.modules.values()]
         leaves = [name for name in ours if not any(other.startswith(f"{name}.") for other in ours)]
-        return (leaves[-1] if last else leaves[0]) if leaves else None
+        return [name for name in ours if f"{leaves[-1 if last else 0]}.".startswith(f"{name}.")]
 
     def _redrawn(self, part: Part, right: Replayed, step: int, place: Place) -> bool:
         """Whether what draws right after a module was recomputed. A checkpoint ends before it leaves a value again."""
@@ -235,38 +248,32 @@ class _Judge:
         """Whether a module, or one in it, trains in one of the two and evaluates in the other."""
         training = {part.modules[n]: is_on for n, is_on in part.steps[step]["training"].items() if n in part.modules}
         for name, is_on in training.items():
-            if (name == module or name.startswith(f"{module}.")) and self.replay.model.get_submodule(name).training != is_on:
+            if f"{name}.".startswith(f"{module}.") and self.replay.model.get_submodule(name).training != is_on:
                 return f"{name!r} is in {'training' if is_on else 'evaluation'} mode"
         return None
 
     def _message(self, part: Part, step: int, k: int) -> str | None:
         """What a stage received, if it is not what the one before it computed."""
-        before = [other for other in self.noted.parts if other.stage < part.stage]
-        if not before:
+        if part.place == 0 or self.noted.parts[part.place - 1].stage == part.stage:
             return None
-        sender, here = before[-1], part.values(step)
-        received = [(p, v) for p, v in here.items() if p[:3] == (FORWARD[0], "", 0) and p.microbatch == k]
-        sent = {p: v for p, v in sender.values(step).items() if p.what == FORWARD[1] and p.module == ""}
-        for _, value in received:
-            own = next((v for p, v in sent.items() if p.microbatch == k and v.shape == value.shape), None)
-            if own is None or torch.equal(own, value) or not value.is_floating_point():
+        sender = self.noted.parts[part.place - 1]
+        came, sent = part.outside(step, FORWARD[0]), sender.outside(step, FORWARD[1])
+        before = sender.outside(step - 1, FORWARD[1]) if step else {}
+        for (j, leaf), value in came.items():
+            own = sent.get((j, leaf))
+            if j != k or own is None or torch.equal(own, value) or not value.is_floating_point():
                 continue
-            head = f"what stage {part.stage} received is not what stage {sender.stage} computed: "
-            for p, other in sent.items():
-                j = p.microbatch
-                if j == k or not torch.equal(other, value):
-                    continue
-                back = next((v for q, v in here.items() if q[:3] == (FORWARD[0], "", 0) and q.microbatch == j), None)
-                if back is not None and torch.equal(back, own):
-                    return f"{head}microbatches {min(j, k)} and {max(j, k)} are swapped"
-                why = "the buffer was overwritten before it was sent" if j > k else "the receive buffer is stale"
-                return f"{head}it is the value of microbatch {j}; {why}"
-            for p, other in sender.values(step - 1).items() if step else ():
-                if p.what == FORWARD[1] and p.module == "" and torch.equal(other, value):
-                    return f"{head}it is the value of microbatch {p.microbatch} of the step before; the receive buffer is stale"
-            same = [bool(torch.equal(a, b)) for a, b in zip(own, value, strict=True)] if own.dim() else []
-            some = f"rows {', '.join(str(i) for i, ok in enumerate(same) if not ok)} differ" if any(same) else ""
-            return head + (describe_difference(value, own, {}) or some or "it is another value; was it overwritten?")
+            others = {
+                f"it is the value of microbatch {i} of the step before; {STALE}": v for (i, _), v in before.items()
+            }
+            for (i, other), v in sent.items():
+                if i != k and other == leaf:
+                    is_swap = torch.equal(came.get((i, leaf), value), own)
+                    why = "the buffer was overwritten before it was sent" if i > k else STALE
+                    swap = f"microbatches {min(i, k)} and {max(i, k)} are swapped"
+                    others[swap if is_swap else f"it is the value of microbatch {i}; {why}"] = v
+            shape = describe_difference(value, own, {}, others)
+            return f"what stage {part.stage} received is not what stage {sender.stage} computed{shape and ': '}{shape}"
         return None
 
     def _loss(
@@ -275,19 +282,27 @@ class _Judge:
         """Why the gradient of the loss is another one, and not only scaled."""
         k, action = place.microbatch, f"{where['stage']}B{place.microbatch}"
         for text, target in self.feed.other_targets(at, step, k):
-            try:
-                grads = self.replay.right_gradients([right.outputs[k]], target, replace(at, rows=[torch.arange(len(at.rows[k]))]))
-            except Exception:  # noqa: BLE001,S112  (of another shape)
-                continue
-            if grads and value.shape == grads[0][0].shape and scale_of(value, grads[0][0]):
+            grad = self._gradient_for(right.outputs[k], target, at, len(at.rows[k]))
+            if grad is not None and scale_of(value, grad):
                 return Finding("labels", f"the loss of microbatch {k} takes {text}", action, **where)
         if (rows := self._labels_of_rows(value, right.outputs[k], at)) is not None:
             mine = ", ".join(map(str, at.rows[k].tolist()))
-            text = f"the loss of microbatch {k} takes the labels of rows {', '.join(map(str, rows))}; its rows are {mine}"
+            text = (
+                f"the loss of microbatch {k} takes the labels of rows {', '.join(map(str, rows))}; its rows are {mine}"
+            )
             return Finding("labels", text, action, **where)
         if not value.any():
             return Finding("loss", f"the loss of microbatch {k} has no gradient", action, **where)
-        return Finding("loss", f"the gradient of the loss at {place.module!r} differs, and not by a factor", action, **where)
+        return Finding(
+            "loss", f"the gradient of the loss at {place.module!r} differs, and not by a factor", action, **where
+        )
+
+    def _gradient_for(self, output: Any, target: Any, at: Data, rows: int) -> Tensor | None:
+        """That of one microbatch's loss for some target; None if it raises, for one of another shape."""
+        try:
+            return self.replay.right_gradients([output], target, replace(at, rows=[torch.arange(rows)]))[0][0]
+        except Exception:  # from the user's code
+            return None
 
     def _labels_of_rows(self, value: Tensor, output: Any, at: Data) -> list[int] | None:
         """The rows of the batch whose labels give these gradients of a microbatch's rows."""
@@ -296,8 +311,10 @@ class _Judge:
             same = torch.full((len(value),), row)
             target = map_tensors(lambda x, same=same: x[same] if x.dim() and len(x) == at.count else x, at.target)
             try:
-                right = self.replay.right_gradients([output], target, replace(at, rows=[torch.arange(len(value))]))[0][0]
-            except Exception:  # noqa: BLE001  (of another shape)
+                right = self.replay.right_gradients([output], target, replace(at, rows=[torch.arange(len(value))]))[0][
+                    0
+                ]
+            except Exception:
                 return None
             if right.shape != value.shape:
                 return None
@@ -309,18 +326,17 @@ class _Judge:
         scales = {k: scale for k, scale in right.scales.items() if scale}
         if len(scales) < 2 or max(scales.values()) - min(scales.values()) <= SCALE * max(map(abs, scales.values())):
             return None
-        sizes = {k: float(len(at.rows[k])) for k in scales}
-        labels = {k: float(self.feed.counted(at.target_of(k))) for k in scales}
-        off = max(scales, key=lambda k: abs(scales[k] - sorted(scales.values())[len(scales) // 2]))
-        counts, whys = (sizes, labels), ("samples", "labels that count (ignore_index)")
-        for count, why in zip(counts, whys, strict=True):
-            even = [scales[k] * count[k] for k in scales]
+        samples = {k: len(at.rows[k]) for k in scales}
+        labels = {k: self.feed.counted(at.target_of(k)) for k in scales}
+        usual = sorted(scales.values())[len(scales) // 2]
+        k = max(scales, key=lambda k: abs(scales[k] - usual))
+        for count, why in ((samples, "samples"), (labels, "labels that count (ignore_index)")):
+            even = [scale * count[number] for number, scale in scales.items()]
             if len({*count.values()}) > 1 and max(even) - min(even) <= SCALE * max(even):
-                numbers = ", ".join(f"{count[k]:.0f}" for k in scales)
-                text = f"all microbatches weigh the same although they have {numbers} {why}: the mean of their means is not the batch's"
-                return Finding("loss weight", text, "loss", microbatch=off)
+                text = f"all microbatches weigh the same, but have {', '.join(map(str, count.values()))} {why}"
+                return Finding("loss weight", text, "loss", microbatch=k)
         values = ", ".join(f"{scale:.4g}" for scale in scales.values())
-        return Finding("loss weight", f"microbatches' losses have other weights: {values} times the right ones", "loss", microbatch=off)
+        return Finding("loss weight", f"microbatches' losses are {values} times the right ones", "loss", microbatch=k)
 
     def _sums(self, wrong: Sequence[Comparison], right: Replayed, at: Data, step: int) -> Finding | None:
         """Gradients that are not the sum of the right terms."""
@@ -330,19 +346,21 @@ class _Judge:
         named = [(row, *self._shape(row, right, at, step)) for row in rows]
         row, kind, shape = named[0]
         alike = [other for other, _, text in named if text == shape]
-        size = {"difference": row.max_difference, "largest": row.max_reference}
-        stages = sorted({other.stages[0] for other in alike})
+        part = self.noted.parts[row.stages[0]]
+        stages = sorted({self.noted.parts[other.stages[0]].stage for other in alike})
         if shape and len(alike) == self.gradient_count:
-            return Finding(kind, f"all gradients: {shape}", "gradients", **size)
-        rank = next(part.rank for part in self.noted.parts if part.stage == row.stages[0])
-        what = f"gradients of stage {stages[0]}" if len(alike) > 1 and len(stages) == 1 else f"the gradient of {row.name!r}"
+            return Finding(kind, f"all gradients: {shape}", "gradients", **part.where(row) | NOWHERE)
+        what = (
+            f"gradients of stage {stages[0]}"
+            if len(alike) > 1 and len(stages) == 1
+            else f"the gradient of {row.name!r}"
+        )
         tail = f": {shape}" if shape else " is not the sum of its microbatches'"
-        where = {"stage": row.stages[0], "rank": rank, "module": row.name.rpartition(".")[0], **size}
-        return Finding(kind, what + tail, "gradients", **where)
+        return Finding(kind, what + tail, "gradients", **part.where(row, module=row.name.rpartition(".")[0]))
 
     def _shape(self, row: Comparison, right: Replayed, at: Data, step: int) -> tuple[str, str]:
         """A kind and words for a wrong gradient."""
-        part = next(p for p in self.noted.parts if p.stage == row.stages[0] and row.name in p.tensors.values())
+        part = self.noted.parts[row.stages[0]]
         local = next(name for name, other in part.tensors.items() if other == row.name)
         value, expected = self.gradients(part, step).get(local), self._expected(row.name, right)
         if value is None or expected is None or row.max_difference == float("inf"):
@@ -351,7 +369,9 @@ class _Judge:
         others = {}
         if isinstance(before, Tensor):
             for part_of in (1.0, 1.0 / len(at.rows)):  # a schedule divides what is there, too
-                others[f"{NOT_ZEROED}{'' if part_of == 1 else ', divided by the number of microbatches'}"] = expected + before * part_of
+                others[f"{NOT_ZEROED}{'' if part_of == 1 else ', divided by the number of microbatches'}"] = (
+                    expected + before * part_of
+                )
         aliases = self.replay.aliases(row.name)
         terms = {
             f"the term of microbatch {k}": term.double() / (right.scales.get(k) or 1.0)
@@ -369,7 +389,7 @@ class _Judge:
 
     def _update(self, step: int, right: Replayed) -> Finding | None:
         """Clipping and the optimizer."""
-        expected = {n: g for n in dict(self.replay.model.named_parameters()) if (g := self._expected(n, right)) is not None}
+        expected = {n: g for n in self.replay.tensors if (g := self._expected(n, right)) is not None}
         found = self.updates.step(self.noted, step, expected, self.feed, self.replay)
         self.compared += self.updates.compared
         self.notes += self.updates.notes
@@ -377,13 +397,12 @@ class _Judge:
 
     def _buffer(self, wrong: Sequence[Comparison], step: int) -> Finding | None:
         for row in wrong:
-            part = next(part for part in self.noted.parts if part.stage == row.stages[0])
+            part = self.noted.parts[row.stages[0]]
             extra = part.steps[step]["extra"]
             more = f": its stage ran {extra} more time(s) than it has microbatches, to find out shapes" if extra else ""
             text = f"buffer {row.name!r} is not what the unsplit model leaves{more}"
-            where = {"stage": part.stage, "rank": part.rank, "module": row.name.rpartition(".")[0]}
-            size = {"difference": row.max_difference, "largest": row.max_reference}
-            return Finding("extra forward" if extra else "buffer", text, f"{part.stage}F", **where, **size)
+            where = part.where(row, module=row.name.rpartition(".")[0])
+            return Finding("extra forward" if extra else "buffer", text, f"{part.stage}F", **where)
         return None
 
     def _factors(self, at: Data) -> dict[float, str]:

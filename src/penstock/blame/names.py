@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PipelineFailure
+from penstock.proof.comparison import Comparison
 from penstock.proof.trail import Place
 
 _TRACED = ("InterpreterModule", "GraphModule")
@@ -35,6 +36,7 @@ class Part:
         tensors: the unsplit model's name of each parameter and buffer; none if it has no such.
         modules: that of each module.
         place: its number in the order of dataflow.
+        stage: its number among stages; consecutive parts of a rank are one, unless the pipeline says otherwise.
     """
 
     rank: int
@@ -43,15 +45,20 @@ class Part:
     tensors: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     place: int = 0
+    stage: int = 0
 
-    @property
-    def stage(self) -> int:
-        found: int | None = self.steps[0]["stage"]
-        return self.place if found is None else found
+    def where(self, row: Comparison | None = None, **more: Any) -> dict[str, Any]:
+        """What a finding says of it, and of a difference in it."""
+        size = {} if row is None else {"difference": row.max_difference, "largest": row.max_reference}
+        return {"stage": self.stage, "rank": self.rank, **size, **more}
 
     def values(self, step: int) -> dict[Place, Tensor]:
         """What its modules took and left, and the gradients that reached them."""
         return {Place(*place): value for place, value in self.steps[step]["values"]}
+
+    def outside(self, step: int, what: str) -> dict[tuple[int, int], Tensor]:
+        """What it takes or leaves as a whole, by microbatch and leaf."""
+        return {(p.microbatch, p.leaf): v for p, v in self.values(step).items() if p[:3] == (what, "", 0)}
 
     def of(self, step: int, what: str) -> dict[str, Tensor]:
         """Its tensors `before` or `after` a step, or `grads`, by the unsplit model's names."""
@@ -168,8 +175,8 @@ def _by_value(
     used = {part.tensors.get(name, "") for part, name, _ in held}
     for part, name, names in several:
         near = _through(_prefixes(part), name)
-        left = [n for n in names if n not in used]
-        best = near if near in reference else name if name in names else (left or [None])[0]
+        left = next((n for n in names if n not in used), None)
+        best = near if near in reference else name if name in names else left
         if best is not None and (best in names or not names):
             part.tensors[name] = best
             used.add(best)
@@ -178,7 +185,7 @@ def _by_value(
 
 def _by_order(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> None:
     """Aligns kinds of names and shapes in order."""
-    mine = sorted(held, key=lambda one: (one[0].stage, one[0].rank, one[0].index))
+    mine = sorted(held, key=lambda one: (one[0].steps[0]["stage"] or 0, one[0].rank, one[0].index))
     keys = [(_kind(name), tuple(value.shape)) for _, name, value in mine]
     others = [(_kind(name), tuple(tensor.shape)) for name, tensor in reference.items()]
     if [shape for _, shape in keys] == [shape for _, shape in others]:

@@ -54,7 +54,10 @@ class Schedules:
                 with self._paused():
                     return step(schedule, *args, **kwargs)
             self._begin(stages)
-            return step(schedule, *args, **kwargs)
+            found = step(schedule, *args, **kwargs)
+            for root in self._watch.roots.values():
+                root.keep_gradients()
+            return found
 
         @wraps(evaluate)
         def evaluated(*args: Any, **kwargs: Any) -> Any:

@@ -40,16 +40,15 @@ class Data:
 
     def inputs(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of one microbatch."""
-        found: tuple[tuple[Any, ...], dict[str, Any]] = self._cut((self.args, dict(self.kwargs)), microbatch)
-        return found
+        args, kwargs = self._cut((self.args, dict(self.kwargs)), microbatch)
+        return args, kwargs
 
     def target_of(self, microbatch: int) -> Any:
         return self._cut(self.target, microbatch)
 
     def _cut(self, tree: Any, microbatch: int) -> Any:
         rows = self.rows[microbatch]
-        has = lambda x: x.dim() and x.shape[0] == self.count  # noqa: E731
-        return map_tensors(lambda x: x[rows.to(x.device)] if has(x) else x, tree)
+        return map_tensors(lambda x: x[rows.to(x.device)] if x.dim() and len(x) == self.count else x, tree)
 
 
 @dataclass(slots=True)
@@ -159,11 +158,6 @@ class Replay:
         tensors = self.tensors
         return [other for other, tensor in tensors.items() if tensor is tensors[name]]
 
-    def losses(self, outputs: Sequence[Any], data: Data, target: Any = None) -> list[Tensor]:
-        """Each microbatch's."""
-        of = [data.target_of(k) for k in range(len(outputs))] if target is None else target
-        return [self.loss(output, label) for output, label in zip(outputs, of, strict=True)]
-
     def loss(self, output: Any, target: Any) -> Tensor:
         if self._loss is not None:
             return self._loss(output, target)
@@ -178,7 +172,7 @@ class Replay:
         flat = flatten(outputs[0])
         values = iter(whole)
         joined = [next(values) if isinstance(x, Tensor) and x.requires_grad else x for x in flat.leaves]
-        rows = torch.cat([rows for rows in data.rows])
+        rows = torch.cat(list(data.rows))
         target = map_tensors(lambda x: x[rows] if x.dim() and x.shape[0] == data.count else x, target)
         total = self.loss(unflatten(joined, flat.structure), target)
         flat_leaves = [leaf for one in leaves for leaf in one]

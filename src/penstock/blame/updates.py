@@ -7,6 +7,7 @@ does not count, not even where Adam divides by it.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ class Updates:
 
     compared: int = 0
     notes: list[str] = field(default_factory=list)
-    _made: dict[tuple[int, int], tuple[torch.optim.Optimizer, dict[tuple[int, str], Tensor]]] = field(default_factory=dict)
+    _made: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     def step(
         self, noted: Noted, step: int, expected: Mapping[str, Tensor], feed: Feed, replay: Replay
@@ -39,19 +40,22 @@ class Updates:
         """The first that is wrong."""
         self.compared, self.notes = 0, []
         return (
-            self._clipping(noted, step, expected, feed)
+            self._clipping(noted, step, expected, feed, replay)
             or self._missed(noted, step)
             or self._rates(noted, step, feed, replay)
             or self._updates(noted, step)
         )
 
-    def _clipping(self, noted: Noted, step: int, expected: Mapping[str, Tensor], feed: Feed) -> Finding | None:
+    def _clipping(
+        self, noted: Noted, step: int, expected: Mapping[str, Tensor], feed: Feed, replay: Replay
+    ) -> Finding | None:
         """Gradients after clipping, against those clipped by the norm of all, in which a tie counts once."""
         clips = [clip for files in noted.files.values() for clip in files[step]["clips"]]
         limit = feed.max_norm if feed.max_norm is not None else clips[0][0] if clips else None
         if limit is None:
             return None
-        norm = float(torch.stack([grad.norm() for grad in expected.values()]).norm())
+        own = dict(replay.model.named_parameters())
+        norm = float(torch.stack([grad.norm() for name, grad in expected.items() if name in own]).norm())
         scale = min(1.0, limit / (norm + 1e-6))
         for part in noted.parts:
             for name, value in part.of(step, "grads").items():
@@ -64,9 +68,8 @@ class Updates:
                 used = [norm for _, norm in noted.files[part.rank][step]["clips"]]
                 mine = used[-1] if used else limit / by
                 text = f"gradients are clipped by the norm {mine:.6g}; that of all gradients is {norm:.6g}"
-                why = _why(mine, noted, step, expected, part)
-                where = {"stage": part.stage, "rank": part.rank, "difference": abs(mine - norm), "largest": norm}
-                return Finding("clipping", text + why, "clipping", **where)
+                why = _why(mine, norm**2, noted, expected, part)
+                return Finding("clipping", text + why, "clipping", **part.where())
         return None
 
     def _missed(self, noted: Noted, step: int) -> Finding | None:
@@ -74,24 +77,16 @@ class Updates:
         if not any(files[step]["updates"] for files in noted.files.values()):
             return None
         for part in noted.parts:
-            updates = noted.files[part.rank][step]["updates"]
+            updates, own = noted.files[part.rank][step]["updates"], part.steps[step]
             has = {tuple(key) for update in updates for group in update["groups"] for key in group["params"]}
-            noted_step = part.steps[step]
-            held = {id(noted_step["before"][name]): name for name in noted_step["before"]}
-            missed = [
-                name
-                for name, grad in noted_step["grads"].items()
-                if (part.index, name) not in has
-                and name in part.tensors
-                and name in held.values()
-                and grad.any()
-                and torch.equal(noted_step["before"][name], noted_step["after"][name])
+            left = [
+                n for n, grad in own["grads"].items() if n in part.tensors and grad.any() and (part.index, n) not in has
             ]
+            missed = [part.tensors[n] for n in left if torch.equal(own["before"][n], own["after"][n])]
             if missed:
-                names = shortened([part.tensors[name] for name in missed])
-                who = "the optimizer has not" if updates else f"rank {part.rank} takes no optimizer step for"
-                text = f"{who} {names}: these weights stay as they are although they have gradients"
-                return Finding("optimizer", text, "update", stage=part.stage, rank=part.rank, module=part.tensors[missed[0]])
+                who = "the optimizer lacks" if updates else f"rank {part.rank} takes no optimizer step for"
+                text = f"{who} {shortened(missed)}: they have gradients, and stay as they are"
+                return Finding("optimizer", text, "update", **part.where(module=missed[0]))
         return None
 
     def _rates(self, noted: Noted, step: int, feed: Feed, replay: Replay) -> Finding | None:
@@ -106,88 +101,85 @@ class Updates:
         }
         if feed.optimizer is not None:
             of = {id(t): name for name, t in replay.tensors.items()}
-            groups = feed.optimizer(replay.model).param_groups
+            groups: list[dict[str, Any]] = feed.optimizer(replay.model).param_groups
             right = {of[id(p)]: group for group in groups for p in group["params"] if id(p) in of}
-            ratios = {n: (o["lr"] / right[n]["lr"], p) for n, (o, p) in mine.items() if n in right and right[n]["lr"] and o.get("lr")}
-            plain = [ratio for ratio, _ in ratios.values()]
-            usual = 1.0 if not plain or 1.0 in plain else sorted(plain)[len(plain) // 2]
-            for name, (ratio, part) in ratios.items():
-                if abs(ratio - usual) > _ALIKE * usual:
-                    text = f"the learning rate of {name!r} is {mine[name][0]['lr']:g}; expected {right[name]['lr'] * usual:g}"
-                    return Finding("learning rate", text, "update", stage=part.stage, rank=part.rank, module=name)
-            for name, (options, part) in mine.items():
-                for key in ("weight_decay", "momentum", "betas", "eps"):
-                    if name in right and key in options and key in right[name] and options[key] != right[name][key]:
-                        text = f"{key} of {name!r} is {options[key]}; expected {right[name][key]}"
-                        return Finding("optimizer", text, "update", stage=part.stage, rank=part.rank, module=name)
+            pairs = [(name, *mine[name], right[name]) for name in mine if name in right]
+            rates = [
+                options["lr"] / group["lr"] for _, options, _, group in pairs if options.get("lr") and group.get("lr")
+            ]
+            usual = 1.0 if not rates or 1.0 in rates else sorted(rates)[len(rates) // 2]  # a scheduler's
+            for name, options, part, group in pairs:
+                for key in ("lr", "weight_decay", "momentum", "betas", "eps"):
+                    is_rate, value, expected = key == "lr", options.get(key), group.get(key)
+                    if is_rate and value is not None and expected is not None:
+                        expected *= usual
+                        value = expected if abs(value - expected) <= _ALIKE * expected else value
+                    if value == expected:
+                        continue
+                    kind, what = ("learning rate", "the learning rate") if is_rate else ("optimizer", key)
+                    text = f"{what} of {name!r} is {value}; expected {expected}"
+                    return Finding(kind, text, "update", **part.where(module=name))
             return None
-        rates: dict[int, set[float]] = {}
+        by_rank: dict[int, set[float]] = {}
         for options, part in mine.values():
-            rates.setdefault(part.rank, set()).add(options.get("lr"))
-        if len(rates) > 1 and all(len(one) == 1 for one in rates.values()) and len(set.union(*rates.values())) > 1:
-            by_rank = [next(iter(rates[rank])) for rank in sorted(rates)]
-            usual = max(by_rank, key=by_rank.count)
-            rank = next(rank for rank in sorted(rates, reverse=True) if next(iter(rates[rank])) != usual)
-            text = f"the learning rate differs by rank: {', '.join(f'{rate:g}' for rate in by_rank)}"
-            return Finding("learning rate", text, "update", rank=rank)
+            by_rank.setdefault(part.rank, set()).add(options.get("lr"))
+        if all(len(rates) == 1 for rates in by_rank.values()) and len(set.union(set(), *by_rank.values())) > 1:
+            text = ", ".join(f"{next(iter(by_rank[rank])):g}" for rank in sorted(by_rank))
+            return Finding("learning rate", f"the learning rate differs by rank: {text}", "update")
         return None
 
     def _updates(self, noted: Noted, step: int) -> Finding | None:
         """Weights after the step, against the same optimizer's from the same gradients."""
         for rank, files in noted.files.items():
             parts = {part.index: part for part in noted.parts if part.rank == rank}
-            taken = [tuple(key) for update in files[step]["updates"] for group in update["groups"] for key in group["params"]]
-            if len(taken) > len({*taken}):
-                part = parts[next(key for key in taken if taken.count(key) > 1)[0]]
-                return Finding("update", "the optimizer takes two steps in one", "update", stage=part.stage, rank=rank)
-            for number, update in enumerate(files[step]["updates"]):
+            updates = files[step]["updates"]
+            taken = [tuple(key) for update in updates for group in update["groups"] for key in group["params"]]
+            if twice := [key for key, count in Counter(taken).items() if count > 1]:
+                where = parts[twice[0][0]].where()
+                return Finding("update", "the optimizer takes two steps in one", "update", **where)
+            for number, update in enumerate(updates):
                 keys = [[tuple(key) for key in group["params"]] for group in update["groups"]]
-                follower = self._follower(rank, number, update, keys, parts, step)
-                if follower is None:
-                    continue
-                for (index, name), parameter in follower.items():
-                    part = parts[index]
-                    after = part.steps[step]["after"][name]
+                made = self._follow((rank, number), update, keys, parts, step)
+                for (index, name), parameter in made.items():
+                    part, own = parts[index], parts[index].steps[step]
                     self.compared += 1
-                    row = compare("update", name, (part.stage,), after, parameter.detach(), False)
-                    if not row.ok and row.verdict == "different":
-                        before = part.steps[step]["before"][name].double()
-                        shape = describe_difference(after.double() - before, parameter.detach().double() - before, {2.0: "twice"})
-                        text = f"the update of {part.tensors.get(name, name)!r} is not its optimizer's{shape and '; '}{shape}"
-                        size = {"difference": row.max_difference, "largest": row.max_reference}
-                        return Finding("update", text, "update", stage=part.stage, rank=rank, **size)
+                    row = compare("update", name, (), own["after"][name], parameter.detach(), exact=False)
+                    if row.verdict == "different":
+                        before = own["before"][name].double()
+                        of = own["after"][name].double() - before, parameter.detach().double() - before
+                        shape = describe_difference(*of, {2.0: "twice"})
+                        text = f"the update of {part.tensors.get(name, name)!r} is not its optimizer's"
+                        return Finding("update", f"{text}{shape and '; '}{shape}", "update", **part.where(row))
         return None
 
-    def _follower(
-        self, rank: int, number: int, update: Mapping[str, Any], keys: Sequence[Sequence[Any]], parts: Mapping[int, Part], step: int
-    ) -> dict[tuple[int, str], Tensor] | None:
+    def _follow(
+        self, key: tuple[int, int], update: Mapping[str, Any], keys: Sequence[Any], parts: Mapping[int, Part], step: int
+    ) -> Mapping[tuple[int, str], Tensor]:
+        """The weights after the step of a like optimizer."""
         module, name = update["kind"]
         if not module.startswith("torch.optim.") or not any(keys):
             self.notes += [] if module.startswith("torch.optim.") else [f"updates of {module}.{name} were not compared"]
-            return None
+            return {}
         steps = {index: part.steps[step] for index, part in parts.items()}
-        if any(index not in steps for group in keys for index, _ in group):
-            return None
-        options = [{k: v for k, v in group["options"].items() if v is not None} for group in update["groups"]]
-        if (rank, number) not in self._made:
-            made = {key: torch.nn.Parameter(steps[key[0]]["before"][key[1]].clone()) for group in keys for key in group}
-            groups = [{"params": [made[key] for key in group], "lr": 0.0} for group in keys if group]
+        groups = [(g["options"], own) for g, own in zip(update["groups"], keys, strict=True) if own]
+        if key not in self._made:
+            made = {k: torch.nn.Parameter(steps[k[0]]["before"][k[1]].clone()) for _, own in groups for k in own}
             kind = getattr(importlib.import_module(module), name)
-            self._made[rank, number] = kind(groups), made
-        optimizer, made = self._made[rank, number]
-        for group, now in zip(optimizer.param_groups, [o for o, g in zip(options, keys, strict=True) if g], strict=True):
-            group.update(now)
-        for (index, local), parameter in made.items():
+            self._made[key] = kind([{"params": [made[k] for k in own], "lr": 0.0} for _, own in groups]), made
+        optimizer: torch.optim.Optimizer = self._made[key][0]
+        followers: dict[tuple[int, str], Tensor] = self._made[key][1]
+        for group, (now, _) in zip(optimizer.param_groups, groups, strict=True):
+            group.update({option: value for option, value in now.items() if value is not None})
+        for (index, local), parameter in followers.items():
             parameter.data.copy_(steps[index]["before"][local])
             grad = steps[index]["grads"].get(local)
             parameter.grad = None if grad is None else grad.clone()
         optimizer.step()
-        return made
+        return followers
 
 
-def _why(mine: float, noted: Noted, step: int, expected: Mapping[str, Tensor], part: Part) -> str:
+def _why(mine: float, square: float, noted: Noted, expected: Mapping[str, Tensor], part: Part) -> str:
     """What a wrong norm is the norm of."""
-    square = sum(float(grad.double().norm()) ** 2 for grad in expected.values())
     held = [(p, n) for p in noted.parts for n in dict.fromkeys(p.tensors.values())]
     every = sum(float(grad.double().norm()) ** 2 for _, name in held if (grad := expected.get(name)) is not None)
     own = sum(

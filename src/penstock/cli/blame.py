@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,19 +36,12 @@ def blame(
     The exit status is 0 if the pipeline trains as the unsplit model does, 1 if not,
     and 2 if nothing could be compared.
     """
-    from penstock.blame.command import run, watched
-    from penstock.blame.data import Feed
-    from penstock.blame.judge import judge
-    from penstock.blame.names import read
-    from penstock.partition.units.chain import as_module
+    from penstock.blame import command as job
 
     command = command[1:] if command[:1] == ["--"] else command
-    watched(command)  # raises before anything is loaded
-    with tempfile.TemporaryDirectory(prefix="penstock-blame-") as name, loaded(target, "the model or the loss") as given:
-        noted, more = read(Path(name), ended_well=run(command, Path(name), steps)), given.training
-        batch = given.args, given.kwargs, given.target
-        feed = Feed(given.loss, batch, more.get("batches"), more.get("optimizer"), more.get("clip_grad_norm"))
-        found = judge(noted, as_module(given.model), feed)
+    job.watched(command)  # raises before anything is loaded
+    with loaded(target, "the model or the loss") as given:
+        found = job.blame(command, given, steps)
     if as_json:
         print(json.dumps(finite(found.to_dict()), allow_nan=False))
     else:

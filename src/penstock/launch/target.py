@@ -74,7 +74,7 @@ def load(text: str) -> Target:
     Raises:
         ArgumentError: there is no such module, file or function, it raises, or it returns something else.
     """
-    return _call(text, function_named(text if ":" in text else _with_usual(text)))
+    return call(text, function_named(text if ":" in text else _with_usual(text)))
 
 
 def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
@@ -115,13 +115,14 @@ def _bound(statement: ast.stmt) -> list[str]:
     return [statement.name] if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else []
 
 
-def _call(text: str, function: Callable[[], Any]) -> Target:
+def call(text: str, function: Callable[[], Any]) -> Target:
+    """`load` of a function, which `text` names in messages."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     numpy.random.seed(SEED)
     with user_code(f"TARGET {text!r}"):
         returned = function()
-    return _check(text, returned, partial(_call, text, function))
+    return _check(text, returned, partial(call, text, function))
 
 
 @contextlib.contextmanager
