@@ -2,8 +2,8 @@
 
 python benchmarks/blame/bench.py [--only TEXT;TEXT] [--commands]
 
-The ranks are forks of this process, which has imported torch; with --commands each case is a real command. Writes
-results.json and the table in README.md, unless --only is given.
+The ranks are forks of this process, which has imported torch and Penstock; with --commands each case is a real command.
+Writes results.json and the table in README.md, unless --only is given.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from penstock.blame.capture import watching
+from penstock.blame.data import Feed
+from penstock.blame.judge import judge
+from penstock.blame.names import read
+from penstock.blame.pipelining import Schedules
+from penstock.launch.rank import main as run_rank
+from penstock.launch.target import load
 
 HERE = Path(__file__).parent
 PIPELINING, SEND_RECV = "with_pipelining.py", "with_send_recv.py"
@@ -63,15 +71,12 @@ def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
 
         def rank() -> None:
             sys.argv[:] = ["penstock.blame.rank", str(HERE / case["script"])]
-            from penstock.blame.capture import watching
-            from penstock.blame.pipelining import Schedules
-            from penstock.launch.rank import main
 
             watch = watching()
             assert watch is not None
             Schedules(watch).find()
             try:
-                main()
+                run_rank()
             finally:
                 watch.flush()
 
@@ -79,17 +84,13 @@ def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
         ok = [os.waitpid(child, 0)[1] for child in ended] == [0] * ranks
         report = folder / "report.json"
 
-        def judge() -> None:
+        def judged() -> None:
             sys.path.insert(0, str(HERE))
-            from penstock.blame.data import Feed
-            from penstock.blame.judge import judge
-            from penstock.blame.names import read
-            from penstock.launch.target import load
 
             given = load(f"{HERE / 'model.py'}:make")
             report.write_text(json.dumps(judge(read(folder, ended_well=ok), given.model, Feed.of(given)).to_dict()))
 
-        os.waitpid(forked(judge, where, log), 0)
+        os.waitpid(forked(judged, where, log), 0)
         if report.exists():
             found: dict[str, Any] = json.loads(report.read_text())
             return found

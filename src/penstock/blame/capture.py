@@ -35,7 +35,6 @@ class Root:
     """A module that is called from outside of any other.
 
     Attributes:
-        name: what precedes the names of its parameters; empty: they are its own.
         stage: its number, if known.
         count: its forwards in this step.
         extra: its forwards besides those of microbatches.
@@ -109,16 +108,16 @@ class Root:
 
     def noted(self, after: Mapping[str, Tensor]) -> dict[str, Any]:
         """A step, for a file."""
-        return (
-            {
-                "stage": self.stage,
-                "names": dict(self.names),
-                "modules": {name: type(part).__name__ for name, part in self.parts.items()},
-                "values": [(tuple(place), value.cpu()) for place, value in self.trail.values.items()],
-            }
-            | {name: getattr(self, name) for name in _NOTED}
-            | {"after": dict(after)}
-        )
+        classes = {name: type(part).__name__ for name, part in self.parts.items()}
+        values = [(tuple(place), value.cpu()) for place, value in self.trail.values.items()]
+        own = {
+            "stage": self.stage,
+            "names": dict(self.names),
+            "modules": classes,
+            "values": values,
+            "after": dict(after),
+        }
+        return own | {name: getattr(self, name) for name in _NOTED}
 
 
 class Watch:
@@ -126,14 +125,12 @@ class Watch:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps, self.step = folder, steps, 0
-        self.rank, self.world = (
-            int(os.environ.get(name, fallback)) for name, fallback in (("RANK", "0"), ("WORLD_SIZE", "1"))
-        )
+        self.rank, self.world = int(os.environ.get("RANK", "0")), os.environ.get("WORLD_SIZE", "1")
         self.roots: dict[int, Root] = {}
         self.microbatch: Callable[[], int | None] | None = None
-        self.paused = self._inside = False
+        self.paused = self.is_scheduled = self._inside = False
         self.finds_roots = True
-        self._parts: set[int] = set()
+        self._parts: dict[int, Root] = {}
         self._hooks = ExitStack()
         self._begin()
 
@@ -148,7 +145,7 @@ class Watch:
         self._hooks.callback(register_optimizer_step_post_hook(self._after_update).remove)
         self._hooks.callback(atexit.unregister, self.flush)
         atexit.register(self.flush)
-        self.folder.joinpath(f"rank-{self.rank}").write_text(str(self.world))
+        self.folder.joinpath(f"rank-{self.rank}").write_text(self.world)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -157,10 +154,13 @@ class Watch:
 
     def root(self, module: nn.Module, stage: int | None = None, names: Mapping[str, str] | None = None) -> Root | None:
         """The root that a module is; None if it is a part of one, or has no parameters."""
-        is_new = id(module) not in self.roots and (stage is not None or id(module) not in self._parts)
-        if is_new and any(True for _ in module.parameters()):
+        around = self._parts.get(id(module))
+        if around is not None and around.module is not module and (stage is not None or not around.grads):
+            self.roots.pop(id(around.module), None)  # a run of the whole model that trained nothing
+            around = None
+        if around is None and any(True for _ in module.parameters()):
             self.roots[id(module)] = root = Root(module, stage, names or {}, self._hooks)
-            self._parts.update(map(id, root.parts.values()))
+            self._parts |= {id(part): root for part in root.parts.values()}
         return self.roots.get(id(module))
 
     def enter_step(self) -> None:
@@ -177,24 +177,17 @@ class Watch:
 
     def flush(self) -> None:
         """Leaves the present step in a file."""
-        roots = [root.noted(root.now()) for root in self.roots.values() if root.count]
-        if roots and self.step < self.steps:
+        if any(root.count for root in self.roots.values()) and self.step < self.steps:
+            roots = [root.noted(root.now()) for root in self.roots.values()]
             noted = {"rank": self.rank, "step": self.step, "threads": torch.get_num_threads(), "roots": roots}
-            noted |= {"losses": self.losses, "targets": self.targets, "clips": self.clips, "updates": self.updates}
+            noted |= {"clips": self.clips, "updates": self.updates, "unclipped": self.unclipped}
             noted["is_complete"] = self._updated or any(root.grads and root.has_ended() for root in self.roots.values())
             file = self.folder / f"step-{self.step}-{self.rank}.pt"
-            torch.save(noted | {"unclipped": self.unclipped}, file.with_suffix(".part"))
+            torch.save(noted, file.with_suffix(".part"))
             file.with_suffix(".part").rename(file)
-
-    def lost(self, value: Any, target: Any) -> None:
-        """Notes a microbatch's loss."""
-        self.losses.append(float(value.detach() if isinstance(value, Tensor) else value))
-        self.targets.append([_copy(tensor) for tensor in leaf_tensors(target)])
 
     def _begin(self) -> None:
         self._updated = False
-        self.losses: list[float] = []
-        self.targets: list[list[Tensor]] = []
         self.clips: list[tuple[float, float]] = []
         self.updates: list[dict[str, Any]] = []
         self.unclipped: dict[tuple[int, str], Tensor] = {}
@@ -203,7 +196,7 @@ class Watch:
         if self._inside or in_backward() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return call(module, *args, **kwargs)
         is_noted = torch.is_grad_enabled() and not self.paused
-        if is_noted and self.microbatch is None:
+        if is_noted and not self.is_scheduled:
             self.enter_step()
         root = self.root(module) if is_noted and self.finds_roots else self.roots.get(id(module))
         number = None if root is None else root.count if self.microbatch is None else self.microbatch()
@@ -213,11 +206,8 @@ class Watch:
         self._inside, root.trail.active = True, is_noted
         root.extra += not is_noted and torch.is_grad_enabled()
         try:
-            return (
-                root.call(number or 0, lambda: call(module, *args, **kwargs))
-                if is_noted
-                else call(module, *args, **kwargs)
-            )
+            run = partial(call, module, *args, **kwargs)
+            return root.call(number or 0, run) if is_noted else run()
         finally:
             self._inside, root.trail.active = False, True
 

@@ -113,7 +113,7 @@ def read(folder: Path, *, ended_well: bool = True) -> Noted:
         Part(rank, index, [step["roots"][index] for step in found[:steps]])
         for rank, found in sorted(files.items())
         for index in range(len(found[0]["roots"]))
-        if all(index < len(step["roots"]) for step in found[:steps])
+        if found[0]["roots"][index]["count"] and all(index < len(step["roots"]) for step in found[:steps])
     ]
     return Noted(parts, steps, files)
 

@@ -24,7 +24,7 @@ class Schedules:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._microbatch: int | None = None
-        self._offset, self._is_last = 0, False
+        self._offset = 0
 
     def find(self) -> None:
         """Watches all schedules that are made from now on."""
@@ -40,9 +40,9 @@ class Schedules:
             given = signature.bind(schedule, *args, **kwargs)
             stages, loss = given.arguments.get("stages") or [given.arguments["stage"]], given.arguments.get("loss_fn")
             if loss is not None:
-                given.arguments["loss_fn"] = self._noting(loss)
                 vars(schedule)[_FIRST] = stages
-                self._watch.finds_roots, self._watch.microbatch = False, lambda: self._microbatch
+                self._watch.finds_roots, self._watch.is_scheduled = False, True
+                self._watch.microbatch = lambda: self._microbatch
                 for stage in stages:
                     self._number(stage)
             init(*given.args, **given.kwargs)
@@ -88,19 +88,9 @@ class Schedules:
                 try:
                     return work(microbatch, *args, **kwargs)
                 finally:
-                    self._is_last, self._microbatch = stage.is_last and name == _WORK[0], None
+                    self._microbatch = None
 
             setattr(stage, name, numbered)
-
-    def _noting(self, loss: Any) -> Any:
-        def noted(output: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            value = loss(output, target, *args, **kwargs)
-            if self._is_last:  # and not to find out shapes
-                self._watch.lost(value, target)
-                self._is_last = False
-            return value
-
-        return noted
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
