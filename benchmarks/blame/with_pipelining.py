@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from model import LAYERS, LENGTH, OPTIONS, WIDTH, WORDS, Net, batch, loss_of, model, optimizer_of
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    SplitPoint,
+    pipeline,
+)
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
@@ -65,6 +72,10 @@ def main() -> None:
             {"input_args": example[min(s, 1)], "output_args": out if s == stages - 1 else example[1]} if static else {}
         )
         built.append(PipelineStage(part, s, stages, torch.device("cpu"), **shapes))
+    if "traced" in OPTIONS:
+        pipe = pipeline(net, mb_args=(tokens[:2],), split_spec={"layers.2": SplitPoint.BEGINNING})
+        built = [pipe.build_stage(rank, torch.device("cpu"))]
+        parts = [built[0].submod]
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         loss = loss_of(output, target)

@@ -25,11 +25,22 @@ def build(net: Net, rank: int, world: int) -> nn.Sequential:
     return nn.Sequential(*layers, net.norm, net.head)
 
 
+def run(stage: nn.Sequential, x: Tensor) -> Tensor:
+    if "loop" in OPTIONS:  # no module is the stage
+        for layer in stage:
+            x = layer(x)
+        return x
+    return stage(x)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     first, last = rank == 0, rank == world - 1
-    stage = build(model(), rank, world)
+    whole = model()
+    if "shapes" in OPTIONS:
+        whole(batch(0)[0])  # only to see them
+    stage = build(whole, rank, world)
     optimizer = optimizer_of(stage)
     if FAULT == "learning rate" and rank == 0:
         optimizer.param_groups[0]["lr"] /= 10
@@ -79,7 +90,8 @@ def main() -> None:
             if FAULT == "stale step" and not first and k == 0:
                 stale, x = x.detach().clone(), (x if stale is None else stale.clone().requires_grad_())
             received.append(x)
-            y = stage(x)
+            with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in OPTIONS):
+                y = run(stage, x)
             outputs.append(y)
             if last:
                 loss = loss_of(y, targets[k])
@@ -138,7 +150,11 @@ def main() -> None:
                 p.grad.mul_(2)
         if FAULT == "microbatch skipped" and first:
             pass
-        if not (FAULT == "no optimizer step" and last):
+        if "handmade" in OPTIONS:
+            with torch.no_grad():
+                for p in stage.parameters():
+                    p -= 0.1 * p.grad
+        elif not (FAULT == "no optimizer step" and last):
             optimizer.step()
         if scheduler is not None:
             scheduler.step()

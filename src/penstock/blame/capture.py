@@ -46,6 +46,7 @@ class Root:
         self.tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         self.tensors |= dict(module.named_buffers(remove_duplicate=False))
         self.parts = dict(module.named_modules(remove_duplicate=False))
+        self.ids = {id(part) for part in self.parts.values()}
         self.trail = Trail(0, [*self.parts])
         self._states: list[Tensor] = []
         hooks.enter_context(self.trail.following(module, dict(module.named_parameters())))
@@ -130,7 +131,6 @@ class Watch:
         self.microbatch: Callable[[], int | None] | None = None
         self.paused = self.is_scheduled = self._inside = False
         self.finds_roots = True
-        self._parts: dict[int, Root] = {}
         self._hooks = ExitStack()
         self._begin()
 
@@ -154,13 +154,14 @@ class Watch:
 
     def root(self, module: nn.Module, stage: int | None = None, names: Mapping[str, str] | None = None) -> Root | None:
         """The root that a module is; None if it is a part of one, or has no parameters."""
-        around = self._parts.get(id(module))
+        own = [part for part in module.modules() if [*part.parameters(recurse=False)]]
+        around = next((r for r in self.roots.values() if own and all(id(part) in r.ids for part in own)), None)
         if around is not None and around.module is not module and (stage is not None or not around.grads):
-            self.roots.pop(id(around.module), None)  # a run of the whole model that trained nothing
+            around.trail.active = False  # a run of the whole model that trained nothing, to see shapes, say
+            del self.roots[id(around.module)]
             around = None
-        if around is None and any(True for _ in module.parameters()):
-            self.roots[id(module)] = root = Root(module, stage, names or {}, self._hooks)
-            self._parts |= {id(part): root for part in root.parts.values()}
+        if around is None and own:
+            self.roots[id(module)] = Root(module, stage, names or {}, self._hooks)
         return self.roots.get(id(module))
 
     def enter_step(self) -> None:
@@ -198,7 +199,7 @@ class Watch:
         is_noted = torch.is_grad_enabled() and not self.paused
         if is_noted and not self.is_scheduled:
             self.enter_step()
-        root = self.root(module) if is_noted and self.finds_roots else self.roots.get(id(module))
+        root = self.roots.get(id(module)) or (self.root(module) if is_noted and self.finds_roots else None)
         number = None if root is None else root.count if self.microbatch is None else self.microbatch()
         is_noted = is_noted and number is not None and self.step < self.steps
         if root is None:

@@ -72,6 +72,7 @@ class _Judge:
     updates: updates.Updates = field(default_factory=updates.Updates)
     right: Replayed | None = None
     gradient_count: int = 0
+    epsilon: float = 0.0
 
     def step(self, step: int) -> Finding | None:
         """The first wrong action of a step."""
@@ -89,6 +90,7 @@ class _Judge:
             if name in part.modules
         }
         cast = next((part.steps[step]["autocast"] for part in parts if part.steps[step]["autocast"]), "")
+        self.epsilon = torch.finfo(getattr(torch, cast.rpartition(".")[2])).eps if cast else 0.0
         right = self.right = self.replay.step(at, state, gradients, random, cast)
         wrong = [row for row in self._results(step, right) if not row.ok and row.verdict != "undefined"]
         update = None if wrong else self._update(step, right)
@@ -177,7 +179,8 @@ class _Judge:
             terms = (
                 torch.stack([t.double().abs() / abs(right.scales.get(k) or 1.0) for k, t in of]).sum(0) if of else None
             )
-        return compare("gradient", name, (part.place,), value, expected, False, "rounding", terms)
+        noise = float(expected.abs().max()) * self.epsilon if expected is not None else 0.0
+        return compare("gradient", name, (part.place,), value, expected, False, "rounding", terms, noise=noise)
 
     # -- causes, in order ---------------------------------------------------------------------------------------------
 
