@@ -101,7 +101,7 @@ def test_who_rests_on_a_shape_is_named_with_a_remedy_that_works() -> None:
     and_else, uses, _ = CHANGING["shape"]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uses(and_else, uses))
     with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, opens=["1"]) as pipe:
-        with pytest.raises(PartitionError, match=rf"\(as at {__file__}:\d+, in module '1'\). Give leaves=\['1'\]"):
+        with pytest.raises(PartitionError, match=rf"\(as at {__file__}:\d+, in module '1'\). Pass leaves=\['1'\]"):
             pipe.step(X, target=TARGET)
     with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, leaves=["1"]) as pipe:
         pipe.step(X, target=TARGET)

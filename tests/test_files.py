@@ -8,28 +8,33 @@ import itertools
 import json
 import os
 import re
+import shutil
 import socket
+import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
 from fabric.made_runs import made_run, write_run
 from penstock import files
 from penstock.balance import MeasuredLink, Profile, Tied, UnitCost, read_profile
-from penstock.cli._cost_files import read_costs, read_links
+from penstock.cli import app
+from penstock.costs import read_costs, read_links
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain import explain, read_run, run_of
 from penstock.fabric.compare import compare
 from penstock.fabric.results import results
 from penstock.fabric.samples import RUN, SAMPLES, Run
-from penstock.fabric.views import nccl
+from penstock.fabric.views import nccl, page
 from penstock.fabric.views.text import show
 from penstock.hardware.specs import device
 from penstock.network.background import parse_background
@@ -46,7 +51,7 @@ from penstock.schedule import Schedule, check, generate
 from penstock.schedule.csv import read_csv, to_csv, write_csv
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
-from scaffolding.run_folders import ABOUT
+from scaffolding.run_folders import ABOUT, a_run
 
 SCHEDULE = generate("1f1b", 2, 3)
 STEP = StepRecord(1, 0.5, 0.1, 8, 0.1)
@@ -96,11 +101,17 @@ def read_fabric(file: Path) -> None:
     folder = file.parent
     write_run(made_run(3), folder)
     write(folder / RUN, file.read_text())
+    read_run_of_fabric(folder)
+
+
+def read_run_of_fabric(folder: Path) -> None:
     run = Run.read(folder)
     found = results(run)
     show(run, found, Console(file=io.StringIO()))
     nccl.text(run, found)
     compare(run, run)
+    with mock.patch.object(page, "draw", return_value={}):  # pictures take seconds
+        page.page(run, found)
 
 
 CHROME = {
@@ -120,7 +131,25 @@ READERS: dict[str, tuple[Callable[[], Any], Callable[[Path], object]]] = {
     "links": (lambda: {"links": [{"from": 0, "to": 1, "latency": 1e-4, "bandwidth": 1e8}]}, read_links),
     "fabric run.json": (lambda: made_run(3).record, read_fabric),
 }
-ODD = [None, True, -1, 0, 1.5, 10**30, "", "x" * 500, "\x1b[31m", "NaN", [], {}, [1], {"a": 1}, [[[[]]]]]
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**30,
+    10**400,
+    1e308,
+    "",
+    "x" * 500,
+    "\x1b[31m",
+    "NaN",
+    [],
+    {},
+    [1],
+    {"a": 1},
+    [[[[]]]],
+]
 TOKENS = ["NaN", "Infinity", "1e999", "[" * 5000, '"' + "y" * 5000 + '"', "1" * 5000, "}", ""]
 
 
@@ -176,13 +205,81 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(
     assert_read_or_refused(read, file)
 
 
+RUN_COMMANDS = ["top RUN --once", "top RUN --json", "runs RUNS", "runs RUNS --json", "compare RUN OTHER"]
+RUN_COMMANDS += ["compare RUN OTHER --json", "explain RUN", "explain RUN --json", "report RUN"]
+FABRIC_COMMANDS = ["fabric show RUN", "fabric show RUN --json", "fabric show RUN --nccl", "fabric show RUN --chakra"]
+FABRIC_COMMANDS += ["fabric compare RUN OTHER", "fabric compare OTHER RUN --json", "report RUN"]
+FOLDERS: dict[str, tuple[Callable[[Path], Path], list[str], list[str]]] = {
+    "run": (
+        lambda folder: with_all_files(a_run(folder)),
+        ["run.json", "steps.jsonl", "ranks/0.json", "timelines/2.json", "predicted.json", "memory/2.0.json"],
+        RUN_COMMANDS,
+    ),
+    "fabric": (lambda folder: write_run(made_run(3), folder), ["run.json"], FABRIC_COMMANDS),
+}
+
+
+def with_all_files(folder: Path) -> Path:
+    """The folder of a run with what one has that follows a plan on a device."""
+    timeline = json.loads((folder / "timelines" / "2.json").read_text())
+    predicted = {"source": "a plan", "step_seconds": 1.0, "stage_seconds": [0.1, 0.2, 0.1], "timeline": timeline}
+    write(folder / "predicted.json", json.dumps(predicted))
+    for rank, track in enumerate(timeline["ranks"]):
+        write(folder / "memory" / f"2.{rank}.json", json.dumps([1 << 20] * len(track["actions"])))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    there = tmp_path_factory.mktemp("whole")
+    for kind, (make, *_) in FOLDERS.items():
+        make(there / kind)
+    return there
+
+
+def assert_done_or_refused(*arguments: str) -> None:
+    """The command says what it found, or in one line why it cannot, and nothing that a terminal obeys."""
+    began = time.process_time()
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments))
+    assert time.process_time() - began < 10
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code in (0, 2), done.output
+    assert not set(done.output) & {"\x1b", "\x07", "\x9b"}
+    if done.exit_code:
+        assert done.stdout == ""
+        assert len(done.stderr.splitlines()) == 1
+        assert len(done.stderr) < 1000
+    elif "--json" in arguments:
+        json.loads(done.stdout, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+@settings(max_examples=int(os.environ.get("PENSTOCK_FUZZ", "40")), suppress_health_check=[*HealthCheck], deadline=None)
+@given(data=st.data())
+def test_commands_read_a_damaged_folder_or_refuse_it_in_one_line(
+    kind: str, data: st.DataObject, whole_folders: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    _, files, commands = FOLDERS[kind]
+    here = Path(shutil.copytree(whole_folders / kind, tmp_path_factory.mktemp("fuzz") / "runs" / "x"))
+    file = here / data.draw(st.sampled_from(files))
+    if file.name == "steps.jsonl":
+        lines = file.read_text().splitlines()
+        file.write_text("\n".join([*lines[:-1], data.draw(mutations(json.loads(lines[-1]))), ""]))
+    else:
+        file.write_text(data.draw(mutations(json.loads(file.read_text()))))
+    command = data.draw(st.sampled_from(commands)).split()
+    places = {"RUN": here, "RUNS": here.parent, "OTHER": whole_folders / kind}
+    with mock.patch.dict(vars(page), {} if "PENSTOCK_FUZZ" in os.environ else {"draw": lambda *_: {}}):  # takes seconds
+        assert_done_or_refused(*(str(places.get(word, word)) for word in command))
+
+
 RECORD = made_run(3).record
 
 
 def read_samples(file: Path) -> None:
     write(file.parent / RUN, json.dumps(RECORD))
     file.replace(file.parent / SAMPLES)
-    Run.read(file.parent)
+    read_run_of_fabric(file.parent)
 
 
 COLUMNS = "op,microbatch,start_us,duration_us,pp_rank\n" + "".join(
@@ -247,9 +344,12 @@ def test_small_files_cause_no_large_work(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="10,001 processes; expected at most 10,000"):
         run_of(read_run([write(tmp_path / "processes.json", json.dumps(processes))]))
     transfer = RECORD["workload"]["transfers"][0]
-    workload = {**RECORD["workload"], "transfers": [{**transfer, "name": str(number)} for number in range(100)]}
-    write(tmp_path / RUN, json.dumps({**RECORD, "hosts": 65_536, "workload": workload}))
-    with pytest.raises(ArgumentError, match="100 transfers of 65,536 hosts are too many"):
+    workload = {**RECORD["workload"], "transfers": [{**transfer, "name": str(number)} for number in range(500)]}
+    write(tmp_path / RUN, json.dumps({**RECORD, "hosts": 10_000, "network": None, "workload": workload}))
+    with pytest.raises(ArgumentError, match="500 transfers of 10,000 hosts are too many"):
+        Run.read(tmp_path)
+    write(tmp_path / RUN, json.dumps({**RECORD, "hosts": 10_000}))  # of whose pairs there are tables
+    with pytest.raises(ArgumentError, match=r"hosts=10,000, but network\.hosts=4"):
         Run.read(tmp_path)
 
 

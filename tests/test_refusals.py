@@ -102,7 +102,7 @@ def test_descending_order_is_noted_as_inexact() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"example_args": torch.zeros(4, 5)}, r"give \(x,\)"),
+        ({"example_args": torch.zeros(4, 5)}, r"pass \(x,\)"),
         ({"model": nn.Identity}, r"a class; pass an instance, Identity\(\.\.\.\)"),
         ({"loss": "mse"}, "loss_fn='mse': expected a function"),
         ({"reduction": "median"}, "reduction='median'"),

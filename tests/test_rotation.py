@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from scaffolding.rotation import CPU_SECONDS, IN_ALL_ONLY, MOST, parts
+from scaffolding.rotation import CPU_SECONDS, IN_ALL_ONLY, MAX, parts
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_every_file_is_in_one_part_and_no_part_takes_too_long() -> None:
-    found = parts(CPU_SECONDS, MOST)
+    found = parts(CPU_SECONDS, MAX)
     assert sorted(name for part in found for name in part) == sorted(CPU_SECONDS)
-    assert all(sum(CPU_SECONDS[name] for name in part) <= MOST for part in found)
+    assert all(sum(CPU_SECONDS[name] for name in part) <= MAX for part in found)
     with pytest.raises(ValueError, match="b takes 3 s, and a part 2 s at most"):
         parts({"a": 1, "b": 3}, 2)
 

@@ -23,7 +23,7 @@ from penstock.schedule import generator
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)
 WARM_UP, RECORDED = 4, 7
-LEAST_ROUNDS, MOST_SECONDS = 7, 15.0
+LEAST_ROUNDS, MAX_SECONDS = 7, 15.0
 """Rounds of a run, unless they take longer."""
 
 
@@ -150,7 +150,7 @@ def advised(
 def in_turns(contestants: Sequence[Contestant], rounds: int) -> list[list[float]]:
     """The seconds of each one's steps, those of the slowest rank; who begins a round changes."""
     slowest = max(sum(one.step() for one in contestants) for _ in range(3))
-    rounds = _from_first(lambda: min(rounds, max(LEAST_ROUNDS, int(MOST_SECONDS / slowest))))
+    rounds = _from_first(lambda: min(rounds, max(LEAST_ROUNDS, int(MAX_SECONDS / slowest))))
     gc.collect()
     gc.disable()
     for number in range(rounds):

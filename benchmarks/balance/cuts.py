@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Profile
 from penstock.demo import model as demo
-from penstock.traffic import measure
+from penstock.partition.measure import clock
 from penstock.traffic.measure import stage_seconds
 
 STAGES, ALL, FIRST = 4, 20, 8
@@ -168,7 +168,7 @@ def row(name: str) -> str:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    measure.time = SimpleNamespace(perf_counter_ns=time.process_time_ns)  # type: ignore[assignment]
+    clock.time = SimpleNamespace(perf_counter_ns=time.process_time_ns)  # type: ignore[assignment]
     print("| model | cuts tried | default ms | best ms | flops ms | layers ms | default / best | layers / default |")
     print("|---|" + "---|" * 7)
     for name in names or MODELS:

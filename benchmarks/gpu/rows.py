@@ -15,11 +15,11 @@ Status: "ok"; "wrong": it is not as it should be; "raised"; "crashed": its proce
 
 BAD = ("wrong", "raised", "crashed", "timed out")
 
-MOST_CHARACTERS = 500
+MAX_CHARACTERS = 500
 
 
 def row(case: Case, status: str, says: str, seconds: float, **more: Any) -> Row:
-    says = " ".join(says.split())[:MOST_CHARACTERS]
+    says = " ".join(says.split())[:MAX_CHARACTERS]
     return {"name": case.name, "part": case.part, "status": status, "says": says, "seconds": round(seconds, 1), **more}
 
 

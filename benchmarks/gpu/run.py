@@ -50,7 +50,7 @@ except ModuleNotFoundError as error:
 except KeyboardInterrupt:
     sys.exit(130)
 
-MOST_SECONDS = 470.0
+MAX_SECONDS = 470.0
 """Of a part, which has to end in less than eight minutes."""
 
 
@@ -123,7 +123,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
     parser.add_argument("--jobs", type=int, help="cases at a time (default: as many as cores and memory allow)")
     parser.add_argument("--forks", action="store_true", help="start ranks without torchrun, which takes longer")
-    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for each part (default: %(default)g)")
+    parser.add_argument("--seconds", type=float, default=MAX_SECONDS, help="for each part (default: %(default)g)")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all parts (default: no limit)")
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     chosen = parser.parse_args(given)

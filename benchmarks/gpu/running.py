@@ -35,7 +35,7 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.02
 _LOG_CHARACTERS = 3000
 
-MOST_TURNS = 2
+MAX_TURNS = 2
 """Jobs at a time whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
 
 
@@ -144,7 +144,7 @@ def usual_jobs(environment: Mapping[str, Any]) -> int:
 def _may_begin(case: Case, running: Sequence[_Process | WorldRun], jobs: int) -> bool:
     if not running:
         return True
-    if case.takes_turns and sum(one.takes_turns for one in running) >= MOST_TURNS:
+    if case.takes_turns and sum(one.takes_turns for one in running) >= MAX_TURNS:
         return False
     return len(running) < jobs and not case.alone and not running[0].alone
 

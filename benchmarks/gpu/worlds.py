@@ -40,7 +40,7 @@ GRACE_SECONDS = 6.0
 REHEARSING_TAKES = 4.0
 """Times the seconds of a case, where the CPU stands in: it may be a crowded one."""
 
-MOST_LOST = 3
+MAX_LOST = 3
 """Worlds of torchrun in a row without a result: after so many the rest do not begin, since each takes long to start."""
 
 _LOG_CHARACTERS = 3000
@@ -72,7 +72,7 @@ class WorldRun:
 
     @property
     def _is_given_up(self) -> bool:
-        return self._is_over_nccl and self._lost >= MOST_LOST
+        return self._is_over_nccl and self._lost >= MAX_LOST
 
     def look(self, until: float) -> list[Row]:
         """The rows of cases that have ended since. After `until` the rest are cut off."""
@@ -90,7 +90,7 @@ class WorldRun:
         if self._waiting and (time.monotonic() > until or self._is_given_up):
             why = "the time for this part was up"
             if self._is_given_up:
-                why = f"{MOST_LOST} worlds in a row were lost before it"
+                why = f"{MAX_LOST} worlds in a row were lost before it"
             found += [row(case, "not begun", why, 0.0) for case in self._waiting]
             self._waiting.clear()
         if not self._waiting:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Profile
 from penstock.partition import Stage
-from penstock.plan import Choice, Cluster, Plan, Sizes, make_plans
+from penstock.plan import Choice, Cluster, Plan, Sizes, Wanted, make_plans
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.processes.world import join
 from penstock.stages import MODEL_INPUT, Link
@@ -67,7 +67,7 @@ def measure_space(name: str, rank: int, ranks: int, rounds: int, runtime: Host) 
 def space(profile: Profile, runtime: Host, ranks: int) -> list[Plan]:
     """Every plan of one pipeline, the fastest first by prediction; rows that were measured only."""
     found = make_plans(
-        Sizes.of([profile]), _cluster(ranks, runtime), SPACE_BATCH, [name for name, _ in SCHEDULES], best=1000
+        Sizes.of([profile]), _cluster(ranks, runtime), SPACE_BATCH, Wanted([name for name, _ in SCHEDULES]), best=1000
     ).best
     return [plan for plan in found if plan.choice.replicas == 1 and plan.choice.rows in SPACE_ROWS]
 
@@ -75,7 +75,7 @@ def space(profile: Profile, runtime: Host, ranks: int) -> list[Plan]:
 def plan_of(profile: Profile, runtime: Host, choice: Choice) -> Plan:
     """The plan that `penstock plan` makes for this choice."""
     batch = choice.rows * choice.microbatches
-    made = make_plans(Sizes.of([profile]), _cluster(choice.ranks, runtime), batch, [choice.schedule], best=1000)
+    made = make_plans(Sizes.of([profile]), _cluster(choice.ranks, runtime), batch, Wanted([choice.schedule]), best=1000)
     return next(plan for plan in made.best if plan.choice == choice)
 
 
@@ -322,7 +322,7 @@ def first(rank: int, ranks: int) -> Iterator[None]:
     """Lets this process go before others: `Took.delayed` shows what is left of those.
 
     Not with real-time priority: a thread that waits by asking again and again would starve those that it waits for. If
-    there are more ranks than cores, each stays on one, and neighbours have different ones.
+    there are more ranks than cores, each stays on one, and neighbors have different ones.
     """
     cores = sorted(os.sched_getaffinity(0))
     _schedule({cores[rank % len(cores)]} if ranks > len(cores) else cores, NICE)

@@ -22,7 +22,7 @@ from penstock.schedule import Placement
 from penstock.search import Found, search
 from penstock.simulate.costs import LinkCost, StageCost
 
-PUBLISHED = json.loads((Path(__file__).parents[2] / "tests" / "published.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parents[2] / "tests" / "scaffolding" / "published.json").read_text())
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
 WEIGHT_SHARE = 32 / (34 + 5 * 32 * 1024 / 4096)
 """The share of an activation that W needs: M_W / M_B for 32 heads, width 4096 and 1024 tokens (Qi et al., 2024)."""

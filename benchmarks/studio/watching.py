@@ -4,7 +4,7 @@
 
 Two ranks train an MLP on this machine's cores and record their run. In one of every two windows of two seconds a
 client asks the studio for the run's state once a second, as the page does. The training does not know of it. Printed
-are the median step of both kinds of windows, what watching adds over pairs of neighbouring windows, as for recording,
+are the median step of both kinds of windows, what watching adds over pairs of neighboring windows, as for recording,
 and the processor time that the studio took.
 """
 

@@ -6,9 +6,7 @@ load torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from penstock.lazy import face
+from penstock.lazy import TYPE_CHECKING, face
 
 if TYPE_CHECKING:
     from penstock.balance.profile import Profile as Profile

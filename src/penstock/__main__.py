@@ -1,6 +1,5 @@
 """Runs the command `penstock`: the console script, `python -m penstock`, or `torchrun ... -m penstock`."""
 
-import signal
 import sys
 
 
@@ -12,8 +11,10 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         sys.stderr.write("penstock: stopped by Ctrl-C; no process is left running\n")
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(130)
     finally:
+        import signal
+
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left to do needs no traceback
 

@@ -2,6 +2,7 @@
 
     PenstockError
     ├── ArgumentError       (ValueError)    an argument is wrong: what was given, what was expected, what to do
+    │   └── PlanError                       a script cannot follow a plan: another model, device or number of ranks
     ├── ScheduleError       (ValueError)    a schedule is not legal, or its text cannot be read
     ├── PartitionError      (ValueError)    the model cannot be recorded or cut as asked
     ├── ShapeError          (ValueError)    a batch, or a value between stages, is not what was agreed on
@@ -33,6 +34,10 @@ class PenstockError(Exception):
 
 class ArgumentError(PenstockError, ValueError):
     """An argument is wrong. The message names it, what was given, what was expected and what to do."""
+
+
+class PlanError(ArgumentError):
+    """A plan is for another model, device or arrangement of ranks. `penstock run` shows this line alone."""
 
 
 class ScheduleError(PenstockError, ValueError):
@@ -80,6 +85,13 @@ class VerificationError(PenstockError, AssertionError):
 
 class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (it happens to a run)
     """A rank failed, or this one waited in vain for another. Names the rank, the action and the cause."""
+
+
+def check_counts(*, required: bool = True, **counts: object) -> None:
+    """Raises ArgumentError if one of these is not an integer >= 1. `required`: None is none, either."""
+    for name, value in counts.items():
+        if (required or value is not None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
 
 
 def warn(message: str) -> None:

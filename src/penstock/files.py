@@ -253,9 +253,18 @@ def _for_json(schema: Any) -> Any:
     if schema.get("type") == "dataclass":
         ref = changed.pop("ref", None)
         return core_schema.no_info_before_validator_function(_of_few_entries, changed | {"strict": False}, ref=ref)
+    if schema.get("type") in _WITHIN:
+        return _WITHIN[schema["type"]] | changed
     if schema.get("type") in ("list", "tuple", "dict", "set", "frozenset"):
         return changed | {"strict": False, "fail_fast": True}
     return changed
+
+
+_WITHIN: dict[str, dict[str, float]] = {
+    "int": {"ge": -(1 << 63), "le": (1 << 63) - 1},
+    "float": {"ge": -1e100, "le": 1e100},
+}
+"""What numbers may be where their type says no more: products of a few are numbers still."""
 
 
 def _of_few_entries(given: Any) -> Any:
@@ -285,6 +294,12 @@ def write_text(path: FilePath, text: str, what: str | None = None) -> None:
 def write_json(path: FilePath, value: Any, what: str | None = None) -> None:
     """Write a value as JSON, a line per entry. Raises ArgumentError as `replacing` does."""
     write_text(path, json.dumps(value, indent=1) + "\n", what)
+
+
+def write_whole(path: FilePath, value: Any) -> None:
+    """As `write_json`, in one line, but raise OSError."""
+    with atomic(path) as new:
+        new.write_bytes(json.dumps(value).encode() + b"\n")
 
 
 @contextlib.contextmanager

@@ -1,15 +1,18 @@
-"""Package interfaces whose names are loaded on first use (PEP 562)."""
+"""Package interfaces whose names are loaded on first use (PEP 562).
+
+Imports next to nothing itself: until `penstock.__main__` runs, a Ctrl-C ends in a traceback.
+"""
 
 from __future__ import annotations
 
-import random
 import sys
-from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from types import ModuleType
-from typing import Any
 
-from penstock.second_names import of_peer
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from types import ModuleType
+    from typing import Any
 
 
 def face(
@@ -27,6 +30,8 @@ def face(
         if name in subpackages:
             return _imported(f"{package}.{name}")
         if name not in homes:
+            from penstock.second_names import of_peer
+
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}{of_peer(name) and f'; {of_peer(name)}'}"
             )
@@ -42,6 +47,8 @@ def face(
 
 def _imported(module: str) -> ModuleType:
     """The module. A program that has seeded `random` finds it as it left it, whatever libraries draw on import."""
+    import random
+
     before = random.getstate()
     try:
         return import_module(module)

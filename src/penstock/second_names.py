@@ -146,7 +146,7 @@ def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             for second in names.keys() & given.keys():
                 name = names[second]
                 if name in given:
-                    raise ArgumentError(f"{second}= and {name}= are one argument by two names: give one of them")
+                    raise ArgumentError(f"{second}= and {name}= are one argument by two names: pass one of them")
                 given[name] = given.pop(second)
             return function(*args, **kwargs)
 

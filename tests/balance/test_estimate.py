@@ -82,7 +82,7 @@ def test_constants_come_from_a_measured_profile() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"source": "estimate"}, "the profile of mine is an estimate itself; give what was measured"),
+        ({"source": "estimate"}, "the profile of mine is an estimate itself; pass what was measured"),
         ({"device": "cuda"}, r"was measured on mine \(cuda\), which is no mine \(cpu\)"),
         ({"units": (UnitCost("a", 1, 1, 1),)}, "unit 'a': the profile does not say what it does"),
     ],

@@ -19,11 +19,11 @@ OPTIONS = {"--ranks", "--schedule", "--opens", "--microbatches", "--join-timeout
         ("ranks=0: expected 1", "--ranks 0: expected 1"),
         ("schedule='1f2b' is not a known schedule", "--schedule 1f2b is not a known schedule"),
         ("join_seconds is 0.0: expected a time", "--join-timeout 0: expected a time"),
-        ("factor is -1.5: give a factor above 1", "--factor -1.5: give a factor above 1"),
+        ("factor is -1.5: pass a factor above 1", "--factor -1.5: pass a factor above 1"),
         ("ranks is 0, but", "--ranks 0, but"),
         ("is said by microbatches=)", "is said by --microbatches)"),
         ("take some apart with opens=['a', 'b', ...]", "take some apart with --opens a,b,..."),
-        ("stages=9, but the model has 3. Give ranks=3.", "9 stages, but the model has 3. Give --ranks 3."),
+        ("stages=9, but the model has 3. Pass ranks=3.", "9 stages, but the model has 3. Pass --ranks 3."),
         # What has no option, and what is code, stays as it is.
         ("seed=3: no", "seed=3: no"),
         ("recompute={2: 'always'} and pipeline(ranks=2)", "recompute={2: 'always'} and pipeline(ranks=2)"),

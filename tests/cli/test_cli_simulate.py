@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._outcome import Outcome, format_of
+from penstock.cli._outcome import format_of
+from penstock.costs import Outcome
 from penstock.schedule import Placement, Schedule, add_communication, generate, generators, names, write_csv
 from penstock.schedule.generators import Numbers
 from penstock.simulate import idle, memory
@@ -286,10 +287,10 @@ def test_contended_links(write: Any) -> None:
         ({"stages": [STAGE], "link": {}}, "link is unknown to this version"),
         ({"stages": [STAGE], "links": {"latency": 1, "bandwith": 2}}, "links: bandwith is unknown to this version"),
         ({"stages": [STAGE], "links": {"bandwidth": 0}}, "links: bandwidth=0.0: expected a bandwidth above 0"),
-        ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, "the time of a message depends on its size; give"),
+        ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, "the time of a message depends on its size; pass"),
         ({"stages": [STAGE], "links": [{"from": 0, "latency": 2}]}, "link 0: expected ranks, as in "),
         ({"stages": [STAGE, STAGE], "links": [{"from": 0, "to": 1}]}, "links has no cost from rank 1 to rank 0"),
-        ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b needs 2: give that many"),
+        ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b needs 2: pass that many"),
         ("[\n1,", " is not JSON: EOF while parsing a value at line 2 column 2"),
         ("[NaN]", "numbers must be finite, without NaN or Infinity"),
     ],
@@ -418,7 +419,7 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
             "--ranks 0: expected an integer >= 1",
         ),
         (["--schedule", "all", *NUMBERS, "--slices", "2", "--chunks", "2"], "no schedule works with both"),
-        ([*NUMBERS], "give --schedule with a name (`penstock schedules` lists them), or --csv"),
+        ([*NUMBERS], "pass --schedule with a name (`penstock schedules` lists them), or --csv"),
         (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file already sets what --ranks would"),
         (["--csv", "mine.csv", "--schedule", "1f1b"], "the file already sets what --schedule would"),
         (["--csv", "no-such-file"], "--csv no-such-file cannot be read: No such file"),
@@ -435,7 +436,7 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
         (["--schedule", "1f1b", *NUMBERS, "--forward", "1e308"], "--forward 1e+308: expected a number below 1e+100"),
         (
             ["--schedule", "1f1b", *NUMBERS, "--output-bytes", "1", "--bandwidth", "1e-300"],
-            "--bandwidth 1e-300: expected a bandwidth above 1e-100; give sizes in a smaller unit",
+            "--bandwidth 1e-300: expected a bandwidth above 1e-100; pass sizes in a smaller unit",
         ),
         (["--schedule", "1f1b", *NUMBERS, "--bandwidth", "2"], "--bandwidth has no effect without --output-bytes"),
         (
@@ -519,15 +520,15 @@ def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
 def test_peaks_do_not_depend_on_the_unit_of_memory(entry: Any, half_ranks: int, half_microbatches: int) -> None:
     numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks, entry.slices)
     schedule = entry.make(numbers)
-    counted = Outcome.of(schedule, CostOptions().read()).figures.peak_activations
-    weighed = Outcome.of(schedule, CostOptions(memory_activation=7.0).read()).figures.peak_activations
+    counted = Outcome.simulated(schedule, CostOptions().read()).peak_activations
+    weighed = Outcome.simulated(schedule, CostOptions(memory_activation=7.0).read()).peak_activations
     assert weighed == pytest.approx(counted)
     assert max(counted) <= numbers.microbatches
 
 
 def test_activation_of_a_stage_without_backward_is_held_during_f_only() -> None:
     schedule = Schedule("forward", Placement.loop(2), 3, [generate("gpipe", 2, 3).rows[rank][:3] for rank in range(2)])
-    assert Outcome.of(schedule, CostOptions().read()).figures.peak_activations == [1, 1]
+    assert Outcome.simulated(schedule, CostOptions().read()).peak_activations == [1, 1]
 
 
 VERBS = [
@@ -561,4 +562,4 @@ def test_a_link_in_the_words_of_the_other_verbs() -> None:
     seconds = as_json(*sized, "--link", "40gbit delay 30us")["makespan"]
     assert seconds == as_json(*sized, "--comm", "30e-6", "--bandwidth", "5e9")["makespan"]
     assert "the time of a message depends on its size" in refusal(*job, "--link", "40gbit delay 30us")
-    assert "give only one of the two" in refusal(*sized, "--comm", "2", "--link", "40gbit")
+    assert "pass only one of the two" in refusal(*sized, "--comm", "2", "--link", "40gbit")

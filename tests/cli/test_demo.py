@@ -155,12 +155,12 @@ def test_ctrl_c_leaves_no_process_and_says_so(training: tuple[subprocess.Popen[s
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--ranks", "0"], "--ranks 0: the demo's model has 4 blocks, at least one for each rank; give 1 to 4"),
-        (["--ranks", "5"], "give 1 to 4"),
+        (["--ranks", "0"], "--ranks 0: the demo's model has 4 blocks, at least one for each rank; pass 1 to 4"),
+        (["--ranks", "5"], "pass 1 to 4"),
         (["--microbatches", "33"], "a batch of the demo has 32 rows"),
-        (["--steps", "0"], "--steps 0: give at least 1"),
+        (["--steps", "0"], "--steps 0: expected an integer >= 1"),
         (["--schedule", "gpip"], "did you mean 'gpipe'"),
-        (["--out", __file__], "this is a file; give a folder"),
+        (["--out", __file__], "this is a file; pass a folder"),
     ],
 )
 def test_bad_option_is_refused_before_anything_starts(options: list[str], says: str) -> None:

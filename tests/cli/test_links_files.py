@@ -77,7 +77,7 @@ def test_pairs_that_were_not_measured_take_that_of_all(write: Write) -> None:
 def test_a_network_with_fewer_hosts_than_ranks_is_refused(write: Write) -> None:
     path = write({"links": BETWEEN})
     line = refusal(*FOUR, *SIZED, "--links", path)
-    assert f'{path} has links between 2 hosts, but 1f1b has 4 ranks: measure that many, or give "all": ' in line
+    assert f'{path} has links between 2 hosts, but 1f1b has 4 ranks: measure that many, or pass "all": ' in line
 
 
 def test_a_network_with_more_hosts_than_ranks_is_taken(write: Write) -> None:
@@ -94,7 +94,7 @@ def test_a_pair_that_is_used_and_was_not_measured_is_named(write: Write) -> None
 @pytest.mark.parametrize("option", ["--comm", "--bandwidth"])
 def test_links_and_numbers_of_links_contradict_each_other(write: Write, option: str) -> None:
     path = write({"all": EVERY})
-    says = f"--links {path}: the file already sets what {option} would; give only one of the two"
+    says = f"--links {path}: the file already sets what {option} would; pass only one of the two"
     assert refusal(*TWO, *SIZED, option, "5", "--links", path) == says
 
 
@@ -104,12 +104,12 @@ def test_stages_of_a_file_and_measured_links_go_together(write: Write) -> None:
     numbers = as_json(*TWO, *SIZED, "--links", path)["makespan"]
     assert as_json(*TWO, "--costs", sized, "--links", path)["makespan"] == pytest.approx(numbers)
     both = write({"stages": [STAGE] * 2, "links": {"latency": 1}}, "both.json")
-    assert "give only one of the two" in refusal(*TWO, "--costs", both, "--links", path)
+    assert "pass only one of the two" in refusal(*TWO, "--costs", both, "--links", path)
 
 
 def test_messages_without_a_size_are_refused(write: Write) -> None:
     path = write({"links": BETWEEN})
-    says = "the time of a message depends on its size; give --output-bytes"
+    says = "the time of a message depends on its size; pass --output-bytes"
     assert says in refusal(*TWO, *TIMES, "--links", path)
     assert says in refusal(*TWO, "--costs", write([STAGE] * 2, "stages.json"), "--links", path)
     latency = write({"all": {"latency": 1}}, "latency.json")
@@ -130,8 +130,8 @@ def test_all_schedules_search_and_show_take_it(write: Write) -> None:
         ({"links": 3}, "links=3: expected a valid array"),
         ("{", "is not JSON"),
         ("[" * 100_000, "its values are nested too deeply"),
-        ({}, "has no links: give some"),
-        ({"links": []}, "has no links: give some"),
+        ({}, "has no links: pass some"),
+        ({"links": []}, "has no links: pass some"),
         ({"link": BETWEEN}, "link is unknown to this version"),
         ({"links": [BETWEEN[0]] * 2}, "link 1: link 0 is also from rank 0 to rank 1"),
         ({"links": [{"from": 0, "to": 1, "latency": -1}]}, "latency=-1.0: expected a cost of 0 or more"),

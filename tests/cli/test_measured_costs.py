@@ -224,7 +224,7 @@ def test_a_profile_of_something_else_than_the_target_is_refused(target: str, dif
         (("--profile", "p.json", "--costs", "c.json"), "--costs c.json: --profile p.json has costs too"),
         (("--profile", "p.json", "--comm", "-1"), "--comm -1: expected a cost of 0 or more"),
         (("--profile", "p.json", "--rows", "0"), "--rows 0: --profile p.json has microbatches of 2 rows"),
-        (("--rows", "2"), "--rows 2 is for measured costs: give --profile or a TARGET too"),
+        (("--rows", "2"), "--rows 2 is for measured costs: pass --profile or a TARGET too"),
         (("--profile", "half.json"), "profile 'half.json' is not JSON"),
         (("--profile", "none.json"), "profile 'none.json' cannot be read: No such file or directory"),
         (("--profile", "later.json"), "profile 'later.json': expected a profile of version 1, not of 2"),

@@ -99,6 +99,25 @@ def test_the_runtimes_time_for_each_action_counts(tmp_path: Path) -> None:
     assert expected(0.0)[0] < expected(5e-4)[0] < expected(1e-3)[0]
 
 
+def test_what_a_plan_must_have(profile: str) -> None:
+    asked = ("--profile", profile, "--pipeline", "4", "--microbatches", "8", "--schedule", "gpipe,1f1b")
+    plans = as_json(*JOB, *asked)["plans"]
+    assert {(one["choice"]["ranks"], one["choice"]["microbatches"]) for one in plans} == {(4, 8)}
+    assert {one["choice"]["replicas"] for one in as_json(*JOB, "--profile", profile, "--replicas", "2")["plans"]} == {2}
+    assert "--replicas 3: no plan for 4 devices" in refusal(*JOB, "--profile", profile, "--replicas", "3")
+    said = refusal(*JOB, "--profile", profile, "--tensor-parallel", "2")
+    assert "--tensor-parallel 2 is for a --transformer" in said
+
+
+def test_the_optimizers_step_counts_as_the_profile_measured_it(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    replace(PROFILE, optimizer_byte_seconds=1e-9).save(file)
+    best = as_json(*JOB, "--profile", str(file), "--pipeline", "4", "--schedule", "1f1b")["plans"][0]
+    assert best["optimizer_seconds"] == pytest.approx(2 * 100_000_000 * 1e-9)
+    without = best["pipeline_seconds"] + best["reduce_seconds"]
+    assert best["step_seconds"] == pytest.approx(without + best["optimizer_seconds"])
+
+
 def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
     job = (*JOB, "--profile", profile, "--schedule", "1f1b,gpipe")
     done = penstock(*job, "--memory", "200mib", columns=400)
@@ -191,7 +210,7 @@ def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
 
 
 def test_a_target_or_profiles_of_it(profile: str, tmp_path: Path) -> None:
-    assert "give a TARGET to measure, or --profile" in refusal(*JOB)
+    assert "pass a TARGET to measure, or --profile" in refusal(*JOB)
     (tmp_path / "model.py").write_text(TARGET)
     target = f"{tmp_path / 'model.py'}:make"
     assert "profile.json" in refusal(*JOB, target, "--profile", profile)  # of another model
@@ -231,7 +250,7 @@ def test_kinds_are_named_and_a_last_host_with_fewer_devices(profile: str) -> Non
     text = output(*job, "--devices", "4", "--per-host", "3", columns=200)
     assert "note: the last of 2 hosts has 1 of 3 devices" in text
     for options, message in {
-        ("--memory", "old=1GiB"): "--memory 'old=1GiB' says nothing of 'new'; give old=...,new=...",
+        ("--memory", "old=1GiB"): "--memory 'old=1GiB' says nothing of 'new'; pass old=...,new=...",
         ("--speed", "older=2"): "there is no 'older', --devices has 'old', 'new'",
     }.items():
         assert message in refusal(*job, "--devices", "2xold,2xnew", *options)
@@ -273,7 +292,7 @@ def test_a_named_device_gives_memory_and_links_and_estimates(tmp_path: Path) -> 
 
 def test_a_device_that_leaves_something_open_is_refused(profile: str) -> None:
     job = (*JOB[:5], "--profile", profile)
-    assert "what two of a host send each other is not known; give --link" in refusal(*job, "--device", "trainium2")
+    assert "what two of a host send each other is not known; pass --link" in refusal(*job, "--device", "trainium2")
     assert "the profile is of cpu (cpu), not of NVIDIA H100" in refusal(*job, "--device", "h100")
     assert "'h10': not known; did you mean 'h100'" in refusal(*job, "--device", "h10")
     assert "--calibrate is for estimates" in refusal(*job, "--calibrate", profile)

@@ -31,11 +31,11 @@ def test_the_estimate_says_what_it_rests_on() -> None:
     [
         (
             ("--devices", "60", "--tensor-parallel", "8"),
-            "60 is not a multiple of --tensor-parallel 8: give 56",
+            "60 is not a multiple of --tensor-parallel 8: pass 56",
         ),
         (("--devices", "64", "--link", "100gbit"), "the --device states its links"),
         (("--devices", "64", "--device", "h1000"), "did you mean"),
-        (("--devices", "64", "--profile", "p.json"), "give one of the three"),
+        (("--devices", "64", "--profile", "p.json"), "pass one of the three"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words: tuple[str, ...], said: str) -> None:
@@ -70,4 +70,4 @@ def test_as_many_share_the_optimizer_as_there_are_replicas() -> None:
 def test_more_shards_than_replicas_are_told() -> None:
     replicas = as_json(*GROUPS[:-4], "--optimizer-shards", "64", "--schedule", "1f1b")["plans"][0]["choice"]["replicas"]
     text = output(*GROUPS[:-4], "--optimizer-shards", "64", "--schedule", "1f1b", columns=200)
-    assert f"Give --optimizer-shards {replicas} or fewer." in text
+    assert f"Pass --optimizer-shards {replicas} or fewer." in text

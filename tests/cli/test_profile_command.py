@@ -179,9 +179,9 @@ def plans(*files: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ("9", "--microbatch-sizes 9: the batch has only 8 rows: give a larger one, or microbatches of at most 8"),
+        ("9", "--microbatch-sizes 9: the batch has only 8 rows: pass a larger one, or microbatches of at most 8"),
         ("1,two", "--microbatch-sizes 1,two: expected comma-separated integers, as in 1,2,4"),
-        ("0,1", "--microbatch-sizes 0,1: expected numbers of rows, each at least 1"),
+        ("0,1", "--microbatch-sizes 0,1: expected numbers of rows, each >= 1"),
     ],
 )
 def test_sizes_that_the_batch_does_not_make_are_refused(sizes: str, message: str) -> None:

@@ -189,10 +189,10 @@ def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["show.py"], "how many processes? Give --ranks 4, for example, or the --plan that says it"),
+        (["show.py"], "how many processes? Pass --ranks 4, for example, or the --plan that says it"),
         (["--plan", "nowhere.json", "show.py"], "plan 'nowhere.json' cannot be read"),
-        (["--ranks", "0", "show.py"], "--ranks 0, but at least 1 process has to run: give --ranks 2, for example"),
-        (["--ranks", "2", "--threads", "0", "show.py"], "--threads 0, but a process needs at least 1"),
+        (["--ranks", "0", "show.py"], "--ranks 0: expected an integer >= 1"),
+        (["--ranks", "2", "--threads", "0", "show.py"], "--threads 0: expected an integer >= 1"),
         (
             ["--nnodes", "2", "--ranks", "4", "show.py"],
             "--nnodes is an option of torchrun; this command is for one machine: run `t",

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._outcome import Outcome
 from penstock.cli._picture import Palette, legend, proportional, slots, style
+from penstock.costs import Outcome, with_one_model
 from penstock.report import panel_of, schedule_svg
 from penstock.report import svg as draw
 from penstock.schedule import Op, Schedule, check, generate, grid, names
@@ -30,7 +30,7 @@ def picture(text: str) -> list[str]:
 
 
 def timed(schedule: Schedule, forward: float = 2.0, comm: float = 0.5) -> Outcome:
-    return Outcome.of(schedule, CostOptions(forward=forward, backward_weight=1.5, comm=comm).read())
+    return Outcome.simulated(schedule, CostOptions(forward=forward, backward_weight=1.5, comm=comm).read())
 
 
 @pytest.mark.parametrize("name", names())
@@ -76,7 +76,7 @@ def test_lengths_are_in_proportion_to_time(schedule: Schedule, zoom: int, palett
     for rank in range(schedule.ranks):
         cells = "".join(line.partition("| ")[2] for line in lines if line.startswith(f"rank {rank} "))
         assert len(cells) == columns
-        idle = sum(cause for cause in outcome.figures.idle[rank].values()) / unit
+        idle = sum(cause for cause in outcome.idle[rank].values()) / unit
         gaps = len(outcome.timeline.tracks[rank]) + 1  # each gap's ends fall between the middles of columns
         assert abs(cells.count(".") - idle) <= gaps
 
@@ -127,7 +127,7 @@ def test_text_is_the_schedule_and_comms_add_its_messages(name: str) -> None:
 
 def test_json_has_when_each_action_runs() -> None:
     made = as_json("show", "--schedule", "zb-v", *NUMBERS, "--forward", "3", "--comm", "2")
-    outcome = Outcome.of(generate("zb-v", 4, 8), CostOptions(forward=3, comm=2).read())
+    outcome = Outcome.simulated(generate("zb-v", 4, 8), CostOptions(forward=3, comm=2).read())
     assert made["makespan"] == outcome.timeline.makespan_seconds
     for row, track in zip(made["rows"], outcome.timeline.tracks, strict=True):
         assert row["actions"] == [str(action) for action in track.actions]
@@ -141,7 +141,7 @@ def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     assert svg.read_text() == schedule_svg(generate("zb-v", 4, 8))
     options = ("--forward", "3", "--svg", str(svg), "--png", str(png), "--background", "dark", "--width", "600")
     assert output("show", "--schedule", "zb-v", *NUMBERS, *options) == f"wrote {svg}\nwrote {png}\n"
-    outcome = Outcome.of(generate("zb-v", 4, 8), CostOptions(forward=3).read())
+    outcome = Outcome.simulated(generate("zb-v", 4, 8), CostOptions(forward=3).read())
     drawn = schedule_svg(outcome.schedule, outcome.timeline, unit="time", background="dark", width=600)
     assert svg.read_text() == drawn
     assert int.from_bytes(png.read_bytes()[16:20]) == 1200
@@ -152,7 +152,7 @@ def test_several_schedules_lie_on_one_axis(tmp_path: Path) -> None:
     several = ("show", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2")
     assert output(*several, "--svg", str(svg), "--png", str(png)) == f"wrote {svg}\nwrote {png}\n"
     known = CostOptions(forward=2).read()
-    found = [Outcome.of(one, known.for_model_of(one)) for one in (generate("gpipe", 4, 8), generate("zb-v", 4, 8))]
+    found, _ = with_one_model(known, [generate("gpipe", 4, 8), generate("zb-v", 4, 8)], {})
     assert svg.read_text() == draw([panel_of(one.schedule, one.timeline) for one in found], "time")
     one = tmp_path / "one.png"
     output("show", "--schedule", "gpipe", *NUMBERS, "--forward", "2", "--png", str(one))
@@ -194,9 +194,9 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
         (["--schedule", "all", *NUMBERS, "--text"], "--schedule all: this command takes one schedule"),
         (["--schedule", "gpipe,1f1b", *NUMBERS, "--forward", "1", "--zoom", "2"], "--zoom 2: several schedules share"),
         (["--schedule", "gpipe,none", *NUMBERS], "none"),
-        (["--schedule", "1f1b", *NUMBERS, "--width", "10"], "--width 10: give at least 16"),
+        (["--schedule", "1f1b", *NUMBERS, "--width", "10"], "--width 10: pass at least 16"),
         (["--schedule", "1f1b", *NUMBERS, "--zoom", "2"], "--zoom 2: without costs each action takes one slot"),
-        (["--schedule", "1f1b", *NUMBERS, "--comm", "1", "--zoom", "0"], "--zoom 0: give at least 1"),
+        (["--schedule", "1f1b", *NUMBERS, "--comm", "1", "--zoom", "0"], "--zoom 0: expected an integer >= 1"),
         (["--schedule", "1f1b", *NUMBERS, "--text", "--forward", "3"], "--text: the text has no times and no width"),
         (["--schedule", "1f1b", *NUMBERS, "--comms", "--width", "90"], "--comms: the text has no times and no width"),
         (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--json"], "--svg: a file shows the whole picture; leave out"),
@@ -205,7 +205,7 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
             ["--schedule", "1f1b", *NUMBERS, "--svg", "no/such/file"],
             "--svg no/such/file cannot be written: No such file or directory",
         ),
-        (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--width", "50"], "--width 50: give at least 1"),
+        (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--width", "50"], "--width 50: pass at least 1"),
         (["--schedule", "1f1b", *NUMBERS, "--background", "dark"], "--background: only files have one"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "-1"], "--comm -1: expected a cost of 0 or more"),
     ],

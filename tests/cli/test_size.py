@@ -35,7 +35,7 @@ def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
 def test_too_much_is_refused(options: tuple[str, ...]) -> None:
     says = refusal(*options)
     assert says.startswith(f"--ranks {options[4]} --microbatches {options[6]}: that makes ")
-    assert f"{_order.MOST:,} can be timed; give fewer ranks" in says
+    assert f"{_order.MAX_ACTIONS:,} can be timed; pass fewer ranks" in says
 
 
 def test_too_many_stages_are_refused_however_few_their_actions() -> None:
@@ -47,7 +47,7 @@ def test_too_many_stages_are_refused_however_few_their_actions() -> None:
 
 
 def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_order, "MOST", 500)
+    monkeypatch.setattr(_order, "MAX_ACTIONS", 500)
     numbers = ("--ranks", "4", "--microbatches", "8")
     assert penstock("simulate", "--schedule", "zb-v", *numbers).exit_code == 0
     assert "actions, but at most 500 can be timed" in refusal("simulate", "--schedule", "all", *numbers)

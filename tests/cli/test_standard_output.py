@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 
 import pytest
+from command_line import penstock
 
 from penstock import __main__
 from penstock.cli import main
@@ -76,5 +78,29 @@ def test_ctrl_c_while_the_interpreter_ends_has_no_traceback(monkeypatch: pytest.
         with pytest.raises(SystemExit):
             __main__.main()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_ctrl_c_before_anything_is_loaded_has_no_time_to_come() -> None:
+    """Only what runs inside of `main` turns it into one line: the modules before that are few and small."""
+    code = "import sys; before = {*sys.modules}; import penstock.__main__; print(*sorted({*sys.modules} - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"typing", "random", "inspect", "pathlib", "signal", "penstock.cli", "numpy"} & {*loaded.split()}
+    assert "penstock.__main__" in loaded
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_of_a_second_ctrl_c_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor sends it to the group, from which the parent hands it on to the child."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        monkeypatch.setattr("penstock.cli.devices.devices", interrupted)
+        assert penstock("devices").exit_code == 128 + signal.SIGINT
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)

@@ -89,7 +89,7 @@ def test_names_alone_are_compared() -> None:
         ("simulate", ("--ranks", "1,0"), "--ranks 0: expected an integer >= 1"),
         ("simulate", ("--ranks", "1,,2"), "--ranks 1,,2: expected comma-separated integers"),
         ("simulate", ("--microbatches", "1,2"), "--schedule 1f1b needs --ranks"),
-        ("simulate", ("--ranks", "1,2", "--perfetto", "x"), "--perfetto: a trace shows one schedule; give one number"),
+        ("simulate", ("--ranks", "1,2", "--perfetto", "x"), "--perfetto: a trace shows one schedule; pass one number"),
         ("simulate", ("--ranks", "1,20000"), "--ranks 20000 with 1 stage per rank makes 20,000 stages"),
         ("show", ("--ranks", "1,2"), "--ranks 1,2: this command takes one number; `penstock simulate` takes several"),
     ],

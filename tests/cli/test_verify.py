@@ -412,7 +412,7 @@ def test_every_process_has_to_report(reports: int, monkeypatch: pytest.MonkeyPat
         (["--schedule", "1f1"], "did you mean '1f1b'"),
         (["--ranks", "0"], "--ranks 0: expected an integer >= 1"),
         (["--ranks", "2", "--cuts", "7"], "7"),
-        (["--replicas", "0"], "--replicas 0: expected at least 1"),
+        (["--replicas", "0"], "--replicas 0: expected an integer >= 1"),
         (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),
         (["--transport", "shm"], "--transport shm: expected local, distributed, staged, or a factory of your own"),
         (["--transport", "cases.py:nothing"], "--transport 'cases.py:nothing': cases.py has no function 'nothing'"),

@@ -31,16 +31,16 @@ LOST_AFTER = 11.0
 """Seconds: more than the 8 after which the kernel gives up a connection over the cut cable, which drops its packets."""
 
 
-def neighbours() -> list[int]:
+def neighbors() -> list[int]:
     """The ranks that this one reaches through shared memory."""
     case = models.gpt()
     with penstock.pipeline(case.model, case.args, loss=case.loss, microbatches=2) as pipe:
         (transport,) = pipe.session.engine.transports.values()
-        return sorted(transport._neighbours.ranks) if isinstance(transport, SharedMemoryTransport) else []
+        return sorted(transport._neighbors.ranks) if isinstance(transport, SharedMemoryTransport) else []
 
 
 def prove(other: str = "") -> dict[str, Any]:
-    shown: dict[str, Any] = {"neighbours": neighbours()}
+    shown: dict[str, Any] = {"neighbors": neighbors()}
     for transport in ("auto", "distributed"):
         torch.manual_seed(0)
         case = models.gpt(dropout=0.1)

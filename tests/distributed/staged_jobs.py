@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.execute import transports
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.processes.world import World
-from penstock.runtime.transport.shared_memory import Neighbours
+from penstock.runtime.transport.shared_memory import Neighbors
 from penstock.testing import check_transport
 from scaffolding import stand_in
 from scaffolding.small import batch, mlp
@@ -72,11 +72,11 @@ def verify_replicas(rank: int, name: str, options: dict[str, Any]) -> mesh_jobs.
     return mesh_jobs.verify(rank, name, (2, 2), {**STAGED, **options})
 
 
-def conform(rank: int, neighbours: bool) -> tuple[str, list[str]]:
+def conform(rank: int, neighbors: bool) -> tuple[str, list[str]]:
     """The conformance checks, with shared memory inside or without."""
     stand_in.install()
     device = torch.device(DEVICE, 0)
-    with mock.patch.object(Neighbours, "supported", return_value=neighbours):
+    with mock.patch.object(Neighbors, "supported", return_value=neighbors):
         engine = Engine(World(2, rank, (0, 1)), [device] * 2, 0, "staged")
     assert engine.control.groups is not None
     engine.control.groups.make((0, 1))  # as for a parameter that both hold

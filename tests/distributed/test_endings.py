@@ -1,4 +1,4 @@
-"""What a rank gives back: memory of other stages at once, and at the end no sooner than its neighbours have all, but
+"""What a rank gives back: memory of other stages at once, and at the end no sooner than its neighbors have all, but
 then its threads, too."""
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def assert_proven(shown: dict[str, Any], rank: int) -> None:
-    assert shown.pop("neighbours") == [rank ^ 1], "shared memory ends at the machine's edge"
+    assert shown.pop("neighbors") == [rank ^ 1], "shared memory ends at the machine's edge"
     assert sorted(shown) == ["auto", "distributed"]
     assert all(said[:2] == [4, True] for said in shown.values()), shown
 

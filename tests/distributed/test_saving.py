@@ -19,7 +19,7 @@ from scaffolding.ranks import Ranks, RanksError
 pytestmark = pytest.mark.distributed
 
 WRONG = {
-    "keep": "ArgumentError: keep=0: expected at least 1",
+    "keep": "ArgumentError: keep=0: expected an integer >= 1",
     "a foreign parameter": "optimizer: group 0 has a parameter of shape (3,) that is not one of the pipeline's",
     "more groups": "ArgumentError: optimizer: 1 groups of parameters on rank 0, but 2 groups of parameters on rank 1",
     "no optimizer": "ArgumentError: optimizer: 1 groups of parameters on rank 0, but no optimizer on rank 1",

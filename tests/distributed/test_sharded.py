@@ -170,7 +170,7 @@ def test_tensor_parallel_layers_with_replicas(ranks4: Ranks) -> None:
         ("copies", "works on one copy of each stage"),
         ("another module", "parallelize returned a Sequential for stage"),
         ("a part of the mesh", "the batch is divided along 'dp_replicate' as well"),
-        ("narrow window", "OVERLAP_F_B, which needs 2 stages at once; give at least 2"),
+        ("narrow window", "OVERLAP_F_B, which needs 2 stages at once; pass at least 2"),
         ("nothing to gather", "unshard_window=1: parallelize= applied fully_shard to no stage; leave"),
         ("no names", "over a mesh without mesh_dim_names"),
         ("replicated", "parallelize applied torch's replicate to stage 0 (DDPFrame), which averages gradients"),

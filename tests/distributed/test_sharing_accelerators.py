@@ -66,4 +66,4 @@ def test_a_device_has_a_queue_for_each_communicator(monkeypatch: pytest.MonkeyPa
 def test_ranks_on_devices_of_different_types_are_refused_on_each(pool: Ranks) -> None:
     for said in pool.run(jobs.devices_of_two_types):
         assert "rank 0 computes on 'standin', and rank 1 on 'cpu'" in said
-        assert "give the same devices= on every rank" in said
+        assert "pass the same devices= on every rank" in said

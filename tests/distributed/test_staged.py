@@ -58,11 +58,11 @@ def test_replicas(own_four: Ranks, name: str) -> None:
         assert one.ok, one.summary
 
 
-@pytest.mark.parametrize("neighbours", [True, False])
-def test_conformance(own_pair: Ranks, neighbours: bool) -> None:
-    inner = "SharedMemoryTransport" if neighbours else "DistributedTransport"
+@pytest.mark.parametrize("neighbors", [True, False])
+def test_conformance(own_pair: Ranks, neighbors: bool) -> None:
+    inner = "SharedMemoryTransport" if neighbors else "DistributedTransport"
     assert (
-        own_pair.run(jobs.conform, neighbours)
+        own_pair.run(jobs.conform, neighbors)
         == [(inner, [script.__name__ for script in scripts_for(collectives=True)])] * 2
     )
 
@@ -96,7 +96,7 @@ def test_on_the_host_it_says_that_it_stages_nothing(own_pair: Ranks) -> None:
     ("options", "says"),
     [
         ([{}, {}], "ranks [0, 1] would compute on the same accelerator"),
-        ([{}, {}], "or give transport='staged', which takes the way through the host's memory"),
+        ([{}, {}], "or pass transport='staged', which takes the way through the host's memory"),
         ([{"transport": "staged"}, {}], "ranks [0, 1] would compute on the same accelerator"),
         ([{"transport": "staged", "pg_options": {}}] * 2, "leave it out where ranks compute on the CPU, or the trans"),
     ],

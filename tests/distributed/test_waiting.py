@@ -39,7 +39,7 @@ LONG = {
     "example-sleep-2": r"its example from .*; rank 2 runs the building of the pipeline",
     "recording-sleep-0": "agreement from .*; rank 0 runs the building of the pipeline",
     "parallelize-sleep-1": r"agreement from .*; rank 1 runs parallelize= \(",
-    "neighbours-sleep-1": "rank 1 has waited .* for a connection from",
+    "neighbors-sleep-1": "rank 1 has waited .* for a connection from",
     "binding-sleep-1": "its stages from .*; rank 1 runs the building of the pipeline",
     "connecting-sleep-1": "a connection from rank 1; rank 1 runs the building of the pipeline",
     "stepping-sleep-1": "RECV_.0 from rank 1; rank 1 is not running a step",
@@ -49,7 +49,7 @@ LONG = {
     "materialize-kill-1": "rank 1 was lost, last seen at .*: its process is gone",
     "ties-raise-2": f"rank 2 {RAISED}",
     "ties-stop-0": "rank 0 was lost, .*: its process is stopped",
-    "neighbours-kill-2": "rank 2 was lost, .*: its process is gone",
+    "neighbors-kill-2": "rank 2 was lost, .*: its process is gone",
 }
 
 

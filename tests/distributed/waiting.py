@@ -30,7 +30,7 @@ from penstock.runtime.features.frame import Sharded
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.processes import groups, rendezvous
 from penstock.runtime.processes.failure_detector import Patience
-from penstock.runtime.transport.shared_memory import Neighbours
+from penstock.runtime.transport.shared_memory import Neighbors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding import stand_in
@@ -114,7 +114,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "example": (build, "shared"),
     "recording": (build, "_recorder"),
     "ties": (TieReducer, "start_equal"),
-    "neighbours": (Neighbours, "__init__"),
+    "neighbors": (Neighbors, "__init__"),
     "binding": (Engine, "_agree"),
     "connecting": (Engine, "_connect"),
     "saving": (checkpoint.saving, "_write"),

@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 
 EXAMPLES = {
+    "penstock.costs": 4,
     "penstock.schedule.action": 1,
     "penstock.schedule.check": 3,
     "penstock.schedule.communication": 2,

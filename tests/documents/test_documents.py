@@ -21,7 +21,7 @@ from world import assert_runs
 
 import penstock
 from penstock.cli import app
-from penstock.cli._cost_files import read_costs
+from penstock.costs import read_costs
 
 BLOCKS = blocks()
 NEEDS_MORE = {
@@ -100,7 +100,8 @@ def test_commands_run_or_parse(block: Block, folder: Path) -> None:
         if not arguments:
             continue
         verb = arguments[0]
-        if verb in RUN and not (NEED_A_FILE | TAKE_SECONDS) & set(arguments):
+        of_a_file = any(word.startswith("hf:") for word in arguments)
+        if verb in RUN and not of_a_file and not (NEED_A_FILE | TAKE_SECONDS) & set(arguments):
             done = CliRunner().invoke(app, [*arguments, *RUN[verb]])
             assert done.exit_code == 0, (arguments, done.output)
         else:

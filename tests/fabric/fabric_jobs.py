@@ -305,9 +305,9 @@ def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
 
 def probed(rank: int, spec: Spec, wire: Wire | None = None) -> Any:
     """The links as they are measured in little time, or what is wrong with them."""
-    names = ("HALF_SECONDS", "TRIPS_SECONDS", "MOST_BYTES")
+    names = ("HALF_SECONDS", "TRIPS_SECONDS", "MAX_BYTES")
     before = [getattr(probe, name) for name in names]
-    probe.HALF_SECONDS, probe.TRIPS_SECONDS, probe.MOST_BYTES = 0.05, 0.05, 512 * 1024
+    probe.HALF_SECONDS, probe.TRIPS_SECONDS, probe.MAX_BYTES = 0.05, 0.05, 512 * 1024
     try:
         return links.measured(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
     except FabricError as error:

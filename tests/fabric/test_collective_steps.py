@@ -286,8 +286,8 @@ def test_a_round_reads_what_was_before_it() -> None:
             ("allreduce", "ring", 4),
             r"'allreduce' is not a collective: did you mean 'all_reduce'\? expected one of all_reduce, all_g",
         ),
-        (("all_reduce", "ring", 1), "all_reduce among 1 ranks: give 2 or more"),
-        (("send", "direct", 0), "send among 0 ranks: give 2 or more"),
+        (("all_reduce", "ring", 1), "all_reduce among 1 ranks: pass 2 or more"),
+        (("send", "direct", 0), "send among 0 ranks: pass 2 or more"),
     ],
 )
 def test_bad_names_and_numbers(given_: tuple[str, str, int], says: str) -> None:

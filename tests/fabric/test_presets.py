@@ -27,7 +27,7 @@ def test_other_widths():
 
 
 def test_an_unknown_preset_says_which_there_are():
-    with pytest.raises(ArgumentError, match=r"no preset 'lenet': give one of mlp"):
+    with pytest.raises(ArgumentError, match=r"no preset 'lenet': pass one of mlp"):
         presets.preset("lenet")
 
 

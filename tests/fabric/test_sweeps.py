@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.fabric.workload import MOST_SIZES, Workload
+from penstock.fabric.workload import MAX_SIZES, Workload
 
 
 def sizes(workload: Workload) -> list[int]:
@@ -29,12 +29,12 @@ def test_a_factor_that_no_float_holds_still_reaches_the_end(steps: int) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ((1026, 4096), r"a sweep from 1026 bytes: give a multiple of the element size, 4 bytes, above 0"),
+        ((1026, 4096), r"a sweep from 1026 bytes: pass a multiple of the element size, 4 bytes, above 0"),
         ((0, 4096), r"a sweep from 0 bytes: .* above 0"),
         ((8192, 4096), r"a sweep from 8192 to 4096 bytes is empty"),
-        ((1024, 4096, 1.0), r"factor is 1.0: give a factor above 1"),
+        ((1024, 4096, 1.0), r"factor is 1.0: pass a factor above 1"),
         ((1024, 4096, float("nan")), r"factor is nan"),
-        ((1024, 2**26, 1.0001), rf"factor is 1.0001: .* more than {MOST_SIZES:,} sizes"),
+        ((1024, 2**26, 1.0001), rf"factor is 1.0001: .* more than {MAX_SIZES:,} sizes"),
     ],
 )
 def test_a_sweep_that_cannot_be_sent_is_refused(given: tuple[float, ...], says: str) -> None:

@@ -45,7 +45,7 @@ def test_texts(text: str, expected: Neighbor) -> None:
         ("50mbit to", "needs a value"),
         ("50mbit to 1 to 2", "given twice"),
         ("50mbit from 1", "'from' is unknown here"),
-        ("50mbit size 10", "a frame cannot have 10 bytes: give 64 to 65535"),
+        ("50mbit size 10", "a frame cannot have 10 bytes: pass 64 to 65535"),
         ("incast", "needs a value"),
         ("incast 1mb", "needs its period"),
         ("incast 1mb every 5", None),
@@ -96,7 +96,7 @@ def test_a_trace_is_played_again_and_again(tmp_path: Path) -> None:
         ("0,100\n1\n", "row 2: '1' is no"),
         ("1,100\n0.5,100\n", "row 2: times"),
         ("1,0\n", "row 1: times"),
-        ("0,9\n0,9\n0,9\n0.00001,9\n", "has 4 frames: give at most 1 in that time"),
+        ("0,9\n0,9\n0,9\n0.00001,9\n", "has 4 frames: pass at most 1 in that time"),
     ],
 )
 def test_a_trace_that_is_none_is_refused(tmp_path: Path, rows: str, said: str) -> None:

@@ -207,10 +207,10 @@ def test_any_text_is_a_link_or_an_argument_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("100mbit delay 99999999999s", "'99999999999s' is too large a time: give at most 86400s, one day"),
-        ("99999999999999gbit", "'99999999999999gbit' is too large a rate: give at most 10tbit"),
-        ("\uff11\uff10mbit", "is not a rate: give one like 100mbit"),
-        ("10mbit delay \uff15ms", "is not a time: give one like 500us"),
+        ("100mbit delay 99999999999s", "'99999999999s' is too large a time: pass at most 86400s, one day"),
+        ("99999999999999gbit", "'99999999999999gbit' is too large a rate: pass at most 10tbit"),
+        ("\uff11\uff10mbit", "is not a rate: pass one like 100mbit"),
+        ("10mbit delay \uff15ms", "is not a time: pass one like 500us"),
     ],
 )
 def test_what_no_network_has_is_refused_in_a_line(text: str, said: str) -> None:

@@ -252,7 +252,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_effective", lambda: -1)
     for name in ("ip", "tc"):
         with monkeypatch.context() as patch:
-            patch.setattr(checks, "tool", lambda asked, name=name: None if asked == name else "/bin/true")
+            patch.setattr(checks, "tool", lambda asked, name=name: f"/none/{name}" if asked == name else "/bin/true")
             expect(f"`{name}`", "iproute2")
 
 

@@ -78,4 +78,4 @@ def test_switch_that_could_not_keep_up_is_called_saturated(changed: dict[str, An
         assert reason is None
     else:
         assert says in str(reason)
-        assert "give a lower rate" in lines[-1]
+        assert "pass a lower rate" in lines[-1]

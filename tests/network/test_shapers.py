@@ -76,7 +76,7 @@ def test_a_tc_that_does_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.M
         ("100mbit", {1: "10mbit"}, "tbf", None, "tbf limits only the rate"),
         ("up 100mbit down 10mbit", {}, "tbf", None, "tbf limits only the rate"),
         ("100mbit", {}, "tbf", "a scenario needs it", "a scenario needs it"),
-        ("100mbit delay 5ms", {}, "netem", None, "there is no shaper 'netem': give one of auto, tbf, switch"),
+        ("100mbit delay 5ms", {}, "netem", None, "there is no shaper 'netem': pass one of auto, tbf, switch"),
     ],
 )
 def test_what_a_shaper_cannot_do_is_refused(
@@ -90,11 +90,11 @@ def test_what_a_shaper_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("text", "hosts", "said"),
     [
-        ("10gbit delay 1ms", 4, "832,039 frames of 9000 bytes .* about 100,000 here: give a rate of at most 1,201mbit, "
+        ("10gbit delay 1ms", 4, "832,039 frames of 9000 bytes .* about 100,000 here: pass a rate of at most 1,201mbit, "
                                 "fewer hosts$"),
-        ("1gbit delay 1ms mtu 1500", 2, "247,688 frames of 1500 .* give a rate of at most 807mbit, or mtu 9000$"),
-        ("10gbit delay 1ms mtu 1500", 2, "give a rate of at most 807mbit$"),
-        ("up 10gbit delay 1ms down 8gbit", 4, "give at most 12% of it, fewer hosts$"),
+        ("1gbit delay 1ms mtu 1500", 2, "247,688 frames of 1500 .* pass a rate of at most 807mbit, or mtu 9000$"),
+        ("10gbit delay 1ms mtu 1500", 2, "pass a rate of at most 807mbit$"),
+        ("up 10gbit delay 1ms down 8gbit", 4, "pass at most 12% of it, fewer hosts$"),
     ],
 )  # fmt: skip
 def test_a_rate_that_the_switch_cannot_carry_is_refused(
@@ -207,5 +207,5 @@ def test_the_headline_is_carried_here_and_ten_times_as_much_is_not() -> None:
     needed = shapers.needed_frames_per_second(Topology(parse_link(HEADLINE)).with_mtu(9000), 4)
     if capacity > 1.1 * needed:
         assert choose(Topology(parse_link(HEADLINE)), 4, "switch").topology.mtu == 9000
-    with pytest.raises(ArgumentError, match="give a rate of"):
+    with pytest.raises(ArgumentError, match="pass a rate of"):
         choose(Topology(parse_link("100gbit delay 1ms")), 4, "switch")

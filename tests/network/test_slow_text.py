@@ -12,7 +12,7 @@ from penstock.network.machines import Machines
     [
         ({2: 0.5}, "host 2 cannot be slowed, because it does not exist: the hosts are 0 to 1"),
         ({-1: 0.5}, "host -1"),
-        ({0: 0.0}, r"host 0 is given 0 \(0%\) of a core: give more than 0"),
+        ({0: 0.0}, r"host 0 is given 0 \(0%\) of a core: pass more than 0"),
         ({0: -0.1}, "more than 0"),
         ({0: 1.01}, r"1\.01 \(101%\).*at most 1 \(or 100%\)"),
         ({0: float("nan")}, "nan"),
@@ -38,7 +38,7 @@ def test_slow_hosts_that_are_none(slow: dict[int, float], said: str) -> None:
         (["1=100.1%"], r"100\.1%.*at most"),
         (["1=25"], r"25 \(2500%\) of a core: .*1=25% or 1=0\.25"),
         (["1=0.05%"], "least that can be enforced is 0.1%"),
-        ([""], r"slow host '': give a host and its share of one core, like 2=25% or 2=0\.25"),
+        ([""], r"slow host '': pass a host and its share of one core, like 2=25% or 2=0\.25"),
         (["1=25%,"], "slow host ''"),
         (["25%"], "'25%'"),
         (["1=-5%"], "'1=-5%'"),

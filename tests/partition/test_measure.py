@@ -23,6 +23,7 @@ from penstock.partition.measure import clock
 from penstock.partition.measure.costs import UnmeasurableError
 from penstock.partition.measure.measuring import measure
 from penstock.partition.recorder.attempts import record
+from penstock.plan.stage_costs import priced
 from scaffolding.models import SkipsTwice
 
 
@@ -297,6 +298,17 @@ def test_a_function_says_what_modules_cost() -> None:
         weighed(waiting([]), 2, lambda *_: -1)
 
 
+def test_stages_cost_what_plans_say(measures_all: None) -> None:
+    """What the runtime adds to an action included."""
+    model = waiting([0])
+    found = replace(profile_of(model, X), action_seconds=0.5)
+    partition = weighed(model, 3, found)((X,))
+    units = {unit.name: place for place, unit in enumerate(found.units)}
+    starts = [0, *(units[cut] for cut in partition.cuts)]
+    assert partition.costs == priced(found.units, starts, [1.0] * 3, 0.5)
+    assert min(cost.forward_seconds for cost in partition.costs) > 0.5
+
+
 def test_stages_begin_before_modules_of_a_class() -> None:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))))
     assert weighed(model, 2, "type:LayerNorm|Tanh").cuts == ("7",)
@@ -325,7 +337,7 @@ def test_recordings_are_kept_until_the_cuts_are_decided() -> None:
 def test_cuts_of_your_own_that_are_uneven_are_reported(measures_all: None) -> None:
     (note,) = Partitioner(waiting([], 6), 2, ["5"], streams=Silent())((X,)).notes
     assert re.match(r"stage 0 does 1\.\d\dx the mean work per stage \(estimated\), and all others wait for it; ", note)
-    assert "leave cuts= out, or move them" in note
+    assert "change the cuts (cuts= or balance=; of a plan, make a new one)" in note
 
 
 def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None) -> None:
@@ -439,7 +451,7 @@ def test_a_slow_stage_is_reported_whatever_chose_the_cuts(
     slow = 1 if much in ([5], []) else 0
     assert note.startswith((f"stage {slow} takes 1.", f"stage {slow} does 1.", f"stage {slow} does 2.00"))
     assert "x the mean work per stage (estimated)" in note or "times the mean stage time" in note
-    assert any(remedy in note for remedy in ("fewer stages", "another balance=", "leave cuts= out"))
+    assert any(remedy in note for remedy in ("fewer stages", "change the cuts (cuts= or balance="))
 
 
 def test_even_stages_are_not_reported(measures_all: None) -> None:

@@ -82,7 +82,7 @@ def test_units_are_as_cold_as_in_a_step() -> None:
 
 def test_without_time_or_memory_one_of_each_kind_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forwards(profile_of(model(), 0.0)) == [0.001] * LAYERS
-    monkeypatch.setattr(in_sequence, "MOST_BYTES", 0)
+    monkeypatch.setattr(in_sequence, "MAX_BYTES", 0)
     assert forwards(profile_of(model(), LONG)) == [0.001] * LAYERS
 
 

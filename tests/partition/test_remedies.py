@@ -73,7 +73,7 @@ def follow(model: nn.Module, said: str) -> None:
 
 def test_one_thing_in_the_way_and_what_is_left_to_split() -> None:
     said = refusal(Model(Reads(width=20)))
-    assert re.search(r"test_remedies\.py:\d+: .* in module 'part\.m0', which a recording cannot follow\. Give", said)
+    assert re.search(r"test_remedies\.py:\d+: .* in module 'part\.m0', which a recording cannot follow\. Pass", said)
     assert "leaves=['part.m0'], so that it runs as a whole (tried: 'part.m0' is 81% of the work, all of it on" in said
     assert "eval" not in said
     assert "labels" not in said
@@ -229,7 +229,7 @@ def test_labels_are_named_where_they_are_in_the_way() -> None:
             return x if labels is None or (x - labels).sum() > 0 else -x
 
     said = refusal(Own(), kwargs={"labels": torch.randn(2, WIDTH)})
-    assert said.endswith("Leave out labels and give loss_fn=... (tried)")
+    assert said.endswith("Leave out labels and pass loss_fn=... (tried)")
     with_value = Own()
     with_value.forward = lambda x: x if x.sum() > 0 else -x
     assert refusal(with_value).endswith("module of its own that leaves=[...] names, so that it runs as a whole")

@@ -22,12 +22,14 @@ def test_a_profile_on_a_cpu_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = penstock.profile(layers, (torch.randn(2, 8, generator=torch.Generator()),), budget_seconds=0.0)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert found.action_seconds == 0.25
+    assert found.optimizer_byte_seconds == 0.0
     found.save(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == found
 
 
 def test_a_pipeline_with_nothing_to_do_runs() -> None:
     assert 0 <= profiling.action_seconds() < 1
+    assert 1e-12 < profiling.optimizer_byte_seconds(torch.device("cpu")) < 1e-6
 
 
 def test_files_without_it_are_read_and_odd_ones_refused() -> None:

@@ -58,7 +58,9 @@ def test_ranks_add_up_their_stages() -> None:
     assert [first.parameters, second.parameters] == [64, 2 * 64]
     assert [first.gradients, second.gradients] == [64, 2 * 64]
     assert [first.batch, second.batch] == [8 * 16 + 8 * 16, 0]
-    assert first.peak == first.parameters + first.gradients + first.activations + first.working + first.batch
+    assert [first.optimizer, second.optimizer] == [2 * 64, 2 * 2 * 64]
+    held = first.parameters + first.gradients + first.optimizer
+    assert first.peak == held + first.activations + first.working + first.batch
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_numbers_that_the_schedule_cannot_have() -> None:
     assert len(penstock.inspect(layers(), (X,), stages=4, schedule="interleaved-1f1b").stages) == 4
     ready = penstock.schedule.generate("gpipe", 2, 4)
     assert penstock.inspect(layers(), (X,), stages=2, schedule=ready).microbatches == 4
-    with pytest.raises(PenstockError, match="stages=3, but schedule 'gpipe' has 2; give stages=2"):
+    with pytest.raises(PenstockError, match="stages=3, but schedule 'gpipe' has 2; pass stages=2"):
         penstock.inspect(layers(), (X,), stages=3, schedule=ready)
 
 

@@ -179,7 +179,7 @@ def shows_features() -> None:
     assert verify(mlp(), (X,), target=Y, loss_fn=squared_error, ranks=2, features=[Forwards.of]).ok
     assert set(Forwards.seen[4:]) == {1}
     refused(
-        ArgumentError, r"features: Forwards is a class; give what makes a stage's: Forwards\.of", features=[Forwards]
+        ArgumentError, r"features: Forwards is a class; pass what makes a stage's: Forwards\.of", features=[Forwards]
     )
     refused(ArgumentError, r"features=Forwards: expected a list of functions that", features="Forwards")
     refused(
@@ -192,7 +192,7 @@ def shows_features() -> None:
     assert "while features= called shows_features.<locals>.<lambda> with the StageContext" in caught.value.__notes__[0]
     refused(ArgumentError, r"features: \S*<lambda> made an object of int for stage 0; expected", features=[lambda _: 3])
     refused(ArgumentError, r"recompute: \S*<lambda> made an object of int for stage 0", recompute=lambda _: 3)
-    refused(ArgumentError, r"recompute: Forwards is a class; give .*Forwards\.of", recompute=[Forwards, "never"])
+    refused(ArgumentError, r"recompute: Forwards is a class; pass .*Forwards\.of", recompute=[Forwards, "never"])
 
 
 def shows_check_finite() -> None:
@@ -252,7 +252,7 @@ class Turned(nn.Module):
 def shows_unshard_window() -> None:
     """What it does is seen by sharded stages: tests/distributed/test_windows.py."""
     for wrong in (0, True, "all"):
-        refused(ArgumentError, f"unshard_window={wrong!r}: expected how many of a rank's stages", unshard_window=wrong)
+        refused(ArgumentError, f"unshard_window={wrong!r}: expected an integer >= 1", unshard_window=wrong)
     refused(ArgumentError, "unshard_window=2: it is for stages that parallelize= applies", unshard_window=2)
 
 
@@ -306,7 +306,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
-    "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
+    "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds >= 1", lost_after=0),
     # What torch is told: tests/runtime/processes/test_process_groups.py.
     "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
     # What it records: tests/pipe/test_recorder.py.
@@ -583,7 +583,7 @@ def test_a_step_that_raised_can_be_repeated() -> None:
         ({"ranks": "2"}, ArgumentError, ["ranks='2'", "expected an integer"]),
         ({"microbatches": True}, ArgumentError, ["microbatches=True", "expected an integer"]),
         ({"schedule": 3}, ArgumentError, ["schedule=3: expected a name, such as '1f1b', or a penstock.schedule.Sch"]),
-        ({"schedule": generate}, ArgumentError, ["schedule=<function generate", "give what this returns"]),
+        ({"schedule": generate}, ArgumentError, ["schedule=<function generate", "pass what this returns"]),
         ({"mesh": 2}, ArgumentError, ["mesh=2: expected a DeviceMesh", "init_device_mesh"]),
         ({"chunks": 0}, ArgumentError, ["chunks=0", "an integer >= 1"]),
         ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["chunks=2", "1f1b", "1 chunk"]),

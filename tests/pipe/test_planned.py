@@ -18,10 +18,12 @@ PLAN = Plan(
 )
 
 
-def _made_for(shape: tuple[int, ...] | None = None, device: str = "cpu", dtype: str = "float32") -> MadeFor:
+def _made_for(
+    shape: tuple[int, ...] | None = None, device: str = "cpu", dtype: str = "float32", threads: int = 0
+) -> MadeFor:
     """What the model is, or something else."""
     parameters = {name: tuple(p.shape) for name, p in mlp().named_parameters()}
-    return MadeFor({**parameters, "0.weight": shape} if shape else parameters, device, dtype)
+    return MadeFor({**parameters, "0.weight": shape} if shape else parameters, device, dtype, threads)
 
 
 def _gradients(**options: object) -> tuple[tuple[str, ...], str, list[torch.Tensor]]:
@@ -86,3 +88,12 @@ def test_the_plan_of_penstock_run_goes_before_the_script(tmp_path: Path, monkeyp
 def test_what_does_not_go_with_a_plan_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises((ArgumentError, PartitionError), match=message):
         _gradients(**given)
+
+
+def test_a_plan_of_other_threads_says_so(recwarn: pytest.WarningsRecorder) -> None:
+    here = torch.get_num_threads()
+    for threads in (0, here, here + 1):
+        with pipeline(mlp(), (X,), loss_fn=squared_error, plan=replace(PLAN, made_for=_made_for(threads=threads))):
+            pass
+    (said,) = (str(one.message) for one in recwarn if "thread" in str(one.message))
+    assert f"the plan's times are of {here + 1} threads per rank, and this one has {here}: " in said

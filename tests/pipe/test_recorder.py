@@ -125,7 +125,7 @@ def test_a_wrong_folder_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"is of version 9, and this penstock reads version 1: use .* \(7.0\)"):
         train(tmp_path / "old")
     (tmp_path / "mine" / "ranks").mkdir(parents=True)
-    with pytest.raises(ArgumentError, match=r"this folder has ranks, but no run.json; give another folder"):
+    with pytest.raises(ArgumentError, match=r"this folder has ranks, but no run.json; pass another folder"):
         train(tmp_path / "mine")
     with pytest.raises(ArgumentError, match=r"RunFolder\(timeline_every=-1\): expected an integer"):
         RunFolder("runs/x", timeline_every=-1)
@@ -219,7 +219,8 @@ def test_memory_on_a_cpu_is_what_the_schedule_says(tmp_path: Path) -> None:
     first, last = run.memory(5)
     assert not first.measured
     assert [len(one.bytes) for one in (first, last)] == [len(track) for track in run.timeline(5).tracks]
-    always = [sum(each) for each in zip(run.about.parameter_bytes, run.about.gradient_bytes, strict=True)]
+    sizes = zip(run.about.parameter_bytes, run.about.gradient_bytes, strict=True)
+    always = [parameters + 3 * gradients for parameters, gradients in sizes]  # and Adam's two values for each
     kept = run.about.activation_bytes
     assert min(kept) > 0
     assert [max(one.bytes) for one in (first, last)] == [always[0] + 2 * kept[0], always[1] + kept[1]]
@@ -246,7 +247,8 @@ def test_what_was_foreseen_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen = read_run(tmp_path / "profile").predicted()
     assert seen is not None
     assert (seen.source, seen.timeline.ranks) == ("the profile", 2)
-    assert sum(seen.stage_seconds) == pytest.approx(sum(unit.seconds for unit in profile.units))
+    actions = 4 * (profile.action_seconds or 0.0)
+    assert sum(seen.stage_seconds) == pytest.approx(sum(unit.seconds for unit in profile.units) + actions)
     assert seen.step_seconds == seen.timeline.makespan_seconds > max(seen.stage_seconds)
     monkeypatch.setattr("penstock.partition.decision.LEAST_WORK", 0)
     train(tmp_path / "measured", steps=1)
@@ -254,12 +256,13 @@ def test_what_was_foreseen_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert seen is not None
     assert seen.source == "the times measured to cut the model"
     choice = Choice(1, 2, 1, "1f1b", 2, -(-len(X) // 2))
-    plan = Plan(choice, ("1",), (), (1.0, 3.0), 9.0, 0.5, {}, (1.0, 1.0), (2.0, 2.0))
+    plan = Plan(choice, ("1",), (), (1.0, 3.0), 9.0, 0.5, {}, (1.0, 1.0), (2.0, 2.0), optimizer_seconds=0.25)
     with penstock.pipeline(mlp(), (X,), ranks=2, plan=plan, loss_fn=squared_error, run=tmp_path / "plan") as pipe:
         pipe.step(X, target=Y)
     seen = read_run(tmp_path / "plan").predicted()
     assert seen is not None
     assert (seen.source, seen.step_seconds, seen.stage_seconds) == ("the plan", 9.5, (1.0, 3.0))
+    assert read_run(tmp_path / "plan").about.memory_limit == 2.0
 
 
 def test_a_loss_that_is_no_number_is_kept(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from penstock.balance import Profile, Tied, UnitCost
 from penstock.errors import ArgumentError
-from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, choices, make_plans, read_plan
+from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, Wanted, choices, make_plans, read_plan
 from penstock.plan.bounds import Shape, least_seconds
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.planner import EQUAL, Candidate, open_candidates, simplest_first
-from penstock.plan.predict import Cut, cut, cut_within, order_of, predict
+from penstock.plan.predict import Cut, cut, cut_at, cut_within, order_of, predict
 from penstock.plan.remedies import remedies
 from penstock.schedule import Schedule, check, generate, generator, names
 from penstock.schedule.generators import Numbers
@@ -189,7 +189,7 @@ def test_no_plan_of_any_cut_is_below_the_bounds(
     sizes = Sizes({1: Profile(tuple(units), "cpu", "float32", {})})
     cluster = Cluster(kinds=(Kind("old", 1, memory * MB, 0.5), Kind("new", 1, memory * MB)))
     try:
-        candidates = [*open_candidates(sizes, cluster, 4, [name])]
+        candidates = [*open_candidates(sizes, cluster, 4, Wanted([name]))]
     except ArgumentError:
         return
     for candidate in candidates:
@@ -208,7 +208,7 @@ def test_a_cut_within_memory_spares_recomputing() -> None:
     cluster = Cluster(2, 9 * MB)
     choice = Choice(1, 2, 1, "1f1b", 16, 1)
     fastest = predict(choice, sizes.at(1), cluster, _cut(choice, cluster, sizes))
-    found = make_plans(sizes, cluster, 16, ["1f1b"]).best[0]
+    found = make_plans(sizes, cluster, 16, Wanted(["1f1b"])).best[0]
     assert fastest.recompute
     assert not found.recompute
     assert found.step_seconds < fastest.step_seconds
@@ -243,7 +243,52 @@ def test_a_better_order_is_searched_for_and_goes_through_a_file(tmp_path: Path) 
 
 def test_no_schedule_of_those_named_works() -> None:
     with pytest.raises(ArgumentError, match="none of chimera works with 2 devices, 2 units and 3 rows"):
-        choices(Sizes({1: _profile([1.0, 1.0])}), Cluster(2), 3, ["chimera"])
+        choices(Sizes({1: _profile([1.0, 1.0])}), Cluster(2), 3, Wanted(["chimera"]))
+
+
+def test_numbers_that_are_wanted_hold() -> None:
+    def numbers(**wanted: int) -> set[tuple[int, int, int]]:
+        found = choices(ALIKE, Cluster(4), 16, Wanted(**wanted))
+        return {(one.replicas, one.ranks, one.microbatches) for one in found}
+
+    every = numbers()
+    assert numbers(replicas=2) == {one for one in every if one[0] == 2} != set()
+    assert numbers(pipeline=4) == {one for one in every if one[1] == 4} != set()
+    assert numbers(replicas=1, microbatches=8) == {(1, 4, 8)}
+    assert make_plans(ALIKE, Cluster(4), 16, Wanted(["gpipe"], pipeline=4, microbatches=8)).best[0].choice == Choice(
+        1, 4, 1, "gpipe", 8, 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (Wanted(replicas=3), "replicas=3: no plan for 4 devices, 8 units and 16 rows has that; the closest have 4 x 1"),
+        (Wanted(replicas=2, pipeline=4), "replicas=2, pipeline=4: .* the closest have 1 x 4 x .* or 2 x 2 x "),
+        (Wanted(pipeline=4, microbatches=7), r"pipeline=4, microbatches=7: .* the closest have 1 x 4 x 8 or "),
+        (Wanted(["1f1b"], pipeline=3), "pipeline=3: no plan"),
+    ],
+    ids=["replicas", "product", "microbatches", "number"],
+)
+def test_what_cannot_be_had_names_what_can(wanted: Wanted, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        choices(ALIKE, Cluster(4), 16, wanted)
+
+
+def test_the_optimizers_step_is_in_a_plans() -> None:
+    """It takes as long as on the rank with most to update, on a device of half the speed twice as long."""
+    sizes = Sizes({1: _profile([1.0] * 3 + [3.0], activation=MB, optimizer=2 * MB)})
+    choice = Choice(1, 2, 1, "1f1b", 4, 1)
+    for kinds, seconds in (((Kind("", 2),), 0.6), ((Kind("old", 1, speed=0.5), Kind("new", 1)), 0.8)):
+        cluster = Cluster(kinds=kinds, optimizer_byte_seconds=1e-7)
+        order = next(iter(kinds_of_ranks(cluster, 1, 2)))
+        where = cut_at([0, 3], sizes.at(1), order_of(choice).placement, cluster, order)
+        if len(kinds) > 1:
+            where = cut_at([0, 2], sizes.at(1), order_of(choice).placement, cluster, order)
+        plan = predict(choice, sizes.at(1), cluster, where)
+        without = predict(choice, sizes.at(1), Cluster(kinds=kinds), where)
+        assert plan.optimizer_seconds == pytest.approx(seconds)
+        assert plan.step_seconds == pytest.approx(without.step_seconds + seconds)
 
 
 def test_a_plan_says_what_the_simulator_says() -> None:
@@ -315,7 +360,7 @@ def test_nothing_fits_and_the_nearest_says_what_is_missing() -> None:
 def test_the_slow_link_carries_least(boundary: int, parameter: int, grid: list[list[int]]) -> None:
     sizes = Sizes({1: _profile([1.0] * 4, gradient=parameter, boundary=boundary, boundary_gradient=boundary)})
     cluster = Cluster(4, math.inf, LinkCost(0, 1000 * MB), devices_per_host=2, between_hosts=LinkCost(0, 10 * MB))
-    plans = [p for p in make_plans(sizes, cluster, 8, ["1f1b"], best=99).best if p.choice.replicas == 2]
+    plans = [p for p in make_plans(sizes, cluster, 8, Wanted(["1f1b"]), best=99).best if p.choice.replicas == 2]
     assert plans[0].grid == grid
 
 
@@ -348,7 +393,7 @@ def test_plans_with_split_backwards_take_what_those_take() -> None:
 
     def steps(slower: float, name: str) -> dict[Choice, float]:
         sizes = Sizes({rows: _split(_profile([float(rows)] * 8), slower) for rows in (1, 4)})
-        found = make_plans(sizes, Cluster(4), 16, [name], best=99).best
+        found = make_plans(sizes, Cluster(4), 16, Wanted([name]), best=99).best
         return {plan.choice: plan.step_seconds for plan in found if plan.choice.ranks > 1}
 
     plain, slow = steps(1.0, "zb-h1"), steps(3.0, "zb-h1")
@@ -367,7 +412,9 @@ def test_a_searched_order_is_judged_by_the_costs_of_split_backwards() -> None:
     uneven = _profile([3.0, 1.0, 2.0], gradient=1000 * MB, boundary=MB, boundary_gradient=MB)
     cluster = Cluster(3, link=LinkCost(1.0, MB))
     found = {
-        slower: make_plans(Sizes({1: _split(uneven, slower)}), cluster, 6, ["1f1b"], best=1, search_seconds=0.3).best[0]
+        slower: make_plans(
+            Sizes({1: _split(uneven, slower)}), cluster, 6, Wanted(["1f1b"]), best=1, search_seconds=0.3
+        ).best[0]
         for slower in (1.0, 10.0)
     }
     assert {slower: plan.choice.schedule for slower, plan in found.items()} == {1.0: "search", 10.0: "1f1b"}
@@ -457,7 +504,7 @@ def test_slow_devices_get_less_and_small_ones_are_not_overfilled() -> None:
     kinds = (Kind("old", 2, 9 * MB, 0.5), Kind("new", 2, 40 * MB))
     cluster = Cluster(kinds=kinds)
     sizes = Sizes({1: _profile([1.0] * 12, activation=MB, parameter=MB // 4, gradient=MB // 4, optimizer=MB // 2)})
-    best = next(p for p in make_plans(sizes, cluster, 8, ["1f1b"], best=99).best if p.choice.ranks == 4)
+    best = next(p for p in make_plans(sizes, cluster, 8, Wanted(["1f1b"]), best=99).best if p.choice.ranks == 4)
     assert best.devices == (2, 3, 0, 1)  # new ones first: there 1F1B holds more microbatches
     assert best.limit_bytes == (40 * MB, 40 * MB, 9 * MB, 9 * MB)
     assert all(need <= limit for need, limit in zip(best.memory_bytes, best.limit_bytes, strict=True))
@@ -486,6 +533,6 @@ def test_what_cannot_hold_the_model_is_not_simulated(monkeypatch: pytest.MonkeyP
     assert found.nearest is not None
     best = Candidate.best
     monkeypatch.setattr(Candidate, "best", lambda one, cluster: tried.append(one.choice) or best(one, cluster))
-    told = [*remedies(ALIKE, cluster, 8, None, found.nearest)]
+    told = [*remedies(ALIKE, cluster, 8, Wanted(), found.nearest)]
     assert [bool(one.memory_bytes) for one in told] == [True]
     assert tried == [found.nearest.choice]

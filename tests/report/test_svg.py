@@ -159,7 +159,7 @@ def test_so_many_that_none_has_a_pixel_are_drawn_by_the_pixel() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"width": 80}, r"width=80: give at least \d+ pixels"), ({"background": "gray"}, "background='gray': expected")],
+    [({"width": 80}, r"width=80: pass at least \d+ pixels"), ({"background": "gray"}, "background='gray': expected")],
 )
 def test_bad_options(options: dict[str, str], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):

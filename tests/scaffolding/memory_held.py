@@ -128,11 +128,11 @@ def forget(pipe: penstock.Pipeline) -> None:
 
 
 def predicted(dtype: torch.dtype, ranks: int, options: dict[str, Any], words: str = "") -> list[int]:
-    """Each rank's peak, as `inspect` predicts it."""
+    """Each rank's peak, as `inspect` predicts it, without the optimizer."""
     model, x, y = case(dtype, words)
     stages = ranks * options.get("chunks", 1)
     given = {"microbatches": MICROBATCHES, "loss_fn": loss_of(words), "target": y, "stages": stages, "balance": "flops"}
-    return [each.peak for each in penstock.inspect(model, (x,), **given | options).memory]
+    return [each.peak - each.optimizer for each in penstock.inspect(model, (x,), **given | options).memory]
 
 
 def planned(dtype: torch.dtype, ranks: int, schedule: str, chunks: int, words: str = "") -> tuple[Plan, list[float]]:

@@ -107,7 +107,7 @@ IN_ALL_ONLY = {
 }
 """Files whose long tests run in `make test-all` alone: longer than any part, or with the machine to themselves."""
 
-MOST = 600
+MAX = 600
 """The most CPU seconds in a part: five to six minutes on two processors."""
 
 
@@ -132,7 +132,7 @@ def main(options: list[str]) -> int:
     count = subprocess.run(
         ["git", "rev-list", "--count", "--first-parent", "HEAD"], cwd=root, capture_output=True, text=True, check=True
     )
-    every = parts(CPU_SECONDS, MOST)
+    every = parts(CPU_SECONDS, MAX)
     turn = int(count.stdout) % len(every)
     print(f"long tests, part {turn + 1} of {len(every)}: {' '.join(every[turn])}", flush=True)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "long and not alone", *options, *every[turn]]

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.files import write_whole
 from penstock.runs import About, RankState, StepRecord
-from penstock.runs.folder import append_lines, write_whole
+from penstock.runs.folder import append_lines
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate

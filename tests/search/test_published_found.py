@@ -86,6 +86,20 @@ def test_zb_1p_and_zb_2p(row: dict[str, Any], name: str) -> None:
     assert max(m.peak_activations for m in memory(found.schedule, cost, found.timeline)) <= limit
 
 
+@pytest.mark.parametrize(("model", "microbatches"), [("1.5B", 32), ("14.6B", 64)])
+def test_the_search_begins_with_the_published_heuristics(model: str, microbatches: int) -> None:
+    """However little time it has."""
+    (row,) = (r for r in PUBLISHED["tables5and6"] if (r["model"], r["microbatches"]) == (model, microbatches))
+    f, i, w = (row[what] for what in ("forward", "backward_input", "backward_weight"))
+    cost = StageCost(f, i, w, activation_bytes=row["mem_forward"], weight_gradient_bytes=row["mem_weight"])
+    for name, times in (("zb-1p", 1), ("zb-2p", 2)):
+        limit, link = times * row["ranks"] * row["mem_forward"], LinkCost(row["comm"])
+        place = Placement.loop(row["ranks"])
+        found = search(place, microbatches, cost, link, memory_limit=limit, objective="span", seconds=0.001)
+        rate = 1 - microbatches * (f + i + w) / found.objective_seconds
+        assert rate <= row["bubble_rate"][name] + ROUNDING, name
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("row", PUBLISHED["zbv_sweep"], ids=lambda row: f"m{row['microbatches']}")
 def test_zb_v(row: dict[str, Any]) -> None:

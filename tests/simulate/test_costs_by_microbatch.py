@@ -84,7 +84,7 @@ def test_one_long_microbatch_with_much_to_keep() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     schedule, cost = generate("1f1b", 2, 4), StageCost(1, 1, 1)
-    with pytest.raises(ArgumentError, match="stage 1 has 3 costs for 4 microbatches; give one, or one for each"):
+    with pytest.raises(ArgumentError, match="stage 1 has 3 costs for 4 microbatches; pass one, or one for each"):
         simulate(schedule, [cost, [cost] * 3])
     with pytest.raises(ArgumentError, match="stage 0: parameter_bytes is not the same for all microbatches"):
         simulate(schedule, [[cost, cost, cost, replace(cost, parameter_bytes=1)], cost])

@@ -14,7 +14,7 @@ from penstock.cli import app
 from penstock.errors import ArgumentError
 from penstock.schedule import generators
 from penstock.studio import answers, exports
-from penstock.studio.question import MOST, Question
+from penstock.studio.question import MAX_SIZES, Question
 
 NAMES = tuple(one.name for one in generators())
 OPTIONS = {"forward": "--forward", "backward_input": "--backward-input", "backward_weight": "--backward-weight"}
@@ -125,7 +125,10 @@ def test_walks_are_of_the_question() -> None:
         ({"memory_limit": "0.5"}, "a single microbatch needs 1"),
         ({"schedules": "1f1b,zigzag"}, "'zigzag' is not a known schedule"),
         ({"schedules": ",".join(["naive"] * 33)}, "at most 32 names"),
-        ({"ranks": "64", "microbatches": "512"}, "actions, and the studio shows 60,000"),
+        (
+            {"ranks": "64", "microbatches": "512", "schedules": "gpipe,1f1b,zb-h1,zb-h2"},
+            "actions, and the studio shows 300,000",
+        ),
         ({"rank": "4"}, "unknown parameter 'rank'"),
     ],
 )
@@ -142,7 +145,7 @@ def test_too_long_a_walk_or_search_is_refused() -> None:
         answers.search_for(Question(ranks=32, microbatches=512, schedules=()), "loop", 1.0)
     with pytest.raises(ArgumentError, match="searches up to 10 s"):
         answers.search_for(Question(), "loop", 11.0)
-    assert MOST["ranks"] == 64
+    assert MAX_SIZES["ranks"] == 64
 
 
 def test_an_unknown_kind_of_file_is_refused() -> None:

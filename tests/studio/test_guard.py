@@ -23,7 +23,7 @@ def client(folder: Path, host: str = "127.0.0.1", token: str = TOKEN) -> TestCli
 
 @pytest.mark.parametrize("name", ["127.0.0.1:8470", "localhost:8470", "[::1]:8470", "LOCALHOST:8470"])
 def test_own_names_are_answered(tmp_path: Path, name: str) -> None:
-    assert client(tmp_path).get("/api/catalogue", headers={"host": name}).status_code == 200
+    assert client(tmp_path).get("/api/catalog", headers={"host": name}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_own_names_are_answered(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_name_made_to_point_here_is_refused(tmp_path: Path, name: str) -> None:
-    refused = client(tmp_path).get("/api/catalogue", headers={"host": name})
+    refused = client(tmp_path).get("/api/catalog", headers={"host": name})
     assert refused.status_code == 421
     assert "schedules" not in refused.text
 
@@ -69,11 +69,11 @@ def test_a_name_made_to_point_here_is_refused(tmp_path: Path, name: str) -> None
     ],
 )
 def test_other_origins_are_refused(tmp_path: Path, origin: str) -> None:
-    assert client(tmp_path).get("/api/catalogue", headers={"origin": origin}).status_code == 403
+    assert client(tmp_path).get("/api/catalog", headers={"origin": origin}).status_code == 403
 
 
 def test_its_own_origin_is_answered_and_no_other_may_read(tmp_path: Path) -> None:
-    answered = client(tmp_path).get("/api/catalogue", headers={"origin": f"http://{HOST}"})
+    answered = client(tmp_path).get("/api/catalog", headers={"origin": f"http://{HOST}"})
     assert answered.status_code == 200
     assert not [name for name in answered.headers if name.startswith("access-control")]
 
@@ -91,12 +91,12 @@ def test_pages_of_other_sites_cannot_keep_it_busy(tmp_path: Path, site: str) -> 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 def test_nothing_but_reading(tmp_path: Path, method: str) -> None:
-    assert client(tmp_path).request(method, "/api/catalogue").status_code == 405
+    assert client(tmp_path).request(method, "/api/catalog").status_code == 405
 
 
 def test_every_answer_says_what_the_page_may_do(tmp_path: Path) -> None:
     studio = client(tmp_path)
-    for path in ("/", "/api/catalogue", "/static/studio/studio.js", "/nothing", "/api/open?name=../x"):
+    for path in ("/", "/api/catalog", "/static/studio/studio.js", "/nothing", "/api/open?name=../x"):
         headers = studio.get(path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy
@@ -119,7 +119,7 @@ def test_a_token_is_asked_for_by_all_but_the_page_itself(tmp_path: Path, host: s
     routes = Studio(Library(tmp_path), Guard.of(host, 8470, TOKEN)).app()._app.routes  # type: ignore[attr-defined]
     paths = {route.path.format(folder="studio", name="studio.js", kind="csv") for route in routes}
     assert {"/", ENTER, "/report", "/export/csv", "/api/open", "/static/studio/studio.js"} <= paths
-    for path in (*paths, "/nothing", "//api/catalogue", "/static", "/STATIC/studio/studio.js"):
+    for path in (*paths, "/nothing", "//api/catalog", "/static", "/STATIC/studio/studio.js"):
         public = path in ("/", "/static/studio/studio.js")
         for token in ("", "wrong", TOKEN[:-1], f"{TOKEN} "[1:]):
             answered = client(tmp_path, host, token).get(path, params={"token": TOKEN})
@@ -127,14 +127,14 @@ def test_a_token_is_asked_for_by_all_but_the_page_itself(tmp_path: Path, host: s
             assert (answered.status_code == 401) != public, path
             assert "set-cookie" not in answered.headers
         assert client(tmp_path, host).get(path).status_code != 401
-    for path in ("/static/%2e%2e/api/catalogue", "/static/..%2fapi/catalogue", "/static/x/..%2f..%2fapi/catalogue"):
+    for path in ("/static/%2e%2e/api/catalog", "/static/..%2fapi/catalog", "/static/x/..%2f..%2fapi/catalog"):
         assert client(tmp_path, host, "").get(path).status_code == 404
 
 
 def test_the_token_is_left_in_a_cookie(tmp_path: Path) -> None:
     studio = client(tmp_path, token="")
     assert studio.get(ENTER, headers={"authorization": f"bearer {TOKEN}"}).status_code == 200
-    assert studio.get("/api/catalogue").status_code == 200  # the client keeps cookies
+    assert studio.get("/api/catalog").status_code == 200  # the client keeps cookies
     cookie = client(tmp_path).get(ENTER).headers["set-cookie"].lower()
     assert cookie.startswith("penstock-studio-8470=")
     assert "httponly" in cookie
@@ -151,7 +151,7 @@ def test_on_other_addresses_it_answers_to_addresses_but_not_to_other_names(tmp_p
         ("fe80::1:8470", 421),
         ("evil.example:8470", 421),
     ):
-        assert studio.get("/api/catalogue", headers={"host": name}).status_code == status, name
+        assert studio.get("/api/catalog", headers={"host": name}).status_code == status, name
     assert client(tmp_path, "box.lan").get("/", headers={"host": "box.lan:8470"}).status_code == 200
     usual = TestClient(Studio(Library(tmp_path), Guard.of("127.0.0.1", 80, TOKEN)).app(), base_url="http://localhost")
     assert usual.get("/").status_code == 200
@@ -161,7 +161,7 @@ def test_long_addresses_and_doubled_parameters_are_refused(tmp_path: Path) -> No
     studio = client(tmp_path)
     assert studio.get("/api/simulate", params={"schedules": "1f1b," * 2000}).status_code == 414
     twice = studio.get("/api/simulate?ranks=2&ranks=3")
-    assert (twice.status_code, twice.json()) == (400, {"error": "a parameter is there twice; give each once"})
+    assert (twice.status_code, twice.json()) == (400, {"error": "a parameter is there twice; pass each once"})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "localhost", "LocalHost", "::1", "[::1]", "localhost."])

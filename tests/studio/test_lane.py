@@ -77,7 +77,7 @@ def test_nothing_waits_for_another_kind_and_what_nobody_waits_for_is_left(
     for _ in range(3):
         left(link, 3)
     last, newest = asking(link, 4)
-    for address in ("api/live?name=gpt", "api/library", "api/open?name=gpt", "api/catalogue"):
+    for address in ("api/live?name=gpt", "api/library", "api/open?name=gpt", "api/catalog"):
         assert get(link, address, timeout=10).status_code == 200
     slow.let.set()
     first.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,15 +13,18 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock import files
+from penstock.cli.runs import summaries
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
+from penstock.runs import RankState, RunRead
+from penstock.runs.summary import Summary
 from penstock.schedule import generate, write_csv
 from penstock.simulate import StageCost, simulate
 from penstock.studio import background, library
 from penstock.studio.app import Studio
 from penstock.studio.guard import Guard
 from penstock.studio.library import Library
-from scaffolding.run_folders import a_run
+from scaffolding.run_folders import a_run, says
 
 SECRET = "the secret outside"
 
@@ -148,7 +152,7 @@ def test_a_pipe_is_not_waited_for(studio: TestClient, folder: Path) -> None:
 
 
 def test_large_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "MOST_BYTES", 100)
+    monkeypatch.setattr(library, "MAX_BYTES", 100)
     with pytest.raises(ArgumentError, match="is too large for the studio, which opens up to 0 MiB"):
         Library(folder).path("trace.json")
 
@@ -184,7 +188,7 @@ def test_big_files_are_read_by_a_process_of_their_own(
     for (path, name), one in zip(asked, usual, strict=True):
         again = studio.get(path, params={"name": name})
         assert (again.status_code, again.text) == (one.status_code, one.text)
-    monkeypatch.setattr(background, "MOST_SECONDS", 0.001)
+    monkeypatch.setattr(background, "MAX_SECONDS", 0.001)
     refused = studio.get("/api/open", params={"name": "trace.json"}).json()["error"]
     assert refused == "trace.json takes more than 0.001 s to read; use `penstock explain`"
 
@@ -225,3 +229,33 @@ def test_a_damaged_run_spoils_no_other(studio: TestClient, folder: Path, file: s
         answer = studio.get(address, params={"name": "bad"})
         assert answer.status_code in (200, 400)
         assert answer.status_code == 200 or "\n" not in answer.json()["error"]
+
+
+def test_whatever_reading_a_run_raises_it_is_shown_as_damaged_and_the_others_stay(
+    studio: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("good", "bad"):
+        a_run(folder / name)
+    (folder / "loop").mkdir()
+    (folder / "loop" / "run.json").symlink_to("run.json")
+    of = Summary.of
+
+    def unexpected(run: RunRead, most_bytes: int | None = None) -> Summary:
+        if run.path.name == "bad":
+            raise RecursionError("too\ndeep")
+        return of(run, most_bytes)
+
+    monkeypatch.setattr(Summary, "of", unexpected)
+    damage = {one["name"]: one["damage"] for one in studio.get("/api/library").json()["entries"]}
+    assert damage == {
+        "good": "", "bad": "run 'bad' cannot be read: RecursionError: too deep", "trace.json": "", "deep/mine.csv": "",
+    }  # fmt: skip
+    found, damaged = summaries(folder)
+    assert ([run.path.name for run in found], len(damaged)) == (["good"], 1)
+
+
+@pytest.mark.parametrize("action", ["the building of the pipeline", "(0F7;7B3)OVERLAP_F_B", "0REDUCE_GRAD"])
+def test_what_a_rank_does_has_words_beside_actions(studio: TestClient, folder: Path, action: str) -> None:
+    says(a_run(folder / "run"), RankState(0, 0, (0,), "elsewhere", 7, step=9, action=action, since=time.time()))
+    states = studio.get("/api/live", params={"name": "run"}).json()["states"]
+    assert states[0]["doing"] == f"runs {action}"

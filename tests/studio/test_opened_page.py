@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from penstock.balance import Profile, UnitCost
 from penstock.cli import app
+from penstock.files import write_whole
 from penstock.report import write_perfetto
-from penstock.runs.folder import write_whole
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 from penstock.studio import background

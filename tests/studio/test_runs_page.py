@@ -13,9 +13,9 @@ import pytest
 
 from penstock.errors import ArgumentError
 from penstock.explain import explain, read_run
+from penstock.files import write_whole
 from penstock.report import write_perfetto
 from penstock.runs import RankState
-from penstock.runs.folder import write_whole
 from penstock.schedule import generate, write_csv
 from penstock.simulate import StageCost, simulate
 from penstock.studio.live import in_words, live
@@ -106,6 +106,8 @@ def test_plans_traces_and_schedules_open(tmp_path: Path) -> None:
     found = opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"])
     assert found["explanation"]["schedule"] == "1f1b"
     assert found["explanation"]["what_ifs"][0]["gain"] > 0
+    assert [one["name"] for one in found["timeline"]["bands"]] == ["simulated", "what if cut=even"]
+    assert found["timeline"]["bands"][1]["note"].startswith("simulated; the step at most -")
     write_csv(generate("zb-v", 3, 6), tmp_path / "mine.csv")
     assert opened(tmp_path / "mine.csv", "mine.csv")["bubble"] < 0.2
     (tmp_path / "plan.json").write_text(json.dumps({"choice": {}, "version": 1}))

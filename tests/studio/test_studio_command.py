@@ -42,8 +42,8 @@ def test_it_answers_and_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
         assert link.startswith("http://127.0.0.1:")
         address, _, token = link.partition("#token=")
         assert len(token) >= 32
-        assert httpx.get(f"{address}api/catalogue").status_code == 401
-        told = httpx.get(f"{address}api/catalogue", headers={"authorization": f"Bearer {token}"})
+        assert httpx.get(f"{address}api/catalog").status_code == 401
+        told = httpx.get(f"{address}api/catalog", headers={"authorization": f"Bearer {token}"})
         assert told.json()["usual"]["ranks"] == 4
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
@@ -82,7 +82,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         port = taken.getsockname()[1]
         says = refusal("--port", str(port))
     assert says == (
-        f"penstock: error: --host 127.0.0.1 --port {port}: {os.strerror(98)}; give another with --port, or 0 for any "
+        f"penstock: error: --host 127.0.0.1 --port {port}: {os.strerror(98)}; pass another with --port, or 0 for any "
         "that is free"
     )
 
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 def test_wrong_addresses_are_one_clear_error() -> None:
     assert "expected a number from 0 to 65535" in refusal("--port", "70000")
     assert "--host 203.0.113.7" in refusal("--host", "203.0.113.7", "--port", "0")
-    assert "give an address of this machine" in refusal("--host", "203.0.113.7", "--port", "0")
+    assert "pass an address of this machine" in refusal("--host", "203.0.113.7", "--port", "0")
 
 
 def test_it_asks_for_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

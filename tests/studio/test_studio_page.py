@@ -116,9 +116,9 @@ def test_what_numbers_do_not_allow_is_said(open_page: Any, studio: Start) -> Non
     page = ready(open_page, server, "schedules=1f1b,chimera&ranks=3")
     page.wait_for_selector("tr[data-schedule='1f1b']")
     assert "chimera works with an even number of ranks" in page.inner_text("#play")
-    page = ready(open_page, server, "ranks=64&microbatches=512")
+    page = ready(open_page, server, "schedules=gpipe,1f1b,zb-h1,zb-h2&ranks=64&microbatches=512")
     page.wait_for_selector("#trouble:not([hidden])")
-    assert "the studio shows 60,000; take fewer" in page.inner_text("#trouble")
+    assert "the studio shows 300,000; take fewer" in page.inner_text("#trouble")
     slide(page, "ranks", 2)
     slide(page, "microbatches", 8)
     page.wait_for_selector("#play:not(.stale) tr[data-schedule='1f1b']")
@@ -241,7 +241,7 @@ def test_another_origin_gets_nothing(open_page: Any, studio: Start) -> None:
     page = ready(open_page, mine)
     said = page.evaluate(
         "async (address) => { try { return await (await fetch(address)).text(); } catch (it) { return `${it}`; } }",
-        f"{other.address}api/catalogue",
+        f"{other.address}api/catalog",
     )
     assert "schedules" not in said
     page.errors.clear()  # the browser says that it refused

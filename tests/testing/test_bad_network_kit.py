@@ -112,7 +112,7 @@ def test_what_cannot_be_run_is_refused(bad_network: MakesNetworks, tmp_path: Pat
 
 @pytest.mark.parametrize("arguments", [{"own": {1: "1mbit"}}, {"shaper": "tbf"}])
 def test_links_of_some_hosts_need_one_of_the_others(arguments: dict[str, object]) -> None:
-    with pytest.raises(ArgumentError, match="give link= as well"), make(2, None, **arguments):  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="pass link= as well"), make(2, None, **arguments):  # type: ignore[arg-type]
         pass
 
 

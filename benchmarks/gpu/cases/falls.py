@@ -26,9 +26,9 @@ from penstock.launch.agent import end_with_parent
 PART = 1
 RANKS, VICTIM = 3, 2
 Over = Literal["staged", "nccl"]
-MOST_SECONDS = 20.0
+MAX_SECONDS = 20.0
 """From the fall to the end of all others."""
-MOST_UNNAMED_SECONDS = {"stop": 10.0}
+MAX_UNNAMED_SECONDS = {"stop": 10.0}
 """From the fall until each of the others has named who fell; 5 if not said here. Five pass without a sign of life."""
 
 SAID = {
@@ -75,7 +75,7 @@ def falls(how: str, setting: Setting, over: Over = "staged") -> Found:
     ended = all(statuses[rank][0] not in (0, None) for rank in others)
     last = next((line for line in said[0].splitlines()[::-1] if "rank 2" in line), "nothing")
     says = f"named after {named:.1f} s, all others ended after {seconds:.1f} s; rank 0 says: {last[-200:]}"
-    ok = ended and seconds < MOST_SECONDS and named < MOST_UNNAMED_SECONDS.get(how, 5.0)
+    ok = ended and seconds < MAX_SECONDS and named < MAX_UNNAMED_SECONDS.get(how, 5.0)
     statuses_ = [status for status, _ in statuses]
     return {"ok": ok, "says": says, "seconds": seconds, "named": named, "statuses": statuses_, "said": said}
 
@@ -93,7 +93,7 @@ def under_torchrun(setting: Setting) -> Found:
     says = f"torchrun ended after {seconds:.1f} s with {status}: {'; '.join(lines[-2:])}"
     named = bool(lines)
     return {
-        "ok": named and status != 0 and seconds < MOST_SECONDS,
+        "ok": named and status != 0 and seconds < MAX_SECONDS,
         "says": says,
         "seconds": seconds,
         "said": said[-6000:],

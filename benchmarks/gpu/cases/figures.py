@@ -23,7 +23,7 @@ from penstock.simulate import StageCost, memory, simulate
 
 PART = 4
 
-MOST_MICROSECONDS = 40.0
+MAX_MICROSECONDS = 40.0
 """Of Python's own time for an action, beyond the bare call of its stage."""
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
@@ -88,9 +88,9 @@ def per_action(schedule: str, setting: Setting) -> Found:
 
     bare_seconds = _seconds(setting, bare, 20)
     each = 1e6 * (whole - bare_seconds) / count
-    says = f"{each:.1f} microseconds for each of {count} actions beyond the bare call (aim: {MOST_MICROSECONDS:.0f})"
+    says = f"{each:.1f} microseconds for each of {count} actions beyond the bare call (aim: {MAX_MICROSECONDS:.0f})"
     figures = {"microseconds": each, "actions": count, "step_seconds": whole, "bare_seconds": bare_seconds}
-    return {"ok": True, "says": says, "reached": each <= MOST_MICROSECONDS, **figures}
+    return {"ok": True, "says": says, "reached": each <= MAX_MICROSECONDS, **figures}
 
 
 def beside_torch(setting: Setting) -> Found:
@@ -193,7 +193,7 @@ def products(dtype: torch.dtype, setting: Setting) -> Found:
     return {"ok": True, "says": f"addmm_ takes, of a product and an addition: {ratios}", "seconds": found}
 
 
-MOST_APART = 0.10
+MAX_APART = 0.10
 """By how much a peak may differ from its prediction."""
 
 
@@ -223,7 +223,7 @@ def predictions(schedule: str, costs: list[StageCost], few: list[int]) -> list[f
 def against(predicted: list[float], measured: list[int], *, is_most: bool) -> Found:
     """Predictions and measurements, of each rank."""
     ratios = [there / ahead for there, ahead in zip(measured, predicted, strict=True)]
-    ok = all(ratio <= 1 + MOST_APART and (is_most or ratio >= 1 - MOST_APART) for ratio in ratios)
+    ok = all(ratio <= 1 + MAX_APART and (is_most or ratio >= 1 - MAX_APART) for ratio in ratios)
     mib = [
         f"rank {r}: {m / 2**20:.0f} MiB, predicted {p / 2**20:.0f}"
         for r, (m, p) in enumerate(zip(measured, predicted, strict=True))

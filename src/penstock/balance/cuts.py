@@ -154,7 +154,7 @@ def _nothing_fits(problem: Problem, stages: int) -> str:
     loads = stage_loads(freely, best_starts(freely, stages))
     return (
         f"memory_limit={problem.limit_bytes:,.0f} bytes: no cut into {stages} stages fits. The least that any needs is "
-        f"{max(loads):,.0f} bytes, on stage {int(np.argmax(loads))}. Give more memory, more stages, smaller "
+        f"{max(loads):,.0f} bytes, on stage {int(np.argmax(loads))}. Pass more memory, more stages, smaller "
         "microbatches, or recompute="
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from penstock.balance.profile import Operations, Profile, UnitCost
+from penstock.balance.profile import OPTIMIZER_VALUES, Operations, Profile, UnitCost
 from penstock.errors import ArgumentError
 from penstock.hardware import (
     USUAL,
@@ -17,6 +17,9 @@ from penstock.hardware import (
     reported_as,
     seconds_of,
 )
+
+_MOVED = 7
+"""Values that AdamW reads or writes for each that is trained: it and its state, there and back, and the gradient."""
 
 
 def estimated(counted: Profile, device: Device, efficiency: Efficiency = USUAL) -> Profile:
@@ -35,6 +38,7 @@ def estimated(counted: Profile, device: Device, efficiency: Efficiency = USUAL) 
         source="estimate",
         runs=0,
         links=(),
+        optimizer_byte_seconds=_MOVED / OPTIMIZER_VALUES / (device.bytes_per_second * efficiency.bandwidth_fraction),
         notes=(*counted.notes, f"not measured: an estimate from what {device.name} can do at most: {efficiency.text}"),
     )
 
@@ -117,7 +121,7 @@ def _operations_of(unit: UnitCost) -> Operations:
 def _check_kind(profile: Profile, device: Device) -> None:
     name = profile.device_name or profile.device
     if profile.source != "measured":
-        raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; give what was measured")
+        raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; pass what was measured")
     of = reported_as(profile.device_name)
     if profile.device != device.type or (of is not None and device.sources and of.key != device.key):
         raise ArgumentError(

@@ -250,6 +250,7 @@ class Profile:
         others: the same units with microbatches of other sizes.
         links: between ranks, if they were measured too.
         action_seconds: what the runtime adds to each forward and each backward of a stage; None: not measured.
+        optimizer_byte_seconds: what a step of AdamW takes per byte of `optimizer_bytes`; None: not measured.
 
     Raises:
         ArgumentError: there are no units, or two of one name; a time is not a number of 0 or more; two sizes are the
@@ -273,6 +274,7 @@ class Profile:
     others: tuple[OtherSize, ...] = ()
     links: tuple[MeasuredLink, ...] = ()
     action_seconds: float | None = None
+    optimizer_byte_seconds: float | None = None
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]

@@ -182,7 +182,7 @@ def _collect(
 
     def parts() -> tuple[dict[str, Any], dict[str, Divided]]:
         if keep is not None and keep < 1:
-            raise ArgumentError(f"keep={keep}: expected at least 1, or None to keep all")
+            raise ArgumentError(f"keep={keep}: expected an integer >= 1, or None to keep all")
         optimizers, rest = by_label(optimizer, others)
         return optimizers, {label: Divided(item, pipe) for label, item in rest.items()}
 

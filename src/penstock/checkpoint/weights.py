@@ -115,7 +115,7 @@ def _match(
     if strict and (missing or unknown):
         lacks, has = (", ".join(some[:4]) or "none" for some in (missing, unknown))
         raise ArgumentError(
-            f"{path} does not fit the model (missing: {lacks}; unknown to the model: {has}); give the weights of this "
+            f"{path} does not fit the model (missing: {lacks}; unknown to the model: {has}); pass the weights of this "
             "model, or strict=False to load the tensors that both have"
         )
     for name in shapes.keys() & there.keys():

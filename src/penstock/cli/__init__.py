@@ -1,7 +1,7 @@
 """The command `penstock`: one file per verb, imported on demand. No verb loads torch before it runs.
 
 To add a verb: write `cli/<verb>.py` with a function `<verb>` that has Typer's annotations, and add it to `VERBS`.
-If the module has an `EPILOG`, it is printed below the options.
+If the module has an `EPILOG`, it is printed below the options; its `SETTINGS` are Typer's `context_settings`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,11 @@ from penstock.launch.endings import stopped_by
 from penstock.second_names import of_peer
 from penstock.words import printable
 
-VERBS: dict[str, dict[str, Any]] = {
-    "run": {"context_settings": {"allow_interspersed_args": False}},
-    "demo": {},
-    "init": {},
-    "inspect": {},
-    "profile": {},
-    "verify": {},
-    "blame": {"context_settings": {"allow_interspersed_args": False}},
-    "export": {},
-    "schedules": {},
-    "simulate": {},
-    "search": {},
-    "show": {},
-    "plan": {},
-    "explain": {},
-    "report": {},
-    "top": {},
-    "runs": {},
-    "compare": {},
-    "devices": {},
-    "fabric": {},
-    "studio": {},
-}
-"""Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""
+VERBS = (
+    *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search", "show"),
+    *("plan", "explain", "report", "top", "runs", "compare", "devices", "fabric", "studio"),
+)
+"""In the order of `--help`."""
 
 
 class _Verbs(Commands):
@@ -64,8 +45,8 @@ class _Verbs(Commands):
             group.name = cmd_name  # shown in the list of verbs
             return group
         verb = typer.Typer(add_completion=False)
-        epilog = getattr(module, "EPILOG", None)
-        verb.command(cmd_name, epilog=epilog, **VERBS[cmd_name])(getattr(module, cmd_name))
+        epilog, settings = getattr(module, "EPILOG", None), getattr(module, "SETTINGS", None)
+        verb.command(cmd_name, epilog=epilog, context_settings=settings)(getattr(module, cmd_name))
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:
@@ -82,6 +63,7 @@ class _Verbs(Commands):
         except KeyboardInterrupt as stopped:
             number = stopped.args[0] if stopped.args and isinstance(stopped.args[0], int) else signal.SIGINT
             text, status = stopped_by(number), 128 + number
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a second one nothing is said
         except (PenstockError, OSError) as error:
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli._spread import check_count, options_on
+from penstock.cli._options import check_count, options_on
 from penstock.cli._target import link_of
 from penstock.errors import ArgumentError
 from penstock.words import counted, sized
@@ -79,24 +79,44 @@ class ClusterOptions:
 
     @property
     def specified(self) -> ClusterOptions:
-        """The same with what the device's specifications say in place of what was not given."""
-        if self.kind is None:
+        """The same with what the named device's specifications say in place of what was not given. Raises
+        ArgumentError: a link is needed that they do not state."""
+        device = self.kind
+        if device is None:
             return self
-        given = (self.devices, self.memory, self.link, self.per_host, self.between_hosts)
-        return replace(self, **_filled(self.kind, *given))
+        link, per_host, between_hosts = self.link, self.per_host, self.between_hosts
+        total = sum(int(number) for number in re.findall(r"(?:^|,)\s*(\d+)", self.devices))
+        joined = device.link.devices if device.link is not None else 0
+        if per_host is None and link is None and 0 < joined < total:
+            per_host = joined
+        if link is None and total > 1:
+            link = _text(device.link, device, "two of a host", "--link")
+        if between_hosts is None and per_host is not None and per_host < total:
+            between_hosts = _text(device.network, device, "two of different hosts", "--between-hosts")
+        memory = self.memory or f"{device.memory_bytes:.0f}"
+        return replace(self, memory=memory, link=link, per_host=per_host, between_hosts=between_hosts)
 
     @property
     def said(self) -> list[str]:
-        """What is planned for, if a device was named."""
-        given = self.specified
-        return [] if self.kind is None else [_described(self.kind, given)]
+        """What is planned for, in a line, if a device was named."""
+        device, given = self.kind, self.specified
+        if device is None:
+            return []
+        memory = sized(float(given.memory)) if given.memory and given.memory.isdecimal() else given.memory
+        parts = [device.name, f"memory {memory}", *([f"link {given.link}"] if given.link else [])]
+        if given.per_host is not None and given.between_hosts:
+            parts.append(f"{counted(given.per_host, 'device')} a host, {given.between_hosts} between hosts")
+        return ["; ".join(parts)]
 
-    def read(self, measured: LinkCost | None = None, action_seconds: float | None = None) -> Cluster:
+    def read(
+        self, measured: LinkCost | None = None, action_seconds: float | None = None, update: float = 0.0
+    ) -> Cluster:
         """The cluster. Raises ArgumentError if an option is wrong.
 
         Args:
             measured: the link, unless --link says it.
             action_seconds: unless --action-seconds says it.
+            update: `Cluster.optimizer_byte_seconds`.
         """
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
@@ -110,6 +130,7 @@ class ClusterOptions:
             kinds=self._kinds(),
             host_link=link_of(self.host_link),
             action_seconds=(action_seconds or 0.0) if self.action_seconds is None else self.action_seconds,
+            optimizer_byte_seconds=update,
         )
 
     def _kinds(self) -> tuple[Kind, ...]:
@@ -145,9 +166,9 @@ def _by_kind(option: str, text: str | None, kinds: Collection[str]) -> dict[str,
     expected = ",".join(f"{name or 'kind'}=..." for name in kinds)
     if unknown := sorted(given.keys() - {*kinds}):
         have = ", ".join(map(repr, kinds)) if any(kinds) else "one kind without a name"
-        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {have}; give {expected}")
+        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {have}; pass {expected}")
     if missing := [kind for kind in kinds if kind not in given]:
-        raise ArgumentError(f"{option} {text!r} says nothing of {missing[0]!r}; give {expected}")
+        raise ArgumentError(f"{option} {text!r} says nothing of {missing[0]!r}; pass {expected}")
     return given
 
 
@@ -156,37 +177,6 @@ def _speed(text: str) -> float:
         return float(text)
     except ValueError:
         raise ArgumentError(f"--speed: {text!r} is not a number; 1 is as fast as the profile's device") from None
-
-
-def _filled(
-    device: Device,
-    devices: str,
-    memory: str | None,
-    link: str | None,
-    per_host: int | None,
-    between_hosts: str | None,
-) -> dict[str, Any]:
-    """The options of a cluster of such devices; those that were not given are as its specifications say. Raises
-    ArgumentError: a link is needed that they do not state."""
-    total = sum(int(number) for number in re.findall(r"(?:^|,)\s*(\d+)", devices))
-    joined = device.link.devices if device.link is not None else 0
-    if per_host is None and link is None and 0 < joined < total:
-        per_host = joined
-    if link is None and total > 1:
-        link = _text(device.link, device, "two of a host", "--link")
-    if between_hosts is None and per_host is not None and per_host < total:
-        between_hosts = _text(device.network, device, "two of different hosts", "--between-hosts")
-    memory = memory or f"{device.memory_bytes:.0f}"
-    return {"memory": memory, "link": link, "per_host": per_host, "between_hosts": between_hosts}
-
-
-def _described(device: Device, given: ClusterOptions) -> str:
-    """What is planned for, in a line."""
-    memory = sized(float(given.memory)) if given.memory and given.memory.isdecimal() else given.memory
-    parts = [device.name, f"memory {memory}", *([f"link {given.link}"] if given.link else [])]
-    if given.per_host is not None and given.between_hosts:
-        parts.append(f"{counted(given.per_host, 'device')} a host, {given.between_hosts} between hosts")
-    return "; ".join(parts)
 
 
 def check_of(profiles: Sequence[Profile], device: Device) -> None:
@@ -210,5 +200,5 @@ def cautions(profiles: Sequence[Profile]) -> list[str]:
 def _text(cable: Cable | None, device: Device, between: str, option: str) -> str:
     """A link as its option takes it."""
     if cable is None:
-        raise ArgumentError(f"--device {device.key}: what {between} send each other is not known; give {option}")
+        raise ArgumentError(f"--device {device.key}: what {between} send each other is not known; pass {option}")
     return f"{cable.bytes_per_second * 8e-9:.6g}gbit delay {cable.latency_seconds * 1e6:.6g}us"

@@ -10,11 +10,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli._cost_files import read_costs, read_links
-from penstock.cli._costs import WORK, Costs, MeasuredLinks, links_in
-from penstock.cli._measured_costs import profile_of, units_of
-from penstock.cli._spread import options_on
-from penstock.cli._target import link_of
+from penstock.cli._options import options_on
+from penstock.cli._target import link_of, profile_target, profiles_of
+from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
 from penstock.errors import ArgumentError
 from penstock.simulate import Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
@@ -67,8 +65,7 @@ class CostOptions:
         float | None, _option("What F keeps for the backward, in any unit; otherwise an activation counts as 1.")
     ] = None
     memory_weight_grad: Annotated[
-        float | None,
-        _option("What stays from I until W if the backward is split; default all of it."),
+        float | None, _option("What stays from I until W if the backward is split; default all of it.")
     ] = None
     memory_unsharded: Annotated[
         float | None, _option("What a stage's whole parameters take while they are gathered; see --unshard-window.")
@@ -115,18 +112,18 @@ class CostOptions:
         given = {name: value for name, value in given.items() if value is not None}
         if self.links is not None and (twice := [name for name in ("comm", "bandwidth") if name in given]):
             raise ArgumentError(
-                f"--links {self.links}: the file already sets what {_name(twice[0])} would; give only one of the two"
+                f"--links {self.links}: the file already sets what {_name(twice[0])} would; pass only one of the two"
             )
         if self.link is not None:
             also = [] if self.links is None else ["links"]
             if also := [*also, *(name for name in ("comm", "bandwidth") if name in given)]:
-                raise ArgumentError(f"--link {self.link!r} and {_name(also[0])} say the same; give only one of the two")
+                raise ArgumentError(f"--link {self.link!r} and {_name(also[0])} say the same; pass only one of the two")
         if self.rows is not None and not self._measured_where:
-            raise ArgumentError(f"--rows {self.rows} is for measured costs: give --profile or a TARGET too")
+            raise ArgumentError(f"--rows {self.rows} is for measured costs: pass --profile or a TARGET too")
         if self.costs is not None:
             if self._measured_where:
                 raise ArgumentError(
-                    f"--costs {self.costs}: {self._measured_where} has costs too; give only one of them"
+                    f"--costs {self.costs}: {self._measured_where} has costs too; pass only one of them"
                 )
             if given:
                 raise ArgumentError(
@@ -142,7 +139,7 @@ class CostOptions:
         elif self.link is not None:
             costs = costs.with_links(MeasuredLinks({}, link_of(self.link), f"--link {self.link!r}"))
         if self.contended and not costs.has_bandwidth:
-            raise ArgumentError("--contended: without a bandwidth, no message holds up another; give a bandwidth")
+            raise ArgumentError("--contended: without a bandwidth, no message holds up another; pass a bandwidth")
         return replace(costs, contended=self.contended)
 
     @property
@@ -159,12 +156,14 @@ class CostOptions:
         _check(given)
         if stated := [name for name in given if name not in ("comm", "bandwidth")]:
             raise ArgumentError(
-                f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; give only "
+                f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; pass only "
                 "one of the two"
             )
         from penstock.plan.stage_costs import assumed, usual_link
 
-        found = profile_of(self.target, self.profile, microbatches, self.rows)
+        asked = {"microbatches": microbatches} if self.rows is None else {"microbatch_sizes": [self.rows]}
+        files = [] if self.profile is None else [self.profile]
+        (found,) = profiles_of(self.target, files, lambda given: [profile_target(given, **asked)])
         units = units_of(found, self.rows, self._measured_where)
         links: Links = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
         if not given and self._no_links:
@@ -178,19 +177,20 @@ class CostOptions:
         _check(given)
         for name, other in (("output_bytes", "bandwidth"), ("bandwidth", "output_bytes")):
             if name in given and other not in given and self._no_links:
-                raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; give both")
+                raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; pass both")
         activation = given.get("memory_activation", 0.0)
         weight_gradient = given.get("memory_weight_grad", activation)
         if weight_gradient and "memory_activation" not in given:
             raise ArgumentError(
-                f"--memory-weight-grad {weight_gradient:g} of --memory-activation not given: give what F keeps, too"
+                f"--memory-weight-grad {weight_gradient:g} of --memory-activation not given: pass what F keeps, too"
             )
         said = [name for name in WORK if name in given]
         usual = given[said[0]] if said else 1.0
         forward, backward_input, backward_weight = (given.get(name, usual) for name in WORK)
         output = given.get("output_bytes", 0.0)
-        stage = StageCost(forward, backward_input, backward_weight, output, activation, weight_gradient)
-        stage = replace(stage, unsharded_bytes=given.get("memory_unsharded", 0.0))
+        times = (forward, backward_input, backward_weight)
+        unsharded = given.get("memory_unsharded", 0.0)
+        stage = StageCost(*times, output, activation, weight_gradient, unsharded_bytes=unsharded)
         link = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
         in_units = not self._no_links or any(name in given for name in (*WORK, "comm", "bandwidth"))
         assumed = {name: usual for name in WORK if in_units and name not in given}

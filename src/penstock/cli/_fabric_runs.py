@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli._spread import Json
+from penstock.cli._options import Json, option
 from penstock.errors import ArgumentError, MissingExtraError
 from penstock.files import write_json
 
@@ -109,17 +109,17 @@ def _links(run: Run, found: dict[str, Any]) -> dict[str, Any] | None:
 
 def show_run(
     folder: Folder,
-    nccl: Annotated[bool, typer.Option("--nccl", help="As nccl-tests prints it; with --json, its JSON.")] = False,
+    nccl: Annotated[bool, option("As nccl-tests prints it; with --json, its JSON.", "--nccl")] = False,
     average: Annotated[
-        Average | None, typer.Option(help="With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ...")
+        Average | None, option("With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ...")
     ] = None,
-    chakra: Annotated[bool, typer.Option("--chakra", help="Write Chakra traces to FOLDER, one file per rank.")] = False,
+    chakra: Annotated[bool, option("Write Chakra traces to FOLDER, one file per rank.", "--chakra")] = False,
     as_json: Json = False,
 ) -> None:
     """Show a run again. If it was killed, show what it had sampled until then."""
     if average is not None and not nccl:
         raise ArgumentError(
-            "--average is for --nccl: Penstock's own tables have the slowest rank; give both, or neither"
+            "--average is for --nccl: Penstock's own tables have the slowest rank; pass both, or neither"
         )
     report(Output(folder, as_json, chakra, nccl, average or "avg"))
 
@@ -146,7 +146,7 @@ def compare_runs(
 
 
 def clean_up(
-    force: Annotated[bool, typer.Option("--force", help="Also those of a running emulation.")] = False,
+    force: Annotated[bool, option("Also those of a running emulation.", "--force")] = False,
 ) -> None:
     """Remove what a crashed emulation left behind: namespaces with Penstock's prefix, and nothing else."""
     from penstock.network.machines import clean

@@ -6,14 +6,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from penstock.cli._spread import options_on
+from penstock.cli._options import options_on
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.network.network import Network
 
 
-_option = options_on("The hosts' network")
+network_option = options_on("The hosts' network")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class NetworkOptions:
 
     link: Annotated[
         str | None,
-        _option(
+        network_option(
             'What joins each host to the switch, as for tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss '
             '0.1% reorder 0.01% stall 2s every 60s", "up 10mbit down 100mbit". Delay and loss are those between two '
             "hosts, one way. Jitter keeps frames in order and so delays them under load; with overtaking it does not.",
@@ -31,30 +31,30 @@ class NetworkOptions:
     ] = None
     link_of: Annotated[
         list[str] | None,
-        _option('One host\'s own link: "2=100mbit delay 20ms". Repeatable.', metavar="HOST=TEXT"),
+        network_option('One host\'s own link: "2=100mbit delay 20ms". Repeatable.', metavar="HOST=TEXT"),
     ] = None
     background: Annotated[
         list[str] | None,
-        _option(
+        network_option(
             'Neighbors\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Repeatable.',
             metavar="TEXT",
         ),
     ] = None
     slow: Annotated[
         list[str] | None,
-        _option(
+        network_option(
             'Holds a host\'s processes to a share of one core: "2=25%". Repeatable, or separate with commas.',
             metavar="HOST=SHARE",
         ),
     ] = None
     scenario: Annotated[
-        Path | None, _option("Changes over time, a TOML file of events: see the guide.", metavar="FILE")
+        Path | None, network_option("Changes over time, a TOML file of events: see the guide.", metavar="FILE")
     ] = None
     shaper: Annotated[
         Literal["auto", "tbf", "switch"] | None,
-        _option("What shapes the links; by default the simplest that can: tbf, a switch in user space."),
+        network_option("What shapes the links; by default the simplest that can: tbf, a switch in user space."),
     ] = None
-    link_seed: Annotated[int | None, _option("The seed of every random draw for the links; default 0.")] = None
+    link_seed: Annotated[int | None, network_option("The seed of every random draw for the links; default 0.")] = None
 
     def given(self) -> list[str]:
         """The options that were given, as the user writes them."""
@@ -75,7 +75,7 @@ class NetworkOptions:
             without = [option for option in self.given() if option not in ("--link", "--slow")]
             if without:
                 raise ArgumentError(
-                    f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; give --link "
+                    f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; pass --link "
                     "1gbit, for example"
                 )
             return Network(hosts, slow=slow)

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Annotated, Any
 
 from penstock.cli._as_typed import in_options
-from penstock.cli._spread import CUT, USUAL
-from penstock.errors import ArgumentError, ScheduleError
+from penstock.cli._options import CUT, USUAL, options_on
+from penstock.errors import ArgumentError, ScheduleError, check_counts
 from penstock.files import read_text
 from penstock.schedule import (
     MICROBATCHES,
@@ -33,7 +31,7 @@ from penstock.words import counted
 ALL = "all"
 """Instead of a name: every schedule that the numbers allow."""
 
-_PANEL = "Which schedule"
+_option = options_on("Which schedule")
 _OWN_TEXT = ", stages on ranks "
 
 
@@ -41,41 +39,23 @@ _OWN_TEXT = ", stages on ranks "
 class OrderOptions:
     """Which schedule to use."""
 
-    schedule: Annotated[
-        str | None, typer.Option(help="Its name; `penstock schedules` lists them.", rich_help_panel=_PANEL)
-    ] = None
-    ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", "-n", metavar="INTEGER", help="How many ranks.", rich_help_panel=_PANEL),
-    ] = None
-    microbatches: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help=f"{CUT}; {USUAL}.", rich_help_panel=_PANEL)
-    ] = None
-    chunks: Annotated[
-        int | None,
-        typer.Option(help="Stages per rank; default: the schedule's usual number.", rich_help_panel=_PANEL),
-    ] = None
+    schedule: Annotated[str | None, _option("Its name; `penstock schedules` lists them.")] = None
+    ranks: Annotated[str | None, _option("How many ranks.", "--ranks", "-n", metavar="INTEGER")] = None
+    microbatches: Annotated[str | None, _option(f"{CUT}; {USUAL}.", metavar="INTEGER")] = None
+    chunks: Annotated[int | None, _option("Stages per rank; default: the schedule's usual number.")] = None
     slices: Annotated[
-        int | None,
-        typer.Option(
-            help="Pieces of each microbatch along the sequence, for seq1f1b; each costs its share.",
-            rich_help_panel=_PANEL,
-        ),
+        int | None, _option("Pieces of each microbatch along the sequence, for seq1f1b; each costs its share.")
     ] = None
     unshard_window: Annotated[
         int | None,
-        typer.Option(
-            help="Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD.",
-            rich_help_panel=_PANEL,
-        ),
+        _option("Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD."),
     ] = None
     csv: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
+        _option(
+            "Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
             "per rank, one cell per action, 0F1), or the text that `penstock show --text` prints.",
-            rich_help_panel=_PANEL,
+            metavar="FILE",
         ),
     ] = None
 
@@ -90,7 +70,7 @@ class OrderOptions:
             given = [name for name in ("schedule", *_NUMBERS) if getattr(self, name) is not None]
             if given:
                 raise ArgumentError(
-                    f"--csv {self.csv}: the file already sets what --{given[0]} would; give only one of the two"
+                    f"--csv {self.csv}: the file already sets what --{given[0]} would; pass only one of the two"
                 )
             schedule = self._windowed(read(self.csv))
             announce(sum(map(len, schedule.rows)))
@@ -107,7 +87,7 @@ class OrderOptions:
         """Every schedule that was asked for and that the numbers allow and, by name, what the others require. Raises
         ArgumentError: a number is missing, less than 1 or too large, or no schedule works with them."""
         asked = [(entry, self.numbers_of(entry)) for entry in self.entries()]
-        refused = {entry.name: reason for entry, numbers in asked if (reason := not_allowed(entry, numbers))}
+        refused = {entry.name: reason for entry, numbers in asked if (reason := entry.refusal(numbers))}
         allowed = [(entry, numbers) for entry, numbers in asked if entry.name not in refused]
         weigh(allowed)
         if not allowed and self._name() == ALL:
@@ -169,24 +149,18 @@ class OrderOptions:
     def _name(self) -> str:
         if self.schedule is None:
             raise ArgumentError(
-                "no schedule given: give --schedule with a name (`penstock schedules` lists them), or --csv with a file"
+                "no schedule given: pass --schedule with a name (`penstock schedules` lists them), or --csv with a file"
             )
         return self.schedule
 
     def _numbers(self) -> tuple[int, int]:
         if self.ranks is None:
-            raise ArgumentError(f"--schedule {self.schedule} needs --ranks: give how many")
-        found = {"ranks": _whole("--ranks", self.ranks), "microbatches": MICROBATCHES}
-        if self.microbatches is not None:
-            found["microbatches"] = _whole("--microbatches", self.microbatches)
-        for option in ("chunks", "slices", "unshard_window"):
-            if (value := getattr(self, option)) is not None:
-                found[option] = value
-        for option, value in found.items():
-            if value < 1:
-                name = option.replace("_", "-")
-                raise ArgumentError(f"--{name} {value}: expected an integer >= 1")
-        return found["ranks"], found["microbatches"]
+            raise ArgumentError(f"--schedule {self.schedule} needs --ranks: pass how many")
+        ranks = _whole("--ranks", self.ranks)
+        count = MICROBATCHES if self.microbatches is None else _whole("--microbatches", self.microbatches)
+        others: dict[str, Any] = {"chunks": self.chunks, "slices": self.slices, "unshard_window": self.unshard_window}
+        check_counts(required=False, ranks=ranks, microbatches=count, **others)
+        return ranks, count
 
     def numbers_of(self, entry: Generator) -> Numbers:
         """The numbers for which to generate a schedule: from the options, or its own defaults. Raises ArgumentError: a
@@ -194,12 +168,6 @@ class OrderOptions:
         chunks = entry.chunks if self.chunks is None else self.chunks
         slices = entry.slices if self.slices is None else self.slices
         return Numbers(*self._numbers(), chunks, slices)
-
-
-def not_allowed(entry: Generator, numbers: Numbers) -> str:
-    """What a schedule requires that the numbers do not have; empty if they are fine."""
-    rule = entry.broken(numbers)
-    return "" if rule is None else f"works with {rule.text}"
 
 
 def _whole(option: str, text: str) -> int:
@@ -232,13 +200,13 @@ def read(path: Path) -> Schedule:
 
 # -- limits: refuse what would exhaust memory, announce what takes a while --------------------------------------------
 
-MOST = 20_000_000
+MAX_ACTIONS = 20_000_000
 """The most actions that a verb makes and times: about 1 GiB of memory, and seconds (minutes without numba)."""
 
-MOST_TO_SEARCH = 1_000_000
+MAX_TO_SEARCH = 1_000_000
 """The most actions in a search, which tries them in many orders."""
 
-MOST_STAGES = 10_000
+MAX_STAGES = 10_000
 """The most stages of any schedule: finding each rank's among all of them takes quadratic time."""
 
 ANNOUNCED = 200_000
@@ -247,14 +215,14 @@ ANNOUNCED = 200_000
 
 def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
     """Refuses schedules that are too large to time, and announces those that take a while. Raises ArgumentError: they
-    have more than `MOST` actions together, or one has more than `MOST_STAGES` stages."""
+    have more than `MAX_ACTIONS` actions together, or one has more than `MAX_STAGES` stages."""
     asked = list(schedules)
     found = sum(generator.actions(numbers) for generator, numbers in asked)
-    if found > MOST:
+    if found > MAX_ACTIONS:
         given = max(asked, key=lambda one: one[0].actions(one[1]))[1]
         raise ArgumentError(
             f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, but at most "
-            f"{MOST:,} can be timed; give fewer ranks, microbatches, chunks or slices"
+            f"{MAX_ACTIONS:,} can be timed; pass fewer ranks, microbatches, chunks or slices"
         )
     for _, numbers in asked:
         _refuse_stages(numbers.ranks, numbers.chunks)
@@ -264,10 +232,10 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
 def weigh_search(ranks: int, microbatches: int, chunks: int, seconds: float) -> None:
     """Like `weigh`, for a search."""
     found = 3 * ranks * chunks * microbatches
-    if found > MOST_TO_SEARCH:
+    if found > MAX_TO_SEARCH:
         raise ArgumentError(
             f"--ranks {ranks} --microbatches {microbatches}: a schedule has {found:,} actions, but at most "
-            f"{MOST_TO_SEARCH:,} can be searched; give fewer ranks, microbatches or chunks"
+            f"{MAX_TO_SEARCH:,} can be searched; pass fewer ranks, microbatches or chunks"
         )
     _refuse_stages(ranks, chunks)
     if found > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
@@ -278,10 +246,10 @@ _PATIENT_SECONDS = 10.0
 
 
 def _refuse_stages(ranks: int, chunks: int) -> None:
-    if ranks * chunks > MOST_STAGES:
+    if ranks * chunks > MAX_STAGES:
         raise ArgumentError(
             f"--ranks {ranks} with {counted(chunks, 'stage')} per rank makes {ranks * chunks:,} stages; the limit is "
-            f"{MOST_STAGES:,}; use fewer ranks or chunks"
+            f"{MAX_STAGES:,}; use fewer ranks or chunks"
         )
 
 

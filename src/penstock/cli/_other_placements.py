@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.cli._costs import Costs
-from penstock.cli._outcome import Outcome
+from penstock.costs import Costs, Outcome
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule, generate, generators
 from penstock.simulate.figures import chunks
@@ -54,10 +53,10 @@ def shorter(found: Found, costs: Costs, memory_limit: float | None) -> ShorterSc
     limit = found.objective_seconds * (1 - _SLACK)
     for schedule, where, option in _others(found.schedule):
         try:
-            outcome = Outcome.of(schedule, of_ranks.for_model_of(schedule))
+            outcome = Outcome.simulated(schedule, of_ranks.for_model_of(schedule))
         except ArgumentError:  # the file's stages cannot be merged into these
             continue
-        if memory_limit is not None and max(outcome.figures.peak_activations) > memory_limit * (1 + _SLACK):
+        if memory_limit is not None and max(outcome.peak_activations) > memory_limit * (1 + _SLACK):
             continue
         timeline = outcome.timeline
         seconds = timeline.makespan_seconds if found.objective == "makespan" else timeline.span_seconds

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli._outcome import format_of
-from penstock.report.text import print_unbroken, table
+from penstock.report.text import pairs, print_unbroken, table
 from penstock.simulate import Cause
 from penstock.words import counted, in_ranges, sized
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.plan import Choice, Cluster, Lost, Plan, Planned
     from penstock.plan.remedies import Remedy
 
-_MOST_LINES = 6
+_MAX_LINES = 6
 """For each way to lose."""
 
 _SEEN = 5e-4
@@ -31,7 +31,7 @@ _MOSTLY = 0.5
 _USUAL = "1f1b"
 """What people ask for."""
 
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 """Of which each is shown; of more, the first and last, and the fullest."""
 
 
@@ -73,9 +73,12 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     console.print()
     equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in shown)
     tie = f" The first {equal} are as good as equal (within 0.5%): the simplest is first." if equal > 1 else ""
+    update = (
+        f" A step of the first ends with {best.optimizer_seconds:.2g} s of AdamW." if best.optimizer_seconds else ""
+    )
     console.print(
         "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
-        f"the ranks' time that is lost. Memory: of the fullest rank.{tie}",
+        f"the ranks' time that is lost. Memory: of the fullest rank.{update}{tie}",
         style="dim",
     )
     console.print("\n[bold]Rank layout of the best plan[/]")
@@ -83,13 +86,8 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     if reasons := [*_reasons(found)]:
         console.print("\n[bold]Rejected plans[/]")
         for head, lines in reasons:
-            console.print(f"{head}")
-            others = table("", "", left=2)
-            others.show_header = False
-            others.columns[0].no_wrap = True
-            for line in lines:
-                others.add_row(*line)
-            console.print(others)
+            console.print(head)
+            console.print(pairs(lines))
 
 
 def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:
@@ -170,9 +168,9 @@ def _kinds(devices: Sequence[int], cluster: Cluster) -> str:
 
 def _shown_ranks(plan: Plan) -> list[int]:
     ranks = plan.choice.ranks
-    if ranks <= _MOST_RANKS:
+    if ranks <= _MAX_RANKS:
         return [*range(ranks)]
-    return sorted({*range(_MOST_RANKS // 2), plan.fullest, *range(ranks - _MOST_RANKS // 2 + 1, ranks)})
+    return sorted({*range(_MAX_RANKS // 2), plan.fullest, *range(ranks - _MAX_RANKS // 2 + 1, ranks)})
 
 
 def _few(names: Sequence[str]) -> str:
@@ -204,7 +202,7 @@ def _reasons(found: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def _lines(some: Sequence[Lost], said: Callable[[Lost], str]) -> list[tuple[str, str]]:
-    lines = [(_named(one.choice), said(one)) for one in some[:_MOST_LINES]]
+    lines = [(_named(one.choice), said(one)) for one in some[:_MAX_LINES]]
     rest = len(some) - len(lines)
     return [*lines, (f"and {rest} more", "")] if rest else lines
 

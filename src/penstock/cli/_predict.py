@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._spread import Json
+from penstock.cli._options import Json, option
 from penstock.errors import ArgumentError
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text, sizes_of
@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 
 def predict(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")],
-    hosts: Annotated[
-        str | None, typer.Option(help="Numbers of hosts to predict for: 4,8,64; default 2,4,8,...,4096.")
-    ] = None,
-    sizes: Annotated[str | None, typer.Option(help="Sizes to predict for: 64KiB,1MiB; default the run's.")] = None,
-    collective: Annotated[
-        Collective | None, typer.Option(help="The collective to predict; default each of the run's.")
-    ] = None,
+    hosts: Annotated[str | None, option("Numbers of hosts to predict for: 4,8,64; default 2,4,8,...,4096.")] = None,
+    sizes: Annotated[str | None, option("Sizes to predict for: 64KiB,1MiB; default the run's.")] = None,
+    collective: Annotated[Collective | None, option("The collective to predict; default each of the run's.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predict each algorithm's time on more hosts, with an alpha-beta model of the network that a run measured.
@@ -66,7 +62,7 @@ def _count(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentError(f"--hosts: {text!r} is not a number of hosts; give numbers, 4,8,64") from None
+        raise ArgumentError(f"--hosts: {text!r} is not a number of hosts; pass numbers, 4,8,64") from None
 
 
 def _sizes(found: dict[str, Any], collective: str) -> list[int]:

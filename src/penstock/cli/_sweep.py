@@ -10,14 +10,15 @@ from typing import Any
 from rich.console import Console
 
 from penstock.cli._as_typed import in_options
-from penstock.cli._costs import Costs
-from penstock.cli._order import OrderOptions, not_allowed, weigh
-from penstock.cli._outcome import Outcome
+from penstock.cli._order import OrderOptions, weigh
+from penstock.costs import Costs, Outcome
 from penstock.errors import ArgumentError
 from penstock.report.text import print_unbroken, table
 from penstock.schedule import Schedule, generate
 from penstock.schedule.generators import Numbers
 from penstock.simulate import NO_COST, simulate
+
+_TOLD = ("name", "ranks", "microbatches", "makespan", "one_device", "speedup", "efficiency", "bubble_rate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +27,20 @@ class Cell:
 
     Attributes:
         makespan: in the unit of the costs.
-        alone: how long one device takes for as many microbatches.
+        one_device: how long one device takes for as many microbatches.
     """
 
-    schedule: str
+    name: str
     ranks: int
     microbatches: int
     makespan: float
-    alone: float
+    one_device: float
     bubble_rate: float
 
     @property
     def speedup(self) -> float:
         """How much faster than one device; as fast, if neither takes any time."""
-        return self.alone / self.makespan if self.makespan else 1.0
+        return self.one_device / self.makespan if self.makespan else 1.0
 
     @property
     def efficiency(self) -> float:
@@ -47,16 +48,7 @@ class Cell:
         return self.speedup / self.ranks
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.schedule,
-            "ranks": self.ranks,
-            "microbatches": self.microbatches,
-            "makespan": self.makespan,
-            "one_device": self.alone,
-            "speedup": self.speedup,
-            "efficiency": self.efficiency,
-            "bubble_rate": self.bubble_rate,
-        }
+        return {name: getattr(self, name) for name in _TOLD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +63,9 @@ class Sweep:
         """Raises ArgumentError if a number is missing or less than 1, or nothing is possible."""
         made = cls()
         asked = [(one, entry, one.numbers_of(entry)) for entry in order.entries() for one in order.each()]
-        weigh((entry, numbers) for _, entry, numbers in asked if not not_allowed(entry, numbers))
+        weigh((entry, numbers) for _, entry, numbers in asked if not entry.refusal(numbers))
         for one, entry, numbers in asked:
-            reason = not_allowed(entry, numbers)
+            reason = entry.refusal(numbers)
             if not reason:
                 try:
                     made.cells.append(_cell(one.made(entry, numbers), numbers, costs))
@@ -95,7 +87,7 @@ class Sweep:
 
 
 def _cell(schedule: Schedule, numbers: Numbers, costs: Costs) -> Cell:
-    timeline = Outcome.of(schedule, costs.of_whole_model(schedule)).timeline
+    timeline = Outcome.simulated(schedule, costs.of_whole_model(schedule)).timeline
     one = generate("1f1b", 1, numbers.microbatches)
     whole = replace(costs.of_whole_model(one), links=NO_COST).of(one)
     alone = simulate(one, whole).makespan_seconds
@@ -110,10 +102,10 @@ def show_sweep(sweep: Sweep, costs: Costs, console: Console) -> None:
     if costs.assumed:
         console.print(f"assumed: {costs.assumption}")
     console.print(f"costs: {costs.described(_OF_MODEL, _OF_STAGES)}")
-    places = [(cell.schedule, cell.ranks, cell.microbatches) for cell in sweep.cells] + list(sweep.refused)
-    cells = {(cell.schedule, cell.ranks, cell.microbatches): cell for cell in sweep.cells}
+    places = [(cell.name, cell.ranks, cell.microbatches) for cell in sweep.cells] + list(sweep.refused)
+    cells = {(cell.name, cell.ranks, cell.microbatches): cell for cell in sweep.cells}
     microbatches = sorted({m for _, _, m in places})
-    for name in dict.fromkeys(cell.schedule for cell in sweep.cells):
+    for name in dict.fromkeys(cell.name for cell in sweep.cells):
         console.print(f"\n[bold]{name}[/]")
         made = table("ranks", *(f"m = {m}" for m in microbatches), left=0)
         for ranks in sorted({p for _, p, _ in places}):

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._spread import check_count
+from penstock.cli._options import CUT, USUAL_OF_BATCH, check_count, option
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
 
+    from penstock.balance import Profile
     from penstock.launch.target import Target
     from penstock.simulate import LinkCost
 
 TargetName = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="module:function or file.py:function; the function make may be left out."),
+    typer.Argument(
+        metavar="TARGET",
+        help="module:function or file.py:function (the function make may be left out), or hf:path/to/config.json.",
+    ),
 ]
-Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage: a,b,c; by default balanced.")]
-Opens = Annotated[
-    str | None,
-    typer.Option(help="Modules that cuts may split, besides those found automatically: a,b,c."),
-]
-Leaves = Annotated[
-    str | None, typer.Option(help="Modules to run as a whole: a,b,c. For what a recording cannot follow.")
-]
+Microbatches = Annotated[int | None, option(f"{CUT}; {USUAL_OF_BATCH}.")]
+Cuts = Annotated[str | None, option("The modules that begin a new stage: a,b,c; by default balanced.")]
+Opens = Annotated[str | None, option("Modules that cuts may split, besides those found automatically: a,b,c.")]
+Leaves = Annotated[str | None, option("Modules to run as a whole: a,b,c. For what a recording cannot follow.")]
 
 BALANCES = ("time", "flops", "memory", "parameters", "layers")
 
@@ -46,33 +47,31 @@ def _balance(text: str) -> str:
 
 BalanceOption = Annotated[
     str,
-    typer.Option(
+    option(
+        "What to divide evenly among the stages: time (measured), flops, memory, parameters, layers, what a "
+        "profile says (its path), or modules of some classes (type:PATTERN).",
         "--balance",
         callback=_balance,
-        help="What to divide evenly among the stages: time (measured), flops, memory, parameters, layers, what a "
-        "profile says (its path), or modules of some classes (type:PATTERN).",
     ),
 ]
-MemoryLimit = Annotated[
-    str | None, typer.Option(help="What each rank has of memory: 80GiB. Cuts that need more are left out.")
-]
+MemoryLimit = Annotated[str | None, option("What each rank has of memory: 80GiB. Cuts that need more are left out.")]
 LinkOption = Annotated[
     str | None,
-    typer.Option(
-        "--link",
-        help='Between two ranks, for cuts by time: "900gbit delay 3us", a rate and a latency as for tc; by default '
+    option(
+        'Between two ranks, for cuts by time: "900gbit delay 3us", a rate and a latency as for tc; by default '
         "shared memory on CPUs, PCIe between other devices.",
+        "--link",
     ),
 ]
 Recompute = Annotated[
-    str, typer.Option(help="What to recompute in the backward: never, except_last, always, or n for every n-th layer.")
+    str, option("What to recompute in the backward: never, except_last, always, or n for every n-th layer.")
 ]
 
 GradientDtypeName = Literal["float32", "float64"]
 """The dtype in which gradients accumulate, by torch's name."""
 
 GRADIENT_DTYPE = "What gradients of parameters in lower precision accumulate in; default: in the same."
-GradientDtype = Annotated[GradientDtypeName | None, typer.Option(help=GRADIENT_DTYPE)]
+GradientDtype = Annotated[GradientDtypeName | None, option(GRADIENT_DTYPE)]
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
@@ -117,8 +116,10 @@ def names(text: str | None) -> list[str] | None:
     return [name.strip() for name in text.split(",")] if text is not None else None
 
 
-def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers in `1,2,4`. Raises ArgumentError if one is not an integer."""
+def whole_numbers(option: str, text: str | None) -> list[int] | None:
+    """The numbers in `1,2,4`; None if the option was not given. Raises ArgumentError if one is not an integer."""
+    if text is None:
+        return None
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
@@ -130,8 +131,8 @@ def whole_numbers(option: str, text: str) -> list[int]:
 class SplitOptions:
     """How a model is split, and how its stages run."""
 
-    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b"
-    chunks: Annotated[int | None, typer.Option(help="Stages per rank; default: the schedule's usual number.")] = None
+    schedule: Annotated[str, option("The schedule; `penstock schedules` lists them.")] = "1f1b"
+    chunks: Annotated[int | None, option("Stages per rank; default: the schedule's usual number.")] = None
     cuts: Cuts = None
     leaves: Leaves = None
     opens: Opens = None
@@ -157,13 +158,24 @@ class SplitOptions:
         }
 
 
+def compute_as_ranks(ranks: int) -> None:
+    """Computes from now on with as many threads as each of so many ranks gets under `penstock run` on this machine."""
+    import torch
+
+    from penstock.launch.processes import cores_for
+
+    for number in cores_for(ranks, None).values():
+        torch.set_num_threads(int(number))
+
+
 @contextlib.contextmanager
-def loaded(name: str, what: str) -> Iterator[Target]:
+def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
     """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr.
 
     Args:
         name: TARGET's name.
         what: whose code the block runs, for error messages: "the model", say.
+        weights: False if only shapes are needed: a model named by its configuration is built on the meta device.
 
     Raises:
         PenstockError: TARGET is wrong, or the block raised it.
@@ -172,6 +184,38 @@ def loaded(name: str, what: str) -> Iterator[Target]:
     from penstock.launch.target import load, user_code
 
     with contextlib.redirect_stdout(sys.stderr):
-        given = load(name)
+        given = load(name, weights=weights)
         with user_code(f"{what} of {name}"):
             yield given
+
+
+def profile_target(given: Target, **options: Any) -> Profile:
+    """What the model of a TARGET costs; `options` are those of `penstock.profile`."""
+    from penstock.pipe.profiling import profile
+
+    return profile(given.model, given.args, given.kwargs, **given.dividing, **options)
+
+
+def profiles_of(
+    target: str | None, files: Sequence[Path], measure: Callable[[Target], list[Profile]], *, weights: bool = True
+) -> list[Profile]:
+    """The profiles in the files, checked against TARGET if that is given too; without files, those of TARGET.
+
+    `weights`: as for `loaded`, if TARGET is measured.
+
+    Raises:
+        ArgumentError: a file has no profile, or it is of another model; TARGET is wrong.
+    """
+    from penstock.balance import read_profile
+
+    found = [read_profile(file) for file in files]
+    if target is None:
+        return found
+    with loaded(target, "the model", weights=weights and not files) as given:
+        if not files:
+            return measure(given)
+        from penstock.pipe.profiling import check_profile
+
+        for profile, file in zip(found, files, strict=True):
+            check_profile(profile, given.model, given.args, given.kwargs, f"--profile {file}")
+    return found

@@ -6,11 +6,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
-from penstock.cli._spread import CUT, USUAL_OF_BATCH, options_on
+from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.fabric.presets import preset, trials_of
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
@@ -86,7 +84,7 @@ class TrafficOptions:
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
             said = f"{' and '.join(given)} were given" if given else "nothing was given"
-            raise ArgumentError(f"it is not clear what to send, because {said}: give one of {', '.join(ways)}")
+            raise ArgumentError(f"it is not clear what to send, because {said}: pass one of {', '.join(ways)}")
         self._refuse_others(given[0])
         if self.preset_name is not None:
             return preset(self.preset_name)
@@ -104,11 +102,11 @@ class TrafficOptions:
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
             made = Workload.of_sizes(sizes_of(self.sizes), collective, element_bytes)
-            return replace(made, dtype=dtype, op=op)
-        if self.first is None or self.last is None:
+        elif self.first is None or self.last is None:
             raise ArgumentError("a sweep needs both --from and --to, and --factor if it is not 2")
-        factor = 2 if self.factor is None else self.factor
-        made = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
+        else:
+            factor = 2 if self.factor is None else self.factor
+            made = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
         return replace(made, dtype=dtype, op=op)
 
     def _refuse_others(self, way: str) -> None:
@@ -139,8 +137,7 @@ class TrafficOptions:
         ranks = self._ranks(hosts)
         compute = self._compute()
         traffic = self.traffic or ("gradients" if ranks == 1 else "pipeline")
-        if self.microbatches is not None and self.microbatches < 1:
-            raise ArgumentError(f"--microbatches {self.microbatches}: give 1 or more")
+        check_counts(required=False, microbatches=self.microbatches)
         with loaded(target, "the model") as given:
             batch, cutting = (given.args, dict(given.kwargs)), Cutting.of(**{"batch_dims": None, **given.cutting})
             microbatches = self.microbatches or (cutting.usual(*batch) if ranks > 1 or traffic == "pipeline" else 1)
@@ -170,14 +167,13 @@ class TrafficOptions:
     def _ranks(self, hosts: int) -> int:
         """The number of ranks in a pipeline."""
         ranks = 1 if self.ranks is None else self.ranks
-        if ranks < 1:
-            raise ArgumentError(f"--ranks {ranks}: give 1 or more")
+        check_counts(ranks=ranks)
         if hosts % ranks:
             raise ArgumentError(f"--hosts {hosts} is not a multiple of --ranks {ranks}: replicas are whole pipelines")
         for name in ("cuts", "opens", "schedule"):
             if ranks == 1 and getattr(self, name) is not None:
                 raise ArgumentError(
-                    f"--{name} applies to a pipeline's stages, but --ranks is 1: give more ranks, or leave it out"
+                    f"--{name} applies to a pipeline's stages, but --ranks is 1: pass more ranks, or leave it out"
                 )
         return ranks
 
@@ -189,14 +185,14 @@ class TrafficOptions:
         try:
             return float(compute)
         except ValueError:
-            raise ArgumentError(f"--compute {compute}: give none, measure or a number of seconds") from None
+            raise ArgumentError(f"--compute {compute}: pass none, measure or a number of seconds") from None
 
 
 def _uneven(made: Workload, text: str, hosts: int) -> Workload:
     """Makes the workload's all-to-alls give some hosts more than others."""
     shares = tuple(int(share) if share.isascii() and share.isdigit() else -1 for share in text.split(","))
     if any(transfer.collective != "all_to_all" for transfer in made.transfers):
-        raise ArgumentError("--uneven belongs to --collective all_to_all: give that as well, or leave it out")
+        raise ArgumentError("--uneven belongs to --collective all_to_all: pass that as well, or leave it out")
     if len(shares) != hosts or min(shares) < 0 or not any(shares):
         raise ArgumentError(
             f"--uneven {text}: expected {hosts} integers, one per host, not all 0; use, for example, 4,2,1,1"
@@ -208,17 +204,16 @@ def _uneven(made: Workload, text: str, hosts: int) -> Workload:
 class CountOptions:
     """How many trials to run."""
 
-    trials: Annotated[
-        int | None,
-        typer.Option(help=f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368."),
-    ] = None
-    batches: Annotated[int | None, typer.Option(help="With --epochs, instead of --trials: batches an epoch.")] = None
-    epochs: Annotated[int | None, typer.Option(help="With --batches: trials = batches x epochs.")] = None
+    trials: Annotated[int | None, option(f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368.")] = (
+        None
+    )
+    batches: Annotated[int | None, option("With --epochs, instead of --trials: batches an epoch.")] = None
+    epochs: Annotated[int | None, option("With --batches: trials = batches x epochs.")] = None
 
     def count(self) -> int:
         """The number of trials. Raises ArgumentError: the options contradict each other."""
         if self.batches is None and self.epochs is None:
             return DEFAULT_TRIALS if self.trials is None else self.trials
         if self.trials is not None or self.batches is None or self.epochs is None:
-            raise ArgumentError("give --trials, or both --batches and --epochs")
+            raise ArgumentError("pass --trials, or both --batches and --epochs")
         return trials_of(self.batches, self.epochs)

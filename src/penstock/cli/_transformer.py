@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
-from penstock.cli._spread import options_on
+from penstock.cli._options import options_on
 from penstock.errors import ArgumentError
 from penstock.words import counted
 
@@ -41,6 +41,15 @@ class TransformerOptions:
         str, _option("Replicas that share the optimizer's state, as with ZeRO-1; dp: all that a plan has.")
     ] = "1"
 
+    def check_unused(self) -> None:
+        """Refuses what only a transformer on paper can be asked for. Raises ArgumentError: names it."""
+        for each in fields(self):
+            if getattr(self, each.name) != each.default:
+                name = f"--{each.name.replace('_', '-')} {getattr(self, each.name)}"
+                raise ArgumentError(
+                    f"{name} is for a --transformer; a model that is measured is planned with whole layers: omit it"
+                )
+
     def read(self, cluster: Cluster, per_host: int | None, kind: Device | None) -> Paper:
         """The job, on these devices; `kind`: whose specifications to estimate with.
 
@@ -60,7 +69,7 @@ class TransformerOptions:
         hosts = per_host or (known.link.devices if known.link else 1) or 1
         if cluster.devices % shared:
             raise ArgumentError(
-                f"--devices {cluster.devices} is not a multiple of --tensor-parallel {shared}: give "
+                f"--devices {cluster.devices} is not a multiple of --tensor-parallel {shared}: pass "
                 f"{max(1, cluster.devices // shared) * shared}"
             )
         shares = self.optimizer_shards == WITH_REPLICAS
@@ -96,16 +105,19 @@ class Paper:
         """Groups of devices that share every layer, each as one device."""
         from penstock.plan import Cluster
         from penstock.simulate import LinkCost
+        from penstock.transformer.job import OPTIMIZER_BYTES
+        from penstock.transformer.step import optimizer_seconds
 
         machine, shared = self.machine, self.job.tensor_parallel
         groups, in_host = self.devices // shared, max(1, machine.devices_per_host // shared)
         memory = min(self.memory_bytes, machine.device.memory_bytes)
         near = machine.link if in_host > 1 else machine.network
         link = LinkCost(near.latency_seconds, near.bytes_per_second)
+        update = optimizer_seconds(self.job, machine, 1.0) * self.job.optimizer_shards / OPTIMIZER_BYTES
         if in_host == 1 or groups <= in_host:
-            return Cluster(groups, memory, link)
-        far = machine.network
-        return Cluster(groups, memory, link, in_host, LinkCost(far.latency_seconds, far.bytes_per_second))
+            return Cluster(groups, memory, link, optimizer_byte_seconds=update)
+        far = LinkCost(machine.network.latency_seconds, machine.network.bytes_per_second)
+        return Cluster(groups, memory, link, in_host, far, optimizer_byte_seconds=update)
 
     def told(self, best: Plan) -> str:
         """What the numbers of a table of plans mean here, and what each device computes."""
@@ -119,11 +131,12 @@ class Paper:
         said: tuple[str, ...] = (
             f"An estimate {origin}.",
             f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
-            f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak.",
+            f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak, of the model's own operations: "
+            "6 per parameter of a matrix and token and those of attention, none computed again.",
         )
         if job.optimizer_shards > choice.replicas:
             said += (
                 f"Its memory is too low: {counted(choice.replicas, 'replica')} cannot share the optimizer's state "
-                f"{job.optimizer_shards} ways. Give --optimizer-shards {choice.replicas} or fewer.",
+                f"{job.optimizer_shards} ways. Pass --optimizer-shards {choice.replicas} or fewer.",
             )
         return "\n".join(said)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from penstock.cli._spread import Json, spread
+from penstock.cli._options import Json, spread
 from penstock.cli.runs import figures
 from penstock.errors import ArgumentError
 from penstock.files import finite

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from penstock.cli._spread import CUT, spread
+from penstock.cli._options import CUT, option, spread
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, grid
@@ -17,11 +17,11 @@ from penstock.words import counted
 
 @spread
 def demo(
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
-    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b",
-    microbatches: Annotated[int, typer.Option(help=f"{CUT}.")] = MICROBATCHES,
-    steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 60,
-    out: Annotated[Path, typer.Option(help="Folder for the timeline and the metrics.")] = Path("runs/demo"),
+    ranks: Annotated[int, option("How many processes share the model, 1 to 4.", "--ranks", "-n")] = 2,
+    schedule: Annotated[str, option("The schedule; `penstock schedules` lists them.")] = "1f1b",
+    microbatches: Annotated[int, option(f"{CUT}.")] = MICROBATCHES,
+    steps: Annotated[int, option("How many batches to train on.")] = 60,
+    out: Annotated[Path, option("Folder for the timeline and the metrics.")] = Path("runs/demo"),
 ) -> None:
     """Train a small GPT on Python's own source code in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli._options import option
 from penstock.report.text import print_unbroken, table
 from penstock.words import sized
 
@@ -28,7 +29,7 @@ _PEAKS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp1
 
 def devices(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON list.")] = False,
+    as_json: Annotated[bool, option("Print only one JSON list.", "--json")] = False,
 ) -> None:
     """List the devices for which plans and estimates can be made: peaks, memory, links, and where the figures are from.
 

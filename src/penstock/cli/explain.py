@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli._options import Json, option, spread
 from penstock.cli._outcome import format_of
-from penstock.cli._spread import Json, spread
 from penstock.errors import ArgumentError
-from penstock.report.text import print_unbroken, table
+from penstock.report.text import pairs, print_unbroken, table
 from penstock.simulate.figures import title
 from penstock.words import counted
 
@@ -35,7 +36,51 @@ replay's own error on this trace and what the change assumes; "at most" is said 
 are ordered by the gain that is certain."""
 """Printed below the options."""
 
-_MOST_RANKS = 16
+_MAX_RANKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionOptions:
+    """What was expected of a run."""
+
+    profile: Annotated[
+        Path | None, option("What `penstock profile` wrote: compare, and find a better cut.", metavar="FILE")
+    ] = None
+    cuts: Annotated[
+        str | None, option("With --profile, the cuts of the run: a,b,c; by default as recorded, or the profile's best.")
+    ] = None
+    plan: Annotated[
+        Path | None, option("The plan of the run, from `penstock plan`: compare with it.", metavar="FILE")
+    ] = None
+
+    def of(self, run: Run, folder: RunRead | None) -> Predicted | None:
+        """What a profile, a plan or the run's own folder (if it has one) said of it; None if there is none of these."""
+        from penstock.explain import Predicted
+
+        if self.cuts is not None and self.profile is None:
+            raise ArgumentError(f"--cuts {self.cuts!r} needs --profile, whose units it names")
+        planned = None
+        if self.plan is not None:
+            from penstock.plan import read_plan
+
+            planned = read_plan(self.plan)
+        if self.profile is None:
+            before = planned or (None if folder is None else folder.predicted())
+            return None if before is None else Predicted(before.stage_seconds)
+        from penstock.balance import read_profile
+
+        order = run.typical.slowest.schedule
+        known, rows, threads = (None, None, 0) if planned is None else (planned.cuts, planned.choice.rows, 0)
+        if folder is not None:
+            known, rows, threads = folder.about.cuts, folder.about.microbatch_rows, folder.about.threads
+        return Predicted.of_profile(
+            read_profile(self.profile),
+            order.placement.depth,
+            known if self.cuts is None else self.cuts.split(","),
+            rows,
+            threads,
+            splits=order.splits,
+        )
 
 
 @spread
@@ -48,34 +93,26 @@ def explain(
             "torch's profiler, or columns (CSV): one file for all ranks, one for each, or a folder of them; .gz too.",
         ),
     ],
+    *,
     step: Annotated[
-        str | None, typer.Option(help="Which step, or all for a table; by default the one whose time is the median.")
+        str | None, option("Which step, or all for a table; by default the one whose time is the median.")
     ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What `penstock profile` wrote: compare, and find a better cut.")
-    ] = None,
-    cuts: Annotated[
-        str | None,
-        typer.Option(help="With --profile, the cuts of the run: a,b,c; by default as recorded, or the profile's best."),
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The plan of the run, from `penstock plan`: compare with it.")
-    ] = None,
+    prediction: PredictionOptions,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="CHANGE",
-            help="Try this: schedule=zb-h1, cut=even, cut=2:0.1 (a tenth of stage 2 goes to stage 1), "
+        option(
+            "Try this: schedule=zb-h1, cut=even, cut=2:0.1 (a tenth of stage 2 goes to stage 1), "
             "stragglers=none, rank=2 (if it were not slow), microbatches=equal, actions=usual, link=0.5 (of the time), "
             "host=none; several at once with commas; repeat it for others.",
+            metavar="CHANGE",
         ),
     ] = None,
     pattern: Annotated[
         str | None,
-        typer.Option(
-            metavar="REGEX",
-            help="How another tool names actions, with groups op, stage and microbatch: "
+        option(
+            "How another tool names actions, with groups op, stage and microbatch: "
             r"'(?P<op>fwd|bwd)-(?P<stage>\d+)-(?P<microbatch>\d+)'.",
+            metavar="REGEX",
         ),
     ] = None,
     as_json: Json = False,
@@ -93,7 +130,7 @@ def explain(
     if step is not None and not every and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = None if step is None or every else int(step)
-    predicted = predicted_by(known, profile, cuts, plan, folder_of(run))
+    predicted = prediction.of(known, folder_of(run))
     found = explained(known, step=number, predicted=predicted, what_ifs=what_if or ())
     if as_json:
         print(json.dumps(found.to_dict()))
@@ -108,38 +145,6 @@ def folder_of(paths: Sequence[Path]) -> RunRead | None:
     from penstock.runs import is_run, read_run
 
     return read_run(paths[0]) if len(paths) == 1 and is_run(paths[0]) else None
-
-
-def predicted_by(
-    run: Run, profile: Path | None, cuts: str | None, plan: Path | None, folder: RunRead | None
-) -> Predicted | None:
-    """What a profile, a plan or the run's own folder said of a run; None if there is none of these."""
-    from penstock.explain import Predicted
-
-    if cuts is not None and profile is None:
-        raise ArgumentError(f"--cuts {cuts!r} needs --profile, whose units it names")
-    planned = None
-    if plan is not None:
-        from penstock.plan import read_plan
-
-        planned = read_plan(plan)
-    if profile is None:
-        before = planned or (None if folder is None else folder.predicted())
-        return None if before is None else Predicted(before.stage_seconds)
-    from penstock.balance import read_profile
-
-    order = run.typical.slowest.schedule
-    known, rows, threads = (None, None, 0) if planned is None else (planned.cuts, planned.choice.rows, 0)
-    if folder is not None:
-        known, rows, threads = folder.about.cuts, folder.about.microbatch_rows, folder.about.threads
-    return Predicted.of_profile(
-        read_profile(profile),
-        order.placement.depth,
-        known if cuts is None else cuts.split(","),
-        rows,
-        threads,
-        splits=order.splits,
-    )
 
 
 def show(found: Explanation, console: Console) -> None:
@@ -259,11 +264,7 @@ def _show_head(found: Explanation, console: Console, written: Written) -> None:
 
 
 def _changes(changes: Sequence[Change]) -> Table:
-    made = table("step", "", left=2)
-    made.show_header = False
-    for one in changes:
-        made.add_row(one.claim, Text.assemble(one.text, (f" ({one.note})" if one.note else "", "dim")))
-    return made
+    return pairs((one.claim, Text.assemble(one.text, (f" ({one.note})" if one.note else "", "dim"))) for one in changes)
 
 
 def _ranks(found: Explanation, unit: float) -> Table:
@@ -294,10 +295,10 @@ def _ranks(found: Explanation, unit: float) -> Table:
 
 def _shown(found: Explanation) -> list[RankTime]:
     ranks = list(found.where.ranks)
-    if len(ranks) <= _MOST_RANKS:
+    if len(ranks) <= _MAX_RANKS:
         return ranks
     busiest = sorted(ranks, key=lambda one: -one.compute_seconds)
-    return sorted([*busiest[: _MOST_RANKS // 2], *busiest[-_MOST_RANKS // 2 :]], key=lambda one: one.rank)
+    return sorted([*busiest[: _MAX_RANKS // 2], *busiest[-_MAX_RANKS // 2 :]], key=lambda one: one.rank)
 
 
 def _show_why(found: Explanation, console: Console, written: Written) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli._options import option
 from penstock.errors import CheckpointError
 
 
@@ -15,10 +16,10 @@ def export(
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     weights_only: Annotated[
         bool,
-        typer.Option(
-            "--weights-only/--no-weights-only",
-            help="Whether to unpickle plain values only. Objects saved in extra= or others= need "
+        option(
+            "Whether to unpickle plain values only. Objects saved in extra= or others= need "
             "--no-weights-only, with which a checkpoint can run any code: only for one you trust.",
+            "--weights-only/--no-weights-only",
         ),
     ] = True,
 ) -> None:

@@ -18,8 +18,8 @@ from penstock.cli._dry_run import show_traffic
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, prepare, report, show_run
 from penstock.cli._live import Follower, follower
 from penstock.cli._network import NetworkOptions
+from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._predict import predict
-from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError, require
 from penstock.fabric.algorithms import ENGINE
@@ -48,10 +48,7 @@ app = typer.Typer(cls=_Fabric, add_completion=False, invoke_without_command=True
 
 RUNS = Path("runs")
 
-Folder = Annotated[
-    Path | None,
-    typer.Option(help="The run's folder; default runs/fabric-<n>.", rich_help_panel=OUTPUT_PANEL),
-]
+Folder = Annotated[Path | None, output_option("The run's folder; default runs/fabric-<n>.")]
 
 _BUFFERS = 2
 """Each host needs at least this many times a transfer's size: its input, and what it sends or receives."""
@@ -61,69 +58,50 @@ _BUFFERS = 2
 class RunOptions:
     """How to run the emulation."""
 
-    hosts: Annotated[
-        int | None, typer.Option(help=f"How many hosts to make on this machine; default {DEFAULT_HOSTS}.")
-    ] = None
+    hosts: Annotated[int | None, option(f"How many hosts to make on this machine; default {DEFAULT_HOSTS}.")] = None
     algorithm: Annotated[
         str | None,
-        typer.Option(
-            help=(
-                f"The collectives' algorithm: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or a "
-                "collective's usual one if it has no ring."
-            )
+        option(
+            f"The collectives' algorithm: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or a "
+            "collective's usual one if it has no ring."
         ),
     ] = None
-    overlap: Annotated[bool, typer.Option("--overlap", help="Compute while sending.")] = False
+    overlap: Annotated[bool, option("Compute while sending.", "--overlap")] = False
     warmup: Annotated[
         int | None,
-        typer.Option(
-            help=(
-                "Trials before the first that counts; their results are checked. Default: 3 with checked results, "
-                "then as many as it takes until a test finds times steady."
-            )
+        option(
+            "Trials before the first that counts; their results are checked. Default: 3 with checked results, "
+            "then as many as it takes until a test finds times steady."
         ),
     ] = None
     iterations: Annotated[
-        int,
-        typer.Option(
-            help="How often to repeat each transfer within a trial, as nccl-tests does; times are per repetition."
-        ),
+        int, option("How often to repeat each transfer within a trial, as nccl-tests does; times are per repetition.")
     ] = 1
-    seed: Annotated[int, typer.Option(help="The seed of the payload.")] = 0
-    backend: Annotated[str, typer.Option(help="The backend of torch.distributed: gloo, nccl.")] = "gloo"
-    join_timeout: Annotated[float, typer.Option(help="Seconds within which every host must join.")] = 120.0
-    stall_timeout: Annotated[float, typer.Option(help="Seconds after which to stop waiting for a host.")] = 120.0
+    seed: Annotated[int, option("The seed of the payload.")] = 0
+    backend: Annotated[str, option("The backend of torch.distributed: gloo, nccl.")] = "gloo"
+    join_timeout: Annotated[float, option("Seconds within which every host must join.")] = 120.0
+    stall_timeout: Annotated[float, option("Seconds after which to stop waiting for a host.")] = 120.0
 
     def number(self) -> int:
         """How many hosts to make here. Raises ArgumentError for more than one machine can have."""
-        from penstock.network.machines import MOST
+        from penstock.network.machines import MAX_HOSTS
 
-        if self.hosts is not None and self.hosts > MOST:
-            raise ArgumentError(f"--hosts {self.hosts}: one machine can make at most {MOST}")
+        if self.hosts is not None and self.hosts > MAX_HOSTS:
+            raise ArgumentError(f"--hosts {self.hosts}: one machine can make at most {MAX_HOSTS}")
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
     def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
-        """The specification of a run.
-
-        Args:
-            workload: what a trial sends.
-            network: the hosts' network.
-            trials: how many trials to run.
-        """
-        topology = network.topology
+        """The specification of a run of `workload` over `network`."""
+        same = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
         return Spec(
             workload=workload,
             hosts=network.hosts,
             algorithm=self.algorithm or usual_algorithm(workload),
             trials=trials,
-            warmup=self.warmup,
-            overlap=self.overlap,
-            iterations=self.iterations,
-            seed=self.seed,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
-            backend=self.backend,
-            link=None if topology is None else str(topology.link),
+            link=None if network.topology is None else str(network.topology.link),
+            **same,
         )
 
 
@@ -145,18 +123,10 @@ def fabric(
     counts: CountOptions,
     out: Folder = None,
     chakra: Annotated[
-        bool,
-        typer.Option(
-            "--chakra", help="Write the workload as Chakra traces, one file per rank.", rich_help_panel=OUTPUT_PANEL
-        ),
+        bool, output_option("Write the workload as Chakra traces, one file per rank.", "--chakra")
     ] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Show what would be sent, but send nothing; refuse what a run would refuse.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        bool, output_option("Show what would be sent, but send nothing; refuse what a run would refuse.", "--dry-run")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -219,7 +189,7 @@ def _check(spec: Spec, hosts_here: int) -> None:
     if needed > there:
         raise ArgumentError(
             f"the transfers take {needed / 1024**3:,.1f} GiB of memory on {hosts_here} hosts, but this machine has "
-            f"{there / 1024**3:,.1f}: give smaller sizes, or fewer hosts"
+            f"{there / 1024**3:,.1f}: pass smaller sizes, or fewer hosts"
         )
 
 
@@ -261,7 +231,7 @@ def _folder(out: Path | None, *, make: bool) -> Path:
             number += 1
         out = RUNS / f"fabric-{number}"
     if make and ((out / RUN).exists() or (out / SAMPLES).exists()):
-        raise ArgumentError(f"--out {out} already holds a run: give another folder, or remove that one")
+        raise ArgumentError(f"--out {out} already holds a run: pass another folder, or remove that one")
     try:
         if make:
             out.mkdir(parents=True, exist_ok=True)
@@ -284,11 +254,11 @@ def _tried(out: Path | None) -> Path:
 
 def _refuse_options(ctx: typer.Context) -> None:
     """Refuses options in front of a verb, which has its own."""
-    for option in ctx.command.params:
-        source = ctx.get_parameter_source(option.name or "")
+    for each in ctx.command.params:
+        source = ctx.get_parameter_source(each.name or "")
         if source is not None and source.name == "COMMANDLINE":  # the home of click's enum varies with typer's version
             verb = ctx.invoked_subcommand
-            raise ArgumentError(f"{option.opts[0]} comes before {verb}: give {verb}'s own options after it")
+            raise ArgumentError(f"{each.opts[0]} comes before {verb}: pass {verb}'s own options after it")
 
 
 def _started_hosts() -> int:

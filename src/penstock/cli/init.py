@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli._spread import spread
+from penstock.cli._options import option, spread
 from penstock.errors import ArgumentError
 from penstock.files import write_text
 
@@ -17,7 +17,7 @@ from penstock.files import write_text
 @spread
 def init(
     file: Annotated[Path, typer.Argument(help="The script to write.")] = Path("train.py"),
-    model: Annotated[Literal["gpt", "cnn", "transformers"], typer.Option(help="The model that it trains.")] = "gpt",
+    model: Annotated[Literal["gpt", "cnn", "transformers"], option("The model that it trains.")] = "gpt",
 ) -> None:
     """Write a training script that runs as it is, with a make() for the other commands."""
     if file.exists():

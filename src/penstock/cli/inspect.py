@@ -7,13 +7,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._spread import CUT, USUAL_OF_BATCH, Json, spread
-from penstock.cli._target import SplitOptions, TargetName, loaded
+from penstock.cli._options import Json, option, spread
+from penstock.cli._target import Microbatches, SplitOptions, TargetName, loaded
 from penstock.report.text import table
 from penstock.schedule import generator
 from penstock.words import counted, in_ranges, sized
@@ -26,11 +25,8 @@ if TYPE_CHECKING:
 def inspect(
     target: TargetName,
     *,
-    stages: Annotated[int, typer.Option("--stages", "-n", help="The number of stages.")] = 2,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}."),
-    ] = None,
+    stages: Annotated[int, option("The number of stages.", "--stages", "-n")] = 2,
+    microbatches: Microbatches = None,
     split: SplitOptions,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +40,7 @@ def inspect(
     real values reveal it.
     """
     generator(split.schedule)  # raises before anything is loaded
-    with loaded(target, "the model or the loss") as given:
+    with loaded(target, "the model or the loss", weights=split.balance == "time") as given:
         from penstock.pipe.inspection import inspect as look
 
         found = look(
@@ -78,7 +74,7 @@ def show(found: Inspection, console: Console) -> None:
         console.print()
         console.print(_crossings(found))
     if found.memory:
-        console.print()
+        console.print("\nmemory of each rank under the schedule")
         console.print(_memory(found))
     if lines := _remarks(found):
         console.print()
@@ -87,13 +83,15 @@ def show(found: Inspection, console: Console) -> None:
 
 
 def _stages(found: Inspection) -> Table:
-    heads = ("work", "parameters", "share", "size", "gradients", "activations")
+    known = any(stage.seconds is not None for stage in found.stages)
+    heads = ("work", *(("ms",) if known else ()), "parameters", "share", "size", "gradients", "activations")
     made = table("stage", "begins at", *heads, left=2, overflow="fold")
     for stage in found.stages:
         made.add_row(
             str(stage.index),
             Text(stage.begins or "the start"),
             f"{stage.work_share:.1%}",
+            *((f"{1e3 * (stage.seconds or 0.0):.3g}",) if known else ()),
             f"{stage.parameters:,}",
             f"{stage.parameter_share:.1%}",
             sized(stage.parameter_bytes),
@@ -123,8 +121,8 @@ def _crossings(found: Inspection) -> Table:
 
 
 def _memory(found: Inspection) -> Table:
-    kinds = ("parameters", "gradients", "activations", "working", "batch", "peak")
-    made = table("memory of rank", *kinds, overflow="fold")
+    kinds = ("parameters", "gradients", "optimizer", "activations", "working", "batch", "peak")
+    made = table("rank", *kinds, overflow="fold")
     for rank, each in enumerate(found.memory):
         made.add_row(str(rank), *(sized(getattr(each, kind)) for kind in kinds))
     return made

@@ -13,21 +13,22 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.cli._cluster import ClusterOptions, cautions, check_of
+from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._plans import show, show_lack
-from penstock.cli._spread import OUTPUT_PANEL, Json, spread
-from penstock.cli._target import loaded
+from penstock.cli._target import compute_as_ranks, profile_target, profiles_of
 from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError
 from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
+    from penstock.launch.target import Target
     from penstock.plan import Plan, Planned, Sizes
 
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
 Times are simulated from those of the profile; a stage's gradients are summed over replicas from the end of its last \
-backward, beside what is left, and the optimizer takes no time."""
+backward, beside what is left. A step ends with the optimizer's, as long as the profile measured AdamW's."""
 """Printed below the options."""
 
 
@@ -35,65 +36,71 @@ backward, beside what is left, and the optimizer takes no time."""
 def plan(
     cluster: ClusterOptions,
     numbers: TransformerOptions,
-    global_batch: Annotated[int, typer.Option(help="Rows of one step, over all replicas.")],
+    global_batch: Annotated[int, option("Rows of one step, over all replicas.")],
     target: Annotated[
-        str | None, typer.Argument(metavar="[TARGET]", help="module:function or file.py:function, to be measured here.")
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]", help="module:function, file.py:function or hf:config.json, to be measured here."
+        ),
     ] = None,
     profile: Annotated[
         list[Path] | None,
-        typer.Option(
+        option(
+            "What `penstock profile` wrote, instead of measuring; repeat it for other sizes of microbatches.",
             metavar="FILE",
-            help="What `penstock profile` wrote, instead of measuring; repeat it for other sizes of microbatches.",
         ),
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help="Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
+    schedule: Annotated[str | None, option("Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
+    replicas: Annotated[int | None, option("Data-parallel replicas; by default any number.", min=1)] = None,
+    pipeline: Annotated[int | None, option("Ranks of each pipeline; by default any number.", min=1)] = None,
+    microbatches: Annotated[int | None, option("Microbatches of each replica; by default any number.", min=1)] = None,
     search: Annotated[
         float,
-        typer.Option(
+        option(
+            "How long to search, on a usual machine, for orders of work better than any schedule; a busy or slow "
+            "one takes longer and finds the same.",
             metavar="SECONDS",
             min=0,
-            help="How long to search, on a usual machine, for orders of work better than any schedule; a busy or slow "
-            "one takes longer and finds the same.",
         ),
     ] = 3.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the best plan, for penstock.pipeline.", rich_help_panel=OUTPUT_PANEL),
-    ] = None,
+    out: Annotated[Path | None, output_option("Write the best plan, for penstock.pipeline.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
     """Choose replicas, ranks, cuts, microbatches, schedule and more for a model and its devices.
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
-    of it as microbatches. To plan for another device, profile there, and give
+    of it as microbatches, and on a CPU with as many threads as each of so many
+    ranks gets. To plan for another device, profile there, and pass
     the files, or name it (--device h100) for an estimate. For a transformer that
-    is only numbers yet, give --transformer.
+    is only numbers yet, pass --transformer.
     """
     from penstock.balance import Profile
-    from penstock.plan import Sizes, make_plans
+    from penstock.plan import Sizes, Wanted, make_plans
     from penstock.plan.remedies import remedies
     from penstock.plan.stage_costs import assumed, slowest_link, usual_link
 
     paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:
         if target is not None or profile:
-            raise ArgumentError("--transformer takes the place of TARGET and --profile: give one of the three")
+            raise ArgumentError("--transformer takes the place of TARGET and --profile: pass one of the three")
         paper = numbers.read(cluster.read(), cluster.per_host, cluster.kind)
         known, sizes = paper.cluster(), paper.sizes()
     else:
+        numbers.check_unused()
         cluster.specified.read()  # raises before anything is measured
         profiles = _profiles(target, profile or [], cluster)
         sizes, measured = Sizes.of(profiles), next(filter(None, map(slowest_link, profiles)), None)
         action = next((one.action_seconds for one in profiles if one.action_seconds is not None), None)
-        known = cluster.specified.read(measured or usual_link(profiles[0].device), action)
+        update = max(one.optimizer_byte_seconds or 0.0 for one in profiles)
+        known = cluster.specified.read(measured or usual_link(profiles[0].device), action, update)
         if cluster.specified.link is None and measured is None and known.devices > 1:
             unsaid = (
-                f"Nobody measured links: {assumed(known.link)}, sums likewise. Give --link, or a profile made with "
+                f"Nobody measured links: {assumed(known.link)}, sums likewise. Pass --link, or a profile made with "
                 "--links."
             )
-    names = _names(schedule)
-    found = make_plans(sizes, known, global_batch, names, search_seconds=search)
+    wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)
+    found = make_plans(sizes, known, global_batch, wanted, search_seconds=search)
     if out is not None and found.best:
         found.best[0].save(out)
     if as_json:
@@ -111,7 +118,7 @@ def plan(
         if found.best:
             show(found, console, known)
         elif found.nearest is not None:
-            told = remedies(sizes, known, global_batch, names, found.nearest)
+            told = remedies(sizes, known, global_batch, wanted, found.nearest)
             show_lack(found, known, [*told], console, group)
         if unsaid:
             console.print(f"\n{unsaid}")
@@ -157,41 +164,25 @@ def _beyond(sizes: Sizes, rows: int) -> str:
 
 def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:
     """Those in the files, or measured, or estimated for the device that was named."""
-    from penstock.balance import read_profile
-
     if target is None and not files:
-        raise ArgumentError("give a TARGET to measure, or --profile with what was measured")
-    if files:
-        found = [read_profile(path) for path in files]
-        if cluster.kind is not None:
-            check_of(found, cluster.kind)
-        if target is not None:
-            _check(target, found, files)
-        return found
-    assert target is not None
+        raise ArgumentError("pass a TARGET to measure, or --profile with what was measured")
     from penstock.plan.sizes import rows_of
 
-    with loaded(target, "the model") as given:
-        from penstock.pipe.profiling import profile as measured
+    kind = cluster.kind
 
-        cutting = given.dividing | {"target": given.target}
-        if cluster.kind is not None:
-            cutting |= {"device": cluster.kind, "calibrate": cluster.calibrate or ()}
-        example = given.model, given.args, given.kwargs
-        whole = measured(*example, microbatches=1, budget_seconds=1.0, **cutting)
+    def measure(given: Target) -> list[Profile]:
+        estimate = {} if kind is None else {"device": kind, "calibrate": cluster.calibrate or ()}
+        options = {"budget_seconds": 1.0, "target": given.target, **estimate}
+        if kind is None:
+            compute_as_ranks(cluster.per_host or cluster.read().devices)
+        whole = profile_target(given, microbatches=1, **options)
         pieces = min(8, rows_of(whole))
-        if pieces == 1:
-            return [whole]
-        return [whole, measured(*example, microbatches=pieces, budget_seconds=1.0, **cutting)]
+        return [whole] if pieces == 1 else [whole, profile_target(given, microbatches=pieces, **options)]
 
-
-def _check(target: str, found: Sequence[Profile], files: Sequence[Path]) -> None:
-    """Refuses profiles of another model than TARGET."""
-    with loaded(target, "the model") as given:
-        from penstock.pipe.profiling import check_profile
-
-        for profile, file in zip(found, files, strict=True):
-            check_profile(profile, given.model, given.args, given.kwargs, f"--profile {file}")
+    found = profiles_of(target, files, measure, weights=kind is None)
+    if kind is not None:
+        check_of(found, kind)
+    return found
 
 
 def _names(text: str | None) -> list[str] | None:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._spread import CUT, OUTPUT_PANEL, USUAL_OF_BATCH, spread
-from penstock.cli._target import Leaves, Opens, TargetName, loaded, names, whole_numbers
+from penstock.cli._options import option, output_option, spread
+from penstock.cli._target import Leaves, Microbatches, Opens, TargetName, loaded, names, profile_target, whole_numbers
 from penstock.report.text import print_unbroken, table
 from penstock.words import counted, in_ranges, sized
 
@@ -24,44 +23,39 @@ if TYPE_CHECKING:
 @spread
 def profile(
     target: TargetName,
-    microbatches: Annotated[int | None, typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}.")] = None,
+    microbatches: Microbatches = None,
     microbatch_sizes: Annotated[
-        str | None,
-        typer.Option(metavar="ROWS", help="Instead: the rows of each microbatch to measure, such as 1,2,4,8."),
+        str | None, option("Instead: the rows of each microbatch to measure, such as 1,2,4,8.", metavar="ROWS")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="Where to run, such as cuda; by default where the inputs are. Or what to estimate for, without "
+        option(
+            "Where to run, such as cuda; by default where the inputs are. Or what to estimate for, without "
             "running: a name from `penstock devices`, such as h100, or the .toml file of another."
         ),
     ] = None,
     calibrate: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "For an estimate: what was measured on such devices, of any model (--json); repeat it for more.",
             metavar="FILE",
-            help="For an estimate: what was measured on such devices, of any model (--json); repeat it for more.",
         ),
     ] = None,
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Threads to measure with, such as a rank will have: cores / ranks. Default: torch's."),
+        int | None, option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's.", min=1)
     ] = None,
-    budget_seconds: Annotated[float, typer.Option(help="How long to measure each size.")] = 2.0,
+    budget_seconds: Annotated[float, option("How long to measure each size.")] = 2.0,
     links: Annotated[
         bool,
-        typer.Option(
-            "--links",
-            help="Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
+        option(
+            "Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
             "...`, or torchrun.",
+            "--links",
         ),
     ] = False,
     leaves: Leaves = None,
     opens: Opens = None,
-    json: Annotated[
-        str | None,
-        typer.Option(help="Also write the profile to this file, for --balance.", rich_help_panel=OUTPUT_PANEL),
-    ] = None,
+    json: Annotated[str | None, output_option("Also write the profile to this file, for --balance.")] = None,
 ) -> None:
     """Measure what each part of a model costs: time forward and backward, and memory, for one microbatch.
 
@@ -74,21 +68,15 @@ def profile(
     With `--device h100` nothing is run: times are estimated from the operations
     and bytes of each part and the device's specifications, and marked so.
     """
-    with loaded(target, "the model") as given:
+    with loaded(target, "the model", weights=device is None) as given:
         import torch
-
-        from penstock.pipe.profiling import profile as measured
 
         if threads is not None:
             torch.set_num_threads(threads)
-        found = measured(
-            given.model,
-            given.args,
-            given.kwargs,
+        found = profile_target(
+            given,
             microbatches=microbatches,
-            microbatch_sizes=None
-            if microbatch_sizes is None
-            else whole_numbers("--microbatch-sizes", microbatch_sizes),
+            microbatch_sizes=whole_numbers("--microbatch-sizes", microbatch_sizes),
             leaves=names(leaves),
             opens=names(opens),
             device=device,
@@ -96,7 +84,6 @@ def profile(
             calibrate=calibrate or (),
             links=links,
             target=given.target,
-            **given.dividing,
         )
     if links and os.environ.get("RANK", "0") != "0":
         return
@@ -208,10 +195,4 @@ def _shared(dotted: Sequence[str]) -> str:
 
 def _alike(units: Sequence[UnitCost]) -> list[list[UnitCost]]:
     """Units that follow each other and are of one kind, together."""
-    rows: list[list[UnitCost]] = []
-    for unit in units:
-        if rows and unit.like and unit.like in (rows[-1][0].name, rows[-1][0].like):
-            rows[-1].append(unit)
-        else:
-            rows.append([unit])
-    return rows
+    return [[*group] for _, group in groupby(units, lambda unit: unit.like or unit.name)]

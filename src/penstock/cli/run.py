@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli._network import NetworkOptions
-from penstock.cli._spread import spread
+from penstock.cli._network import NetworkOptions, network_option
+from penstock.cli._options import option, spread
 from penstock.errors import ArgumentError, FabricError
 from penstock.launch.processes import VERIFY, check, launch
 from penstock.launch.user import User
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from penstock.network.machines import Machines
     from penstock.network.network import Network
     from penstock.network.nodes import Job
+
+SETTINGS = {"allow_interspersed_args": False}
+"""Options behind the script are its own."""
 
 
 @spread
@@ -32,35 +35,25 @@ def run(
     ],
     asked: NetworkOptions,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", help="How many processes; each is a rank. By default the plan's.")
+        int | None, option("How many processes; each is a rank. By default the plan's.", "--ranks", "-n")
     ] = None,
     plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What `penstock plan` wrote: the script's pipeline follows it."),
+        Path | None, option("What `penstock plan` wrote: the script's pipeline follows it.", metavar="FILE")
     ] = None,
     hosts: Annotated[
         int | None,
-        typer.Option(
-            help="Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root).",
-            rich_help_panel="The hosts' network",
+        network_option(
+            "Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root)."
         ),
     ] = None,
     user: Annotated[
         str | None,
-        typer.Option(
-            help="Who runs the script on --hosts; default: root, as only root can make them.",
-            metavar="NAME",
-            rich_help_panel="The hosts' network",
-        ),
+        network_option("Who runs the script on --hosts; default: root, as only root can make them.", metavar="NAME"),
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="Threads per rank; default: cores divided by ranks.")
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="Treat SCRIPT as a module's name, as in python -m.")
-    ] = False,
+    threads: Annotated[int | None, option("Threads per rank; default: cores divided by ranks.", "--threads")] = None,
+    module: Annotated[bool, option("Treat SCRIPT as a module's name, as in python -m.", "--module", "-m")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Verify each pipeline in its first step; stop if a value differs.")
+        bool, option("Verify each pipeline in its first step; stop if a value differs.", "--verify")
     ] = False,
     nnodes: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -98,7 +91,7 @@ def _ranks(given: int | None, plan: Path | None) -> int:
     """How many processes to start, with the plan in their environment. Raises ArgumentError unless something says."""
     if plan is None:
         if given is None:
-            raise ArgumentError("how many processes? Give --ranks 4, for example, or the --plan that says it")
+            raise ArgumentError("how many processes? Pass --ranks 4, for example, or the --plan that says it")
         return given
     from penstock.plan.plan import VARIABLE, read_plan
 

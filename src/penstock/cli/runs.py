@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli._spread import Json, spread
+from penstock.cli._options import Json, option, spread
 from penstock.errors import ArgumentError
 from penstock.report.text import print_unbroken, table
 from penstock.words import sized
@@ -28,7 +28,7 @@ _STYLES = {"failed": "red", "silent": "red", "training": "green"}
 @spread
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
-    sort: Annotated[Literal["started", "name", "loss", "seconds"], typer.Option(help="What to sort by.")] = "started",
+    sort: Annotated[Literal["started", "name", "loss", "seconds"], option("What to sort by.")] = "started",
     as_json: Json = False,
 ) -> None:
     """List recorded runs: what each is, how fast it is, and how far it has come."""
@@ -53,24 +53,21 @@ def runs(
 
 def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
     """The runs below a folder, and a sentence for each that is damaged. Raises ArgumentError if there is no folder."""
-    from penstock.runs import is_run, read_run
+    from penstock.runs import is_run
     from penstock.runs.folder import ABOUT
-    from penstock.runs.summary import LAST_STEPS_BYTES, Summary
+    from penstock.runs.summary import Summary
 
     if not folder.is_dir():
         raise ArgumentError(
             f"there is no folder {str(folder)!r}; penstock.pipeline(..., run='{folder}/NAME') makes one"
         )
-    found, damaged = [], []
+    found = []
     for depth in range(_DEEPEST + 1):
         for about in sorted(folder.glob("*/" * depth + ABOUT)):
             if "earlier" in about.relative_to(folder).parts or not is_run(about.parent):
                 continue
-            try:
-                found.append(Summary.of(read_run(about.parent), LAST_STEPS_BYTES))
-            except ArgumentError as error:
-                damaged.append(str(error))
-    return found, damaged
+            found.append(Summary.of_one(about.parent))
+    return [run for run in found if isinstance(run, Summary)], [why for why in found if isinstance(why, str)]
 
 
 def figures(run: Summary) -> dict[str, str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
+from penstock.cli._options import option
 from penstock.report.text import print_unbroken, table
 from penstock.schedule import Generator, generators
 
@@ -21,9 +21,14 @@ _SYMBOLS = (
     "numbers and costs."
 )
 
+_TOLD = (
+    *("name", "aliases", "rule", "placement", "chunks", "slices", "splits", "rules"),
+    *("memory", "idle", "bubble"),
+)
+
 
 def schedules(
-    as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON list.")] = False,
+    as_json: Annotated[bool, option("Print only one JSON list.", "--json")] = False,
 ) -> None:
     """List the named schedules: what they do, what they require, and formulas for their memory and bubble."""
     if as_json:
@@ -51,19 +56,8 @@ def schedules(
 
 def describe(entry: Generator) -> dict[str, Any]:
     """An entry of the registry, for JSON. Formulas are Python expressions."""
-    return {
-        "name": entry.name,
-        "aliases": list(entry.aliases),
-        "rule": entry.rule,
-        "placement": entry.placement,
-        "chunks": entry.chunks,
-        "slices": entry.slices,
-        "splits": entry.splits,
-        "rules": [{"argument": rule.argument, "text": rule.text} for rule in entry.rules],
-        "memory": entry.memory,
-        "idle": entry.idle,
-        "bubble": entry.bubble,
-    }
+    rules = [{"argument": rule.argument, "text": rule.text} for rule in entry.rules]
+    return {name: getattr(entry, name) for name in _TOLD} | {"aliases": list(entry.aliases), "rules": rules}
 
 
 def formula(text: str | None) -> str:

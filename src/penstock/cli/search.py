@@ -9,17 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
 from rich.console import Console
 
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._costs import Costs
+from penstock.cli._options import CUT, Json, options_on, output_option, spread
 from penstock.cli._order import weigh_search
 from penstock.cli._other_placements import ShorterSchedule, place, shorter
-from penstock.cli._outcome import Outcome, format_of, show
-from penstock.cli._spread import CUT, OUTPUT_PANEL, Json, options_on, spread
-from penstock.errors import ArgumentError
+from penstock.cli._outcome import format_of, show
+from penstock.costs import Costs, Outcome
+from penstock.errors import ArgumentError, check_counts
 from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import units_of_memory, with_activations
@@ -42,12 +41,10 @@ class Question:
     ] = "loop"
     chunks: Annotated[int | None, _option("Stages per rank; default 1 in a loop and 2 on a V.")] = None
     memory_limit: Annotated[
-        float | None,
-        _option("The most activations that a rank may hold; 1 is one microbatch on all its stages."),
+        float | None, _option("The most activations that a rank may hold; 1 is one microbatch on all its stages.")
     ] = None
     objective: Annotated[
-        Literal["span", "makespan"],
-        _option("Objective: span (the longest rank, first F to last action) or makespan."),
+        Literal["span", "makespan"], _option("Objective: span (the longest rank, first F to last action) or makespan.")
     ] = "span"
     seconds: Annotated[
         float, _option("How long to search on a usual machine; slower ones take longer and find the same.")
@@ -56,10 +53,7 @@ class Question:
 
     def where(self) -> Placement:
         """The placement. Raises ArgumentError if an option is wrong, or if there is too much to search."""
-        for option in ("ranks", "microbatches", "chunks"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise ArgumentError(f"--{option} {value}: expected an integer >= 1")
+        check_counts(required=False, ranks=self.ranks, microbatches=self.microbatches, chunks=self.chunks)
         chunks = 2 if self.placement == "v" else self.chunks or 1
         if self.chunks not in (None, chunks):
             raise ArgumentError(
@@ -74,10 +68,7 @@ def search(
     question: Question,
     costs: CostOptions,
     csv: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the schedule, as torch and --csv read it.", rich_help_panel=OUTPUT_PANEL
-        ),
+        Path | None, output_option("Write the schedule, as torch and --csv read it.", metavar="FILE")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -89,10 +80,10 @@ def search(
     """
     known = costs.read(question.microbatches)
     if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # before a long search, not after
-        raise ArgumentError(f"--csv {csv}: this file cannot be written; give one in a writable folder")
+        raise ArgumentError(f"--csv {csv}: this file cannot be written; pass one in a writable folder")
     found = answer(question, known)
     elsewhere = shorter(found, known, question.memory_limit)
-    outcome = Outcome(found.schedule, known, found.timeline)
+    outcome = Outcome(found.schedule, known.of(found.schedule), found.timeline, costs=known)
     if as_json:
         figures = {
             "objective": found.objective,
@@ -122,13 +113,13 @@ def answer(question: Question, costs: Costs) -> Found:
     if limit is not None and math.isnan(limit):
         raise ArgumentError("--memory-limit nan: expected a number, such as 1.5")
     if limit is not None and not limit >= 1:
-        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least 1")
+        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; pass a number >= 1")
     where = question.where()
     of_stages = costs.of_stages(where, f"this placement of {question.ranks} ranks", splits=True)
     one_each = [cost for cost in of_stages if isinstance(cost, StageCost)]
     if len(one_each) < len(of_stages):
         raise ArgumentError(
-            f"{costs.source}: a stage has costs by microbatch, but the search takes one for each stage; give their mean"
+            f"{costs.source}: a stage has costs by microbatch, but the search takes one for each stage; pass their mean"
         )
     if any(cost.unsharded_bytes for cost in one_each):
         raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
+from penstock.cli._options import Json, output_option, spread
 from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import Outcome, format_of
+from penstock.cli._outcome import format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
-from penstock.cli._spread import OUTPUT_PANEL, Json, spread
-from penstock.errors import ArgumentError
-from penstock.files import replacing
+from penstock.costs import Outcome, with_one_model
+from penstock.errors import ArgumentError, check_counts
+from penstock.files import replacing, write_text
 from penstock.report.plot import write_png
-from penstock.report.svg import WIDTH, panel_of, svg, unit_of
+from penstock.report.svg import WIDTH, panel_of, unit_of
+from penstock.report.svg import svg as drawn
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
@@ -33,40 +34,6 @@ class Background(Enum):
 
     LIGHT = "light"
     DARK = "dark"
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Where to draw, and how wide in pixels."""
-
-    svg: Path | None
-    png: Path | None
-    background: Background | None
-    width: int | None
-
-    def write(self, schedules: Sequence[Schedule], outcomes: Sequence[Outcome]) -> None:
-        """Writes what was asked for, under each other: in proportion to time if there are outcomes, else in slots."""
-        refuse_other("--svg", self.svg, ".svg")
-        refuse_other("--png", self.png, ".png")
-        if outcomes:
-            panels = [panel_of(one.schedule, one.timeline) for one in outcomes]
-            unit = "s" if outcomes[0].costs.are_measured else "time"
-        else:
-            panels = [panel_of(schedule) for schedule in schedules]
-            unit = unit_of(schedules[0])
-        width = WIDTH if self.width is None else self.width
-        drawn = svg(panels, unit, background="auto" if self.background is None else self.background.value, width=width)
-        dark = self.background is Background.DARK
-        if self.svg is not None:
-            self._write("--svg", self.svg, lambda file: file.write_text(drawn, encoding="utf-8"))
-        if self.png is not None:
-            self._write("--png", self.png, lambda file: write_png(panels, file, unit=unit, dark=dark, width=width))
-
-    @staticmethod
-    def _write(option: str, file: Path, write: Callable[[Path], object]) -> None:
-        with replacing(file, f"{option} {file}") as new:
-            write(new)
-        print(f"wrote {file}")
 
 
 def refuse_other(option: str, file: Path | None, *suffixes: str) -> None:
@@ -81,50 +48,21 @@ def show(
     order: OrderOptions,
     costs: CostOptions,
     width: Annotated[
-        int | None,
-        typer.Option(
-            help="Characters per line; default the terminal's. Of a file: pixels, 960 by default.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        int | None, output_option("Characters per line; default the terminal's. Of a file: pixels, 960 by default.")
     ] = None,
     zoom: Annotated[
-        int | None,
-        typer.Option(
-            help="With costs: this many times as many columns, continued on lines below.", rich_help_panel=OUTPUT_PANEL
-        ),
+        int | None, output_option("With costs: this many times as many columns, continued on lines below.")
     ] = None,
-    text: Annotated[
-        bool,
-        typer.Option("--text", help="Print each rank's actions, as --csv reads them.", rich_help_panel=OUTPUT_PANEL),
-    ] = False,
-    comms: Annotated[
-        bool,
-        typer.Option("--comms", help="Like --text, with messages.", rich_help_panel=OUTPUT_PANEL),
-    ] = False,
+    text: Annotated[bool, output_option("Print each rank's actions, as --csv reads them.", "--text")] = False,
+    comms: Annotated[bool, output_option("Like --text, with messages.", "--comms")] = False,
     svg: Annotated[
-        Path | None,
-        typer.Option(
-            "--svg",
-            metavar="FILE",
-            help="Draw into a file: for pages, with names on hover.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        Path | None, output_option("Draw into a file: for pages, with names on hover.", "--svg", metavar="FILE")
     ] = None,
     png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png",
-            metavar="FILE",
-            help="The same for slides and chats; needs matplotlib.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        Path | None, output_option("The same for slides and chats; needs matplotlib.", "--png", metavar="FILE")
     ] = None,
     background: Annotated[
-        Background | None,
-        typer.Option(
-            help="Of a file. By default an SVG follows the reader's system, a PNG is light.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        Background | None, output_option("Of a file. By default an SVG follows the reader's system, a PNG is light.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -145,21 +83,21 @@ def show(
                 "--zoom and --json"
             )
         if several is None:
-            several = _Several([schedule], [Outcome.of(schedule, costs.read(order.count))] if has_costs else [])
-        Files(svg, png, background, width).write(several.schedules, several.outcomes)
+            several = _Several([schedule], [Outcome.simulated(schedule, costs.read(order.count))] if has_costs else [])
+        _write(several, svg, png, background, WIDTH if width is None else width)
         for name, reason in several.left_out.items():
             print(f"left out: {name} {reason}")
         return
     if background is not None:
-        raise ArgumentError("--background: only files have one; give --svg or --png")
+        raise ArgumentError("--background: only files have one; pass --svg or --png")
     if as_json:
-        print(json.dumps(describe(Outcome.of(schedule, costs.read(order.count)), written)))
+        print(json.dumps(describe(Outcome.simulated(schedule, costs.read(order.count)), written)))
         return
     if text or comms:
         option = "--comms" if comms else "--text"
         if has_costs or width is not None or zoom is not None:
             raise ArgumentError(
-                f"{option}: the text has no times and no width; leave those options out, or give --json"
+                f"{option}: the text has no times and no width; leave those options out, or pass --json"
             )
         print(written)
         return
@@ -171,7 +109,7 @@ def show(
         _print_several(several, width, zoom, console)
         return
     if has_costs:
-        outcome = Outcome.of(schedule, costs.read(order.count))
+        outcome = Outcome.simulated(schedule, costs.read(order.count))
         picture, note = proportional(schedule, outcome.timeline, width, zoom or 1, palette), _note(schedule, outcome)
     else:
         picture, note = slots(schedule, width, palette), ""
@@ -193,23 +131,33 @@ class _Several:
 
 def _several(order: OrderOptions, costs: CostOptions, *, has_costs: bool) -> _Several:
     schedules, refused = order.all()
-    left_out, outcomes = dict(refused), []
     if not has_costs:
-        return _Several(schedules, (), left_out)
-    known = costs.read(order.count)
-    for schedule in schedules:
-        try:
-            outcomes.append(Outcome.of(schedule, known.for_model_of(schedule)))
-        except ArgumentError as error:
-            left_out[schedule.name] = str(error)
-    if not outcomes:
-        raise ArgumentError(next(iter(left_out.values())))
+        return _Several(schedules, (), refused)
+    outcomes, left_out = with_one_model(costs.read(order.count), schedules, refused)
     return _Several([one.schedule for one in outcomes], outcomes, left_out)
+
+
+def _write(several: _Several, svg: Path | None, png: Path | None, background: Background | None, width: int) -> None:
+    """Draws schedules into files, under each other: in proportion to time if there are outcomes, else in slots."""
+    refuse_other("--svg", svg, ".svg")
+    refuse_other("--png", png, ".png")
+    panels = [panel_of(one.schedule, one.timeline) for one in several.outcomes]
+    unit = unit_of(several.schedules[0]) if not panels else "s" if several.outcomes[0].costs.are_measured else "time"
+    panels = panels or [panel_of(schedule) for schedule in several.schedules]
+    picture = drawn(panels, unit, background="auto" if background is None else background.value, width=width)
+    if svg is not None:
+        write_text(svg, picture, f"--svg {svg}")
+        print(f"wrote {svg}")
+    if png is not None:
+        dark = background is Background.DARK
+        with replacing(png, f"--png {png}") as new:
+            write_png(panels, new, unit=unit, dark=dark, width=width)
+        print(f"wrote {png}")
 
 
 def _print_several(several: _Several, width: int, zoom: int | None, console: Console) -> None:
     if zoom is not None:
-        raise ArgumentError(f"--zoom {zoom}: several schedules share one axis; give one, or a larger --width")
+        raise ArgumentError(f"--zoom {zoom}: several schedules share one axis; pass one, or a larger --width")
     palette, schedules = Palette.of(console), several.schedules
     timelines = [one.timeline for one in several.outcomes] or [in_slots(schedule) for schedule in schedules]
     pictures = on_one_axis(schedules, timelines, width, palette)
@@ -221,7 +169,7 @@ def _print_several(several: _Several, width: int, zoom: int | None, console: Con
         longest = max(several.outcomes, key=lambda one: one.timeline.makespan_seconds)
         console.print(_note(longest.schedule, longest), style="dim")
     else:
-        console.print("Every action takes one slot, whatever it does: give costs to compare times.", style="dim")
+        console.print("Every action takes one slot, whatever it does: pass costs to compare times.", style="dim")
     for name, reason in several.left_out.items():
         console.print(f"left out: {name} {reason}", style="dim", markup=False)
 
@@ -241,21 +189,16 @@ def _note(schedule: Schedule, outcome: Outcome) -> str:
 def _check(schedule: Schedule, width: int, zoom: int | None, *, has_costs: bool) -> None:
     least = len(f"rank {schedule.ranks - 1}") + 10
     if width < least:
-        raise ArgumentError(f"--width {width}: give at least {least}")
+        raise ArgumentError(f"--width {width}: pass at least {least}")
     if zoom is not None and not has_costs:
-        raise ArgumentError(f"--zoom {zoom}: without costs each action takes one slot, and all are shown; give costs")
-    if zoom is not None and zoom < 1:
-        raise ArgumentError(f"--zoom {zoom}: give at least 1")
+        raise ArgumentError(f"--zoom {zoom}: without costs each action takes one slot, and all are shown; pass costs")
+    check_counts(required=False, zoom=zoom)
 
 
 def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:
     """When each action runs, in the costs' unit, and the schedule's text, for JSON."""
     rows = [
-        {
-            "actions": [str(action) for action in track.actions],
-            "start": list(track.start),
-            "end": list(track.end),
-        }
+        {"actions": [*map(str, track.actions)], "start": [*track.start], "end": [*track.end]}
         for track in outcome.timeline.tracks
     ]
     assumed = {"assumed": dict(outcome.costs.assumed)} if outcome.costs.assumed else {}

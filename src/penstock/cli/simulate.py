@@ -7,19 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._costs import Costs
+from penstock.cli._options import Json, output_option, spread
 from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, Outcome, format_of, show, shown_causes
-from penstock.cli._spread import OUTPUT_PANEL, Json, spread
+from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, format_of, show, shown_causes
 from penstock.cli._sweep import Sweep, show_sweep
+from penstock.costs import Costs, Outcome, with_one_model
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
-from penstock.report.text import print_unbroken, table
+from penstock.report.text import pairs, print_unbroken, table
 from penstock.schedule import Schedule
 from penstock.simulate.figures import chunks
 from penstock.words import counted
@@ -42,11 +41,7 @@ def simulate(
     costs: CostOptions,
     perfetto: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the timeline for ui.perfetto.dev; one cost unit becomes one second.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        output_option("Write the timeline for ui.perfetto.dev; one cost unit becomes one second.", metavar="FILE"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -57,7 +52,7 @@ def simulate(
     """
     known = costs.read(order.count)
     if perfetto is not None and (order.is_many or order.sweeps):
-        several = "give --schedule one name" if order.is_many else "give one number of ranks and microbatches"
+        several = "pass --schedule one name" if order.is_many else "pass one number of ranks and microbatches"
         raise ArgumentError(f"--perfetto: a trace shows one schedule; {several}")
     if order.csv is None and order.sweeps:
         swept = Sweep.of(order, known)
@@ -69,7 +64,7 @@ def simulate(
     if order.is_many:
         compare(order, known, as_json=as_json)
         return
-    outcome = Outcome.of(order.one(), known)
+    outcome = Outcome.simulated(order.one(), known)
     if perfetto is not None:
         unit, slices = "bytes" if outcome.costs.are_measured else "", outcome.schedule.slices
         write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit, slices=slices)
@@ -81,16 +76,7 @@ def simulate(
 
 def compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
     """Prints every schedule that the options allow, shortest span first."""
-    allowed, refused = order.all()
-    reasons = dict(refused)
-    outcomes = []
-    for schedule in allowed:
-        try:
-            outcomes.append(Outcome.of(schedule, costs.for_model_of(schedule)))
-        except ArgumentError as error:
-            reasons[schedule.name] = str(error)
-    if not outcomes:
-        raise ArgumentError(next(iter(reasons.values())))
+    outcomes, reasons = with_one_model(costs, *order.all())
     outcomes.sort(key=lambda one: (one.timeline.span_seconds, one.timeline.makespan_seconds, one.schedule.name))
     if as_json:
         others = [{"name": name, "reason": reason} for name, reason in reasons.items()]
@@ -113,27 +99,23 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
     made = table("schedule", "v", "makespan", "span", "bubble", "peak", *(HEADS[cause] for cause in causes))
     makespans = format_of([one.timeline.makespan_seconds for one in outcomes])
     spans = format_of([one.timeline.span_seconds for one in outcomes])
-    peaks = format_of([max(one.figures.peak_activations) for one in outcomes], most=2)
+    peaks = format_of([max(one.peak_activations) for one in outcomes], most=2)
     for one in outcomes:
         available = one.timeline.makespan_seconds * one.schedule.ranks
-        idle = (sum(by_cause[cause] for by_cause in one.figures.idle) for cause in causes)
+        idle = (sum(by_cause[cause] for by_cause in one.idle) for cause in causes)
         made.add_row(
             named(one.schedule),
             str(chunks(one.schedule)),
             makespans(one.timeline.makespan_seconds),
             spans(one.timeline.span_seconds),
             f"{one.timeline.bubble_rate:.1%}",
-            peaks(max(one.figures.peak_activations)),
+            peaks(max(one.peak_activations)),
             *(f"{100 * time / available:.1f}" if time else "-" for time in idle),
         )
     print_unbroken(console, made)
     if reasons:
         console.print("\n[bold]Not possible with these numbers[/]")
-        others = table("", "", left=2)
-        others.show_header = False
-        for name, reason in reasons.items():
-            others.add_row(name, reason)
-        console.print(others)
+        console.print(pairs(reasons.items()))
     sliced = (
         "\nSlices: pieces of a microbatch along the sequence; such a schedule is timed here, but not run."
         if any(one.schedule.slices > 1 for one in outcomes)

@@ -8,8 +8,7 @@ import webbrowser
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from penstock.cli._options import option
 from penstock.errors import ArgumentError, require
 
 EPILOG = """\
@@ -19,12 +18,12 @@ link. It only reads, and nothing outside the runs folder. Over ssh: ssh -L 8470:
 
 
 def studio(
-    runs: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where runs, plans and traces are that can be opened.")
-    ] = Path("runs"),
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8470,
-    browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    runs: Annotated[Path, option("Where runs, plans and traces are that can be opened.", metavar="FOLDER")] = Path(
+        "runs"
+    ),
+    host: Annotated[str, option("The address to listen on.")] = ("127.0.0.1"),
+    port: Annotated[int, option("Port to listen on; 0 picks a free one.")] = 8470,
+    browser: Annotated[bool, option("Open it in a browser.", "--open")] = False,
 ) -> None:
     """Play with schedules in a page, open runs, plans and traces, and watch a run. Ctrl-C ends it."""
     require("studio", "starlette", "uvicorn", for_what="penstock studio")

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._spread import Json, spread
+from penstock.cli._options import Json, option, spread
 from penstock.report.text import print_unbroken, table
 from penstock.words import counted, in_ranges, sized
 
@@ -33,7 +34,7 @@ heard of them, without their memory."""
 
 _REFRESH_SECONDS = 0.5
 _COLORS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
-_MOST_DAMAGED = 3
+_MAX_DAMAGED = 3
 """Files whose damage is shown."""
 _LINES_AROUND = 3
 """Of a screen, those that are neither ranks nor text: the head of the table, and the last one."""
@@ -42,7 +43,7 @@ _LINES_AROUND = 3
 @spread
 def top(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder, as in penstock.pipeline(run='runs/gpt').")],
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit (the default without a terminal).")] = False,
+    once: Annotated[bool, option("Print once and exit (the default without a terminal).", "--once")] = False,
     as_json: Json = False,
 ) -> None:
     """Show a run's progress and the state of each rank.
@@ -72,17 +73,15 @@ def top(
         return
 
 
+@dataclass(frozen=True)
 class Seen:
     """A run at one moment."""
 
-    def __init__(
-        self,
-        run: RunRead,
-        progress: Progress | None,
-        ranks: Sequence[tuple[RankState, Health]],
-        damaged: Sequence[str] = (),
-    ) -> None:
-        self.run, self.progress, self.ranks, self.damaged, self.now = run, progress, ranks, damaged, time.time()
+    run: RunRead
+    progress: Progress | None
+    ranks: Sequence[tuple[RankState, Health]]
+    damaged: Sequence[str] = ()
+    now: float = field(default_factory=time.time)
 
     @property
     def is_over(self) -> bool:
@@ -199,7 +198,7 @@ def _parts(seen: Seen, most: int | None, *, broken: bool = True) -> list[Text | 
     parts: list[Text | Table] = [
         Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
         Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
-        *(Text(sentence, "red") for sentence in seen.damaged[:_MOST_DAMAGED]),
+        *(Text(sentence, "red") for sentence in seen.damaged[:_MAX_DAMAGED]),
         Text(""),
     ]
     if not seen.ranks:

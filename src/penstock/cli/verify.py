@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from rich.console import Console
 
 from penstock.cli._comparison_table import show
+from penstock.cli._options import CUT, USUAL_OF_BATCH, Json, option, output_option, spread
 from penstock.cli._order import ALL, weigh
-from penstock.cli._spread import CUT, OUTPUT_PANEL, USUAL_OF_BATCH, Json, spread
 from penstock.cli._target import SplitOptions, TargetName, loaded
 from penstock.errors import (
     ArgumentError,
@@ -26,6 +25,7 @@ from penstock.errors import (
     PenstockError,
     PipelineFailure,
     VerificationError,
+    check_counts,
 )
 from penstock.files import finite
 from penstock.launch.processes import launch
@@ -50,35 +50,28 @@ class Case(SplitOptions):
     """What to verify."""
 
     target: TargetName
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2
-    microbatches: Annotated[
-        int | None, typer.Option(help=f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
-    ] = None
-    reduction: Annotated[
-        ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
-    ] = "mean"
+    ranks: Annotated[int, option("How many ranks.", "--ranks", "-n")] = 2
+    microbatches: Annotated[int | None, option(f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")] = (
+        None
+    )
+    reduction: Annotated[ReductionName, option("Whether the loss is a mean over the batch's rows or a sum.")] = "mean"
     replicas: Annotated[
-        int, typer.Option(help="Pipelines that train together, each on its part of the batch; one process per rank.")
+        int, option("Pipelines that train together, each on its part of the batch; one process per rank.")
     ] = 1
     transport: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="local: all ranks in one process (the default without replicas); distributed: one process per rank; "
+        option(
+            "local: all ranks in one process (the default without replicas); distributed: one process per rank; "
             "staged: the same, through the host's memory; FILE:FACTORY: the same, over your own transport, made by "
             "that function.",
+            metavar="NAME",
         ),
     ] = None
     exact: Annotated[
-        bool | None,
-        typer.Option("--exact/--no-exact", help="Demand equality to the bit; default: wherever it is promised."),
+        bool | None, option("Demand equality to the bit; default: wherever it is promised.", "--exact/--no-exact")
     ] = None
     whole_batch: Annotated[
-        bool,
-        typer.Option(
-            "--whole-batch/--no-whole-batch",
-            help="Also compare with the whole batch, and say why if it differs.",
-        ),
+        bool, option("Also compare with the whole batch, and say why if it differs.", "--whole-batch/--no-whole-batch")
     ] = True
 
 
@@ -86,9 +79,7 @@ class Case(SplitOptions):
 def verify(
     case: Case,
     as_json: Json = False,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Print a row for every value.", rich_help_panel=OUTPUT_PANEL)
-    ] = False,
+    show_all: Annotated[bool, output_option("Print a row for every value.", "--all")] = False,
 ) -> None:
     """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
 
@@ -154,12 +145,10 @@ def _check_numbers(case: Case, entry: Generator) -> None:
 
 def _is_local(transport: str | None, replicas: int) -> bool:
     """Whether one process drives all ranks. Raises ArgumentError if it cannot."""
+    check_counts(replicas=replicas)
     local = transport == "local" or (transport is None and replicas == 1)
-    if replicas < 1 or (local and replicas > 1):
-        raise ArgumentError(
-            f"--replicas {replicas}: "
-            + ("expected at least 1" if replicas < 1 else "a process for each rank; leave --transport local out")
-        )
+    if local and replicas > 1:
+        raise ArgumentError(f"--replicas {replicas}: a process for each rank; leave --transport local out")
     return local
 
 
@@ -224,11 +213,11 @@ def _choice(name: str | None) -> TransportChoice:
 
 
 def _mesh(case: Case, given: Target) -> DeviceMesh:
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
-    roots = [given.model] if isinstance(given.model, nn.Module) else given.model
-    device = next((p.device.type for root in roots for p in root.parameters()), "cpu")
+    from penstock.partition.units.chain import as_module
+
+    device = next((p.device.type for p in as_module(given.model).parameters()), "cpu")
     return init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 HELD_OUT_EVERY = 10
 """One file in this many is held out: the model never trains on it."""
 
-MOST_BYTES = 8_000_000
+MAX_BYTES = 8_000_000
 """More text than a short run needs, yet quick to read."""
 
 _LEFT_OUT = ("test", "idlelib", "site-packages", "encodings", "pydoc_data")
@@ -43,7 +43,7 @@ class Corpus:
         return [_windows(self.held_out, starts[i * rows : (i + 1) * rows], context) for i in range(count)]
 
 
-def standard_library(most_bytes: int = MOST_BYTES) -> Corpus:
+def standard_library(most_bytes: int = MAX_BYTES) -> Corpus:
     """Reads Python's standard library: its modules in alphabetical order, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {False: [], True: []}

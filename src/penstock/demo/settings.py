@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.schedule import MICROBATCHES, Schedule, generate
 
 LAYERS = 4
@@ -44,17 +44,16 @@ class Settings:
         if not 1 <= self.ranks <= LAYERS:
             raise ArgumentError(
                 f"--ranks {self.ranks}: the demo's model has {LAYERS} blocks, at least one for each rank; "
-                f"give 1 to {LAYERS}"
+                f"pass 1 to {LAYERS}"
             )
         if not 1 <= self.microbatches <= ROWS:
             raise ArgumentError(
                 f"--microbatches {self.microbatches}: a batch of the demo has {ROWS} rows, at least one for each "
-                f"microbatch; give 1 to {ROWS}"
+                f"microbatch; pass 1 to {ROWS}"
             )
-        if self.steps < 1:
-            raise ArgumentError(f"--steps {self.steps}: give at least 1")
+        check_counts(steps=self.steps)
         if self.out.exists() and not self.out.is_dir():
-            raise ArgumentError(f"--out {self.out}: this is a file; give a folder")
+            raise ArgumentError(f"--out {self.out}: this is a file; pass a folder")
         return generate(self.schedule, self.ranks, self.microbatches)
 
     def arguments(self) -> list[str]:

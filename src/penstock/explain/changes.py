@@ -27,7 +27,7 @@ _USUAL_SHARE = 1 / 3
 _UNEVEN = 1.05
 _OWN = 1.3
 """An action is called slow by itself if it takes so many times what explains it."""
-_MOST_RANKS = 3
+_MAX_RANKS = 3
 _SAME_WORK = "the same work in sum"
 
 
@@ -187,7 +187,7 @@ def _cut(trial: Trial) -> Iterator[Idea]:
         return
     starts, *ends = known.recut([float(total) for total in totals])
     moves = [
-        f"begin stage {place} at {known.units[new_one]} instead of {known.units[old]}"
+        f"begin stage {place} at {known.units[new_one].name} instead of {known.units[old].name}"
         for place, (old, new_one) in enumerate(zip(known.starts, starts, strict=True))
         if old != new_one
     ]
@@ -213,7 +213,7 @@ def _even(trial: Trial, case: Case) -> Case:
 def _ranks(trial: Trial) -> Iterator[Idea]:
     """The slow ranks by what they lose, the worst few."""
     factors, numbers = trial.factors, [one.number for one in trial.step.replicas]
-    for one in slow_ranks(trial.step, factors)[:_MOST_RANKS]:
+    for one in slow_ranks(trial.step, factors)[:_MAX_RANKS]:
         scale, place = np.ones_like(factors.rank), numbers.index(one.replica)
         scale[place][one.slow] /= factors.rank[place][one.slow]
         ops = ", ".join(
@@ -279,8 +279,8 @@ WHAT_IFS = (
 )
 
 
-def what_if(trial: Trial, text: str, error: float = 0.0) -> Change:
-    """The step if things were different.
+def what_if(trial: Trial, text: str, error: float = 0.0) -> tuple[Change, Case]:
+    """What is claimed of the step if things were different, and its replay then.
 
     Args:
         text: changes as in `WHAT_IFS`. Another schedule is made last, and before it slow actions become usual, once.
@@ -295,7 +295,7 @@ def what_if(trial: Trial, text: str, error: float = 0.0) -> Change:
     rest = [part for part in parts if part[0] != "actions"]
     for name, _, value in sorted([*rest, *dict.fromkeys(usual)], key=lambda part: part[0] == "schedule"):
         idea = _changed(trial, idea, name, value)
-    return trial.change(idea, error)
+    return trial.change(idea, error), idea.cases[0]
 
 
 def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:

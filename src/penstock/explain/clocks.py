@@ -1,7 +1,7 @@
 """Clocks that disagree, set right by messages: nothing can be used before it was made.
 
 Where messages arrive after they were sent, clocks are taken as they are. Otherwise each rank's is set so that a message
-takes as long to its neighbour as back, as NTP does.
+takes as long to its neighbor as back, as NTP does.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:
     usual = dict(_usual(messages, tolerance))
     if not any(one.early for one in usual.values()):
         return [0.0] * ranks
-    neighbours = defaultdict(set)
+    neighbors = defaultdict(set)
     for one, two in usual:
-        neighbours[one].add(two)
-        neighbours[two].add(one)
+        neighbors[one].add(two)
+        neighbors[two].add(one)
     found = {0: 0.0}
     queue = [0]
     while queue:
         rank = queue.pop(0)
-        for other in sorted(neighbours[rank] - found.keys()):
+        for other in sorted(neighbors[rank] - found.keys()):
             found[other] = found[rank] + _ahead(usual, rank, other)
             queue.append(other)
     return [found.get(rank, 0.0) for rank in range(ranks)]

@@ -15,7 +15,7 @@ from penstock.explain.event import Recording
 from penstock.explain.factors import factors_of, seconds_of
 from penstock.explain.measured import Run, Step, run_of
 from penstock.explain.predicted import Predicted
-from penstock.explain.schedules import MOST_ACTIONS
+from penstock.explain.schedules import MAX_ACTIONS
 from penstock.explain.stragglers import StepSummary, in_words, slowdowns_of, summaries
 from penstock.explain.where import Bubble, Where, bubble_of, where_of
 from penstock.schedule.timeline import Timeline
@@ -33,7 +33,7 @@ _EXACT = 1e-7
 """What was measured is never replayed so well."""
 _FAR = 0.25
 """A prediction that is wrong by such a share is said to be, first of all."""
-_MOST_ADVICE = 6
+_MAX_ADVICE = 6
 _APART, _IN_TURNS_AT = 0.01, 0.8
 _STEPS = 5
 """A gain has to show in so many steps, if there are as many."""
@@ -72,6 +72,7 @@ class Explanation:
         bubble: the longest wait of the slowest replica.
         changes: what would bring something, ordered by what is certain.
         what_ifs: what was asked for.
+        what_if_replays: the same replayed, of the same places.
         whole_error: by how much the replay of the whole step is wrong, with what ranks do before and after their
             pipelines; 0 if they do nothing, or nobody knows with whom.
         slowdowns: what stragglers cost; None where that cannot be told.
@@ -90,6 +91,7 @@ class Explanation:
     bubble: Bubble | None
     changes: tuple[Change, ...]
     what_ifs: tuple[Change, ...]
+    what_if_replays: tuple[Case, ...]
     whole_error: float
     slowdowns: Slowdowns | None
     steps: tuple[StepSummary, ...]
@@ -114,7 +116,7 @@ class Explanation:
     @property
     def advice(self) -> tuple[Change, ...]:
         """The first of the changes, as every page and screen lists them."""
-        return self.changes[:_MOST_ADVICE]
+        return self.changes[:_MAX_ADVICE]
 
     @property
     def nothing(self) -> str:
@@ -221,6 +223,7 @@ def explain(
     if chosen.unknown:
         notes.append(_UNKNOWN.format(chosen.unknown[0]))
     run = replace(run, notes=tuple(notes))
+    tried = [what_if(trial, text, error) for text in what_ifs]
     return Explanation(
         run,
         chosen,
@@ -231,7 +234,8 @@ def explain(
         where_of(chosen, factors, replay),
         bubble_of(chosen.slowest, even_timeline),
         suggestions([trial, *_others(run, trial, like)], error),
-        tuple(what_if(trial, text, error) for text in what_ifs),
+        tuple(change for change, _ in tried),
+        tuple(replayed for _, replayed in tried),
         outside,
         slowdowns_of(run, chosen),
         summaries(run),
@@ -266,7 +270,7 @@ def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
     """The step without what is an action's own, the steps like it, or if there are none its own microbatches in other
     orders: what a change brings there, too, is certain."""
     step, schedule = trial.step, trial.slowest.schedule
-    if sum(map(len, schedule.rows)) * len(step.replicas) > MOST_ACTIONS // _STEPS:
+    if sum(map(len, schedule.rows)) * len(step.replicas) > MAX_ACTIONS // _STEPS:
         return []
     rolls = [schedule.microbatches * part // _STEPS for part in range(1, 1 if like else _STEPS)]
     return [
@@ -287,7 +291,7 @@ def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
 
 def _guess(predicted: Predicted, trial: Trial) -> str:
     """What was taken for the run's cuts, and whether that can be."""
-    names = ", ".join(predicted.units[start] for start in predicted.starts[1:])
+    names = ", ".join(predicted.units[start].name for start in predicted.starts[1:])
     taken = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
     measured = [float(total) for total in trial.totals]
     if not predicted.unlikely(measured):

@@ -21,9 +21,9 @@ from penstock.simulate.columns import Columns, Floats
 from penstock.words import counted
 
 _MAX_PROCESSES = 10_000
-_MOST_TRIED = 200_000
+_MAX_TRIED = 200_000
 """Schedules of more actions are not compared with those that have a name."""
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 """So many missing stages are named."""
 
 
@@ -212,7 +212,7 @@ def _missing(events: Sequence[Event], stages: int) -> str:
     if lacking := sorted(set(range(max(ranks))) - ranks):
         named = ", ".join(map(str, lacking))
         return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; give the trace of every rank"
-    if lacking := list(islice((stage for stage in range(stages) if stage not in present), _MOST_NAMED)):
+    if lacking := list(islice((stage for stage in range(stages) if stage not in present), _MAX_NAMED)):
         named = ", ".join(map(str, lacking))
         return f"no rank has stage {named}, and there are stages up to {stages - 1}; give the trace of every rank"
     return ""
@@ -299,7 +299,7 @@ def _judged(schedule: Schedule) -> Schedule | str:
     if fatal:
         return summary(fatal, most=2)
     placement = schedule.placement
-    if sum(map(len, schedule.rows)) > _MOST_TRIED:
+    if sum(map(len, schedule.rows)) > _MAX_TRIED:
         return schedule
     chunks = placement.stages // placement.ranks // placement.pipelines
     numbers = Numbers(placement.ranks, schedule.microbatches, chunks)

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.balance import Problem, Profile, best_starts
+from penstock.balance import Profile, UnitCost, best_starts
 from penstock.errors import ArgumentError
 from penstock.explain.schedules import Price
 from penstock.plan.stage_costs import priced, problem_of, slowest_link, usual_link
-from penstock.simulate import StageCost
+from penstock.simulate import NO_COST, LinkCost, StageCost
 from penstock.simulate.columns import Floats
 from penstock.words import counted
 
@@ -27,10 +27,10 @@ class Predicted:
 
     Attributes:
         stage_seconds: F + I + W of each stage.
-        units: the model's units by name, in order; empty if only stages are known.
-        problem: F + I + W of each unit, and what cuts cost; None if only stages are known.
+        units: the model's units, in order; empty if only stages are known.
         costs: of each stage; empty if only its seconds are known.
-        fixed_seconds: what the runtime adds to a stage, whatever its units.
+        link: what a message costs.
+        action_seconds: what the runtime adds to an action.
         starts: the unit with which each stage begins, by its place.
         guessed: whether the starts are the profile's own best, as nobody said with which the run was cut.
         price: what splitting the stages' backwards costs, if it was measured.
@@ -38,10 +38,10 @@ class Predicted:
     """
 
     stage_seconds: tuple[float, ...]
-    units: tuple[str, ...] = ()
-    problem: Problem | None = None
+    units: tuple[UnitCost, ...] = ()
     costs: tuple[StageCost, ...] = ()
-    fixed_seconds: float = 0.0
+    link: LinkCost = NO_COST
+    action_seconds: float = 0.0
     starts: tuple[int, ...] = ()
     guessed: bool = False
     price: tuple[Price, ...] | None = None
@@ -80,10 +80,10 @@ class Predicted:
             notes.append(f"ranks had {counted(threads, 'thread')}, and the profile was made with {profile.threads}")
         profile = sizes.get(rows or 0, profile)
         names = [unit.name for unit in profile.units]
-        units = [unit.split if splits else unit for unit in profile.units]
-        problem = problem_of(units, slowest_link(profile) or usual_link(profile.device))
+        units = tuple(unit.split if splits else unit for unit in profile.units)
+        link = slowest_link(profile) or usual_link(profile.device)
         if cuts is None:
-            starts = best_starts(problem, stages)
+            starts = best_starts(problem_of(units, link), stages)
         else:
             if unknown := [name for name in cuts if name not in names]:
                 raise ArgumentError(f"cuts={list(cuts)}: {unknown[0]!r} is no unit of the profile")
@@ -92,10 +92,9 @@ class Predicted:
                 raise ArgumentError(
                     f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"
                 )
-        costs, price = _costs(profile, starts, splits=splits), _price(profile, starts)
-        fixed = 2 * (profile.action_seconds or 0.0)  # of F, and of B or I
-        found = tuple(cost.forward_seconds + cost.backward_seconds for cost in costs)
-        return cls(found, tuple(names), problem, costs, fixed, tuple(starts), cuts is None, price, "; ".join(notes))
+        action, guessed, note = profile.action_seconds or 0.0, cuts is None, "; ".join(notes)
+        costs = priced(units, starts, [1.0] * stages, action)
+        return cls(_seconds(costs), units, costs, link, action, tuple(starts), guessed, _price(profile, starts), note)
 
     def unlikely(self, measured: Sequence[float]) -> bool:
         """Whether the starts are guessed, and what stages took says that they were others."""
@@ -109,32 +108,40 @@ class Predicted:
         Args:
             measured: F + I + W of each stage, as it ran.
         """
-        assert self.problem is not None  # or there are no units
-        ends, plain = [*self.starts[1:], len(self.units)], self.problem.seconds
+        ends, ones = [*self.starts[1:], len(self.units)], [1.0] * len(self.starts)
         times = [took / was if was else 1.0 for took, was in zip(measured, self.stage_seconds, strict=True)]
         scaled = [
-            seconds * by
+            _slower(unit, by)
             for by, start, end in zip(times, self.starts, ends, strict=True)
-            for seconds in plain[start:end]
+            for unit in self.units[start:end]
         ]
-        starts = best_starts(replace(self.problem, seconds=scaled), len(self.starts))
-        fixed = [self.fixed_seconds * by for by in times]
-        by_unit = [unit + of_rank for unit, of_rank in zip(_totals(scaled, starts), fixed, strict=True)]
-        by_rank = [(unit + self.fixed_seconds) * by for unit, by in zip(_totals(plain, starts), times, strict=True)]
-        return tuple(starts), tuple(by_unit), tuple(by_rank)
+        starts = best_starts(problem_of(scaled, self.link), len(self.starts))
+        of_rank = 2 * self.action_seconds  # of F, and of B or I
+        units = _seconds(priced(scaled, starts, ones, 0.0))
+        stages = _seconds(priced(self.units, starts, ones, self.action_seconds))
+        by_unit = tuple(seconds + of_rank * by for seconds, by in zip(units, times, strict=True))
+        return tuple(starts), by_unit, tuple(seconds * by for seconds, by in zip(stages, times, strict=True))
 
 
-def _costs(profile: Profile, starts: Sequence[int], *, splits: bool) -> tuple[StageCost, ...]:
-    """What each stage costs that begins with one of these units."""
-    units = [unit.split if splits else unit for unit in profile.units]
-    return priced(units, starts, [1.0] * len(starts), profile.action_seconds or 0.0)
+def _slower(unit: UnitCost, times: float) -> UnitCost:
+    return replace(
+        unit,
+        forward_seconds=unit.forward_seconds * times,
+        input_gradient_seconds=unit.input_gradient_seconds * times,
+        weight_gradient_seconds=unit.weight_gradient_seconds * times,
+    )
+
+
+def _seconds(costs: Sequence[StageCost]) -> tuple[float, ...]:
+    return tuple(cost.forward_seconds + cost.backward_seconds for cost in costs)
 
 
 def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
     """What splitting the backward of each stage costs, and within which bounds; None where that was not measured."""
     if not all(unit.split_forward_seconds is not None for unit in profile.units):
         return None
-    whole, split = (_costs(profile, starts, splits=splits) for splits in (False, True))
+    each, action = (profile.units, [unit.split for unit in profile.units]), profile.action_seconds or 0.0
+    whole, split = (priced(units, starts, [1.0] * len(starts), action) for units in each)
 
     def shares(part: str, of: str) -> Floats:
         return np.array([getattr(a, part) / max(getattr(b, of), _LEAST) for a, b in zip(split, whole, strict=True)])

@@ -20,7 +20,7 @@ from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
 from penstock.schedule.timeline import Timeline
 
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 """Files that a folder is searched for."""
 
@@ -50,7 +50,7 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     events = numbered([event for one in found for event in one.events])
     unread = sum((Counter(one.unread) for one in found), Counter())
     others = unread + Counter(event.name for event in events if event.action is None)
-    named = ", ".join(quoted(name) for name, _ in others.most_common(_MOST_NAMED))
+    named = ", ".join(quoted(name) for name, _ in others.most_common(_MAX_NAMED))
     if not any(event.action is not None for event in events):
         raise ArgumentError(
             f"{', '.join(map(str, paths))}: no event names an action of a pipeline"

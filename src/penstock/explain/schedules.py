@@ -16,7 +16,7 @@ from penstock.simulate.columns import COMPUTE, Floats, column
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _ROUNDING = 1 + 1e-9
-MOST_ACTIONS = 100_000
+MAX_ACTIONS = 100_000
 """Of a step whose other schedules are all tried."""
 
 
@@ -168,7 +168,7 @@ def _share(seconds: Floats, part: int) -> float:
 def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Idea]:
     """The case under each schedule that leaves stages as they are. Arguments as for `another`."""
     now = case.schedules[0]
-    if now.placement.pipelines > 1 or sum(map(len, now.rows)) * len(case.schedules) > MOST_ACTIONS:
+    if now.placement.pipelines > 1 or sum(map(len, now.rows)) * len(case.schedules) > MAX_ACTIONS:
         return
     each = now.placement.stages // now.placement.ranks
     for entry in generators():

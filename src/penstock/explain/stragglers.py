@@ -17,7 +17,7 @@ from penstock.schedule import Op
 from penstock.simulate.job import Slowdowns, balanced, slowdowns, usual
 from penstock.words import counted
 
-_MOST_SIMULATED = 5_000_000
+_MAX_SIMULATED = 5_000_000
 """Actions that are simulated to tell slowdowns, at most."""
 
 
@@ -31,7 +31,7 @@ def slowdowns_of(run: Run, step: Step) -> Slowdowns | None:
     plain = schedule.placement.stages == schedule.ranks
     split = any(code == Op.I.code for row in schedule.rows for _, code in row.kinds)
     simulated = sum(map(len, schedule.rows)) * replicas * (schedule.ranks + replicas + 8)
-    if replicas == 1 or not plain or split or step.unknown or simulated > _MOST_SIMULATED:
+    if replicas == 1 or not plain or split or step.unknown or simulated > _MAX_SIMULATED:
         return None
     own = _traced(step)
     if own is None:

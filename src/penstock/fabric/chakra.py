@@ -71,7 +71,7 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
     """
     if hosts < 2 or workload.hosts not in (0, hosts):
         expected = workload.hosts or "2 or more"
-        raise ArgumentError(f"hosts={hosts}: the workload {workload.name!r} is for {expected} hosts; give that number")
+        raise ArgumentError(f"hosts={hosts}: the workload {workload.name!r} is for {expected} hosts; pass that number")
     groups = process_groups(workload, hosts)
     folder.mkdir(parents=True, exist_ok=True)
     made = []

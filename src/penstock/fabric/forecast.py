@@ -32,7 +32,7 @@ from penstock.words import counted
 FEWEST_SIZES = 3
 """With fewer sizes of a collective, the residuals of a fit mean nothing."""
 
-MOST_HOSTS = 1 << 16
+MAX_HOSTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ def forecast(
     Raises:
         ArgumentError: there is neither a sweep nor a measured link to fit, or a number is out of range.
     """
-    if not all(2 <= n <= MOST_HOSTS for n in hosts):
-        raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MOST_HOSTS:,}")
+    if not all(2 <= n <= MAX_HOSTS for n in hosts):
+        raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_HOSTS:,}")
     return _carried(fit_run(record, results, collective), sizes, hosts)
 
 

@@ -73,13 +73,13 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
         ArgumentError: a time is not positive, or the points cannot separate alpha from beta: fewer than two differ.
     """
     if any(not 0 < seconds < math.inf or size < 0 for size, seconds, _ in points):
-        raise ArgumentError("expected times above 0 and sizes of 0 or more: give measured seconds, and sizes in bytes")
+        raise ArgumentError("expected times above 0 and sizes of 0 or more: pass measured seconds, and sizes in bytes")
     seconds = np.array([one[1] for one in points])
     raw = np.array([(terms.rounds, size * terms.bytes_factor) for size, _, terms in points], float).reshape(-1, 2)
     columns = raw / seconds[:, None]
     norms = np.linalg.norm(columns, axis=0)
     if len(points) < 2 or not norms.all() or np.linalg.matrix_rank(columns / norms, 1e-9) < 2:
-        raise ArgumentError(f"{len(points)} points cannot separate latency from bandwidth: give two or more sizes")
+        raise ArgumentError(f"{len(points)} points cannot separate latency from bandwidth: pass two or more sizes")
     wanted = 1 - columns[:, 1] * least_beta
     alpha, beta = _non_negative(columns / norms, wanted) / norms + (0.0, least_beta)
     fitted = columns @ np.array([alpha, beta])

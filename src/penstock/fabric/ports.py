@@ -264,7 +264,7 @@ def predicted_seconds(
 ) -> float:
     """Returns the predicted seconds of one collective.
 
-    A message leaves only after its receiver has signalled that it is ready. Receivers signal one round ahead, so this
+    A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
     delays only the first message. Shapers' token buckets are taken as empty.
 
     Args:

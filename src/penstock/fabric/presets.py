@@ -28,7 +28,7 @@ def mlp(widths: Sequence[int] = MLP_WIDTHS) -> Workload:
     """
     if len(widths) < 2 or min(widths) < 1:
         raise ArgumentError(
-            f"widths={tuple(widths)}: give the input's width and each layer's, two or more numbers above 0"
+            f"widths={tuple(widths)}: pass the input's width and each layer's, two or more numbers above 0"
         )
     layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(widths), start=1)]
     return Workload(
@@ -44,12 +44,12 @@ PRESETS: dict[str, Callable[[], Workload]] = {"mlp": mlp}
 def preset(name: str) -> Workload:
     """Returns the workload with this name. Raises ArgumentError if there is none."""
     if name not in PRESETS:
-        raise ArgumentError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}")
+        raise ArgumentError(f"there is no preset {name!r}: pass one of {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 
 def trials_of(batches: int, epochs: int) -> int:
     """Returns the number of trials in a whole training, one per batch and epoch. Raises ArgumentError below 1."""
     if batches < 1 or epochs < 1:
-        raise ArgumentError(f"batches={batches}, epochs={epochs}: trials = batches * epochs, so give 1 or more of each")
+        raise ArgumentError(f"batches={batches}, epochs={epochs}: trials = batches * epochs, so pass 1 or more of each")
     return batches * epochs

@@ -11,16 +11,18 @@ from typing_extensions import TypedDict  # pydantic takes typing's only from Pyt
 
 from penstock.fabric.workload import MAX_SECONDS, Workload
 from penstock.files import STRICT
+from penstock.network import machines
 from penstock.network.director import Happened
 
-MAX_HOSTS = 65_536
-"""Of a run whose folder is read: more than any network that was ever emulated."""
+MAX_HOSTS = 10_000
+"""Of a run whose folder is read: those of `--hosts`."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 40)]
 _Whole = Annotated[int, Field(ge=1, lt=1 << 40)]
 _Time = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
 _Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 _Lasting = Annotated[float, Field(ge=1e-9, le=MAX_SECONDS)]
 _Rate = Annotated[float, Field(ge=1e-3, le=1e15)]
+_Made = Annotated[int, Field(ge=2, le=machines.MAX_HOSTS)]
 _Number = Annotated[str, Field(pattern=r"^\d{1,5}$")]
 # fmt: off
 _Link = TypedDict("_Link", {
@@ -28,7 +30,7 @@ _Link = TypedDict("_Link", {
     "missing_seconds": NotRequired[_Seconds],
 })
 _Network = TypedDict("_Network", {
-    "hosts": int, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
+    "hosts": _Made, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
     "background": list[str], "slow": dict[_Number, float], "held_back_by": str | None, "mtu": NotRequired[int | None],
     "rates": NotRequired[dict[str, Any] | None],
 })

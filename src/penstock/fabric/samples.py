@@ -80,13 +80,15 @@ class Run:
         if not (folder / RUN).exists():
             reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
             raise ArgumentError(
-                f"{folder} holds no run of penstock fabric: {reason}. Give a folder that a run was written to, such as "
+                f"{folder} holds no run of penstock fabric: {reason}. Pass a folder that a run was written to, such as "
                 "runs/fabric-1"
             )
         given = read_json(folder / RUN)
         found = validate(RecordFile, given, f"{folder} holds no run of penstock fabric: {RUN}")
         record = {**asdict(found), **given, "workload": found.workload.to_dict()}
         record["happened"] = [asdict(one) for one in found.happened]  # without entries of later versions
+        if found.network and found.network["hosts"] != found.hosts:
+            raise ArgumentError(f"{folder / RUN}: hosts={found.hosts:,}, but network.hosts={found.network['hosts']:,}")
         try:
             topology_of(record["network"])
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one

@@ -28,7 +28,7 @@ Some series pass by chance, because their dependence is underestimated. Of serie
 correlation of 0.9, 15% pass, and their intervals cover 80%. A higher limit only selects worse ones; with a lower limit,
 intervals explode for skewed samples.
 """
-_TIMES_A_BATCH, _MOST_BATCHES = 5, 20
+_TIMES_A_BATCH, _MAX_BATCHES = 5, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
         return None
     mean, batches, size = float(values.mean()), values, 1
     if time > 1:
-        count = int(np.clip(len(values) / (_TIMES_A_BATCH * time), _FEWEST_FOR_MEAN, _MOST_BATCHES))
+        count = int(np.clip(len(values) / (_TIMES_A_BATCH * time), _FEWEST_FOR_MEAN, _MAX_BATCHES))
         size = len(values) // count
         batches = values[len(values) - count * size :].reshape(count, size).mean(1)
     count, deviation = len(batches), float(batches.std(ddof=1))

@@ -21,7 +21,7 @@ def size_of(text: str) -> int:
     factor = _SIZES.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ArgumentError(
-            f"{text!r} is not a size: give bytes, or a number with KiB, MiB or GiB (kb, mb and gb are the same)"
+            f"{text!r} is not a size: pass bytes, or a number with KiB, MiB or GiB (kb, mb and gb are the same)"
         )
     size = float(match[1]) * factor
     if size < 1 or size != int(size):

@@ -31,7 +31,7 @@ REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 """Collectives that take a reduction op."""
 
 MAX_SECONDS = 1e9
-MOST_SIZES = 1000
+MAX_SIZES = 1000
 """The most sizes in a sweep."""
 
 
@@ -98,21 +98,21 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.element_bytes not in (1, 2, 4, 8):
-            raise ArgumentError(f"element_bytes is {self.element_bytes}: give 1, 2, 4 or 8")
+            raise ArgumentError(f"element_bytes is {self.element_bytes}: pass 1, 2, 4 or 8")
         if self.dtype and BYTES.get(self.dtype) != self.element_bytes:
             raise ArgumentError(
-                f"dtype is {self.dtype!r}, but element_bytes is {self.element_bytes}: give a dtype of that size"
+                f"dtype is {self.dtype!r}, but element_bytes is {self.element_bytes}: pass a dtype of that size"
             )
         op_of(self.op, self.number)
         if self.op != "sum" and not any(transfer.collective in REDUCES for transfer in self.transfers):
             raise ArgumentError(f"op is {self.op!r}, but no transfer reduces: only {', '.join(REDUCES)} do")
         if not self.transfers:
-            raise ArgumentError(f"the workload {self.name!r} has no transfers: give at least one size")
+            raise ArgumentError(f"the workload {self.name!r} has no transfers: pass at least one size")
         names: set[str] = set()
         for transfer in self.transfers:
             if transfer.bytes < 1 or transfer.bytes % self.element_bytes:
                 raise ArgumentError(
-                    f"the transfer {transfer.name} has {transfer.bytes} bytes: give a multiple of the element size, "
+                    f"the transfer {transfer.name} has {transfer.bytes} bytes: pass a multiple of the element size, "
                     f"{self.element_bytes} bytes, above 0"
                 )
             if transfer.name in names:
@@ -124,7 +124,7 @@ class Workload:
             if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
                 raise ArgumentError(
                     f"{transfer.name}: compute_by_rank has {len(transfer.compute_by_rank)} times for "
-                    f"{len(transfer.ranks)} ranks: give one for each, or none"
+                    f"{len(transfer.ranks)} ranks: pass one for each, or none"
                 )
             if transfer.shares and (
                 transfer.collective != "all_to_all"
@@ -138,11 +138,11 @@ class Workload:
                 )
             if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
                 raise ArgumentError(
-                    f"{transfer.name} is between the ranks {transfer.ranks}: give two or more, each once"
+                    f"{transfer.name} is between the ranks {transfer.ranks}: pass two or more, each once"
                 )
             if self.hosts and not all(0 <= rank < self.hosts for rank in transfer.ranks):
                 raise ArgumentError(
-                    f"{transfer.name} is between the ranks {transfer.ranks}: give 0 to {self.hosts - 1}"
+                    f"{transfer.name} is between the ranks {transfer.ranks}: pass 0 to {self.hosts - 1}"
                 )
 
     @property
@@ -180,17 +180,15 @@ class Workload:
             ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole elements.
         """
         if not factor > 1:
-            raise ArgumentError(f"factor is {factor}: give a factor above 1")
+            raise ArgumentError(f"factor is {factor}: pass a factor above 1")
         if last < first:
-            raise ArgumentError(f"a sweep from {first} to {last} bytes is empty: give the smaller size first")
+            raise ArgumentError(f"a sweep from {first} to {last} bytes is empty: pass the smaller size first")
         if first < 1 or first % element_bytes:
             raise ArgumentError(
-                f"a sweep from {first} bytes: give a multiple of the element size, {element_bytes} bytes, above 0"
+                f"a sweep from {first} bytes: pass a multiple of the element size, {element_bytes} bytes, above 0"
             )
-        if math.log(last / first) > MOST_SIZES * math.log(factor):
-            raise ArgumentError(
-                f"factor is {factor}: a sweep from {first} to {last} has more than {MOST_SIZES:,} sizes"
-            )
+        if math.log(last / first) > MAX_SIZES * math.log(factor):
+            raise ArgumentError(f"factor is {factor}: a sweep from {first} to {last} has more than {MAX_SIZES:,} sizes")
         sizes, size = [], float(first)
         while size <= last * (1 + 1e-9):
             sizes.append(min(round(size), last) // element_bytes * element_bytes)
@@ -211,7 +209,7 @@ def dtype_of(text: str) -> str:
     """Returns torch's name of a type, given torch's or nccl-tests'. Raises ArgumentError if it is unknown."""
     name = {theirs: ours for ours, theirs in NCCL.items()}.get(text, text)
     if name not in BYTES:
-        raise ArgumentError(f"there is no dtype {text!r}: give one of {', '.join(BYTES)}")
+        raise ArgumentError(f"there is no dtype {text!r}: pass one of {', '.join(BYTES)}")
     return name
 
 
@@ -221,7 +219,7 @@ def op_of(text: str, dtype: str) -> Op:
         if op == text:
             break
     else:
-        raise ArgumentError(f"there is no op {text!r}: give one of {', '.join(OPS)}")
+        raise ArgumentError(f"there is no op {text!r}: pass one of {', '.join(OPS)}")
     if op == "avg" and "float" not in dtype:
-        raise ArgumentError(f"{dtype} cannot hold an average: give --op sum, or a dtype like float32")
+        raise ArgumentError(f"{dtype} cannot hold an average: pass --op sum, or a dtype like float32")
     return op

@@ -23,14 +23,14 @@ MISFIT = 0.1
 LEAST_MISFIT = 1e-3
 
 LEAST_FRACTION = 1e-3
-MOST_SECONDS = 1e-3
+MAX_SECONDS = 1e-3
 """Of a launch, and of a run."""
 
 _SCALE = 1e-4
 """Seconds are sought in units of this, fractions as logarithms, so that all steps are of a like size."""
 
 _LOW = np.zeros(4)
-_HIGH = np.array([-math.log(LEAST_FRACTION), -math.log(LEAST_FRACTION), MOST_SECONDS / _SCALE, MOST_SECONDS / _SCALE])
+_HIGH = np.array([-math.log(LEAST_FRACTION), -math.log(LEAST_FRACTION), MAX_SECONDS / _SCALE, MAX_SECONDS / _SCALE])
 
 _ROUNDS = 200
 

@@ -125,7 +125,7 @@ def device(name: str | Path) -> Device:
         return reported
     raise ArgumentError(
         f"device {text!r}: not known; {did_you_mean(wanted, names, 0.5)}"
-        "`penstock devices` lists those that are; describe another in a .toml file like that of the list, and give it"
+        "`penstock devices` lists those that are; describe another in a .toml file like that of the list, and pass it"
     )
 
 

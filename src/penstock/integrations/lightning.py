@@ -188,7 +188,7 @@ class PipelineStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         restored = load(checkpoint_path, self.pipe, self.optimizers, weights_only=weights_only is not False)
         if restored is None:
-            raise ArgumentError(f"ckpt_path={str(checkpoint_path)!r}: there is no checkpoint; give the folder of one")
+            raise ArgumentError(f"ckpt_path={str(checkpoint_path)!r}: there is no checkpoint; pass the folder of one")
         extra: dict[str, Any] = restored.extra
         return extra
 

@@ -32,9 +32,9 @@ REFUSED = {
     "fp16": "bf16 works, and so does a plain loop with penstock.GradScaler",
     "fsdp": "shard stages in a plain loop, with penstock.pipeline(parallelize=)",
     "deepspeed": "it would divide the model once more",
-    "torch_compile": "give penstock.pipeline(compile=True)",
-    "activation_checkpointing": "give penstock.pipeline(recompute=)",
-    "gradient_checkpointing": "give penstock.pipeline(recompute=)",
+    "torch_compile": "pass penstock.pipeline(compile=True)",
+    "activation_checkpointing": "pass penstock.pipeline(recompute=)",
+    "gradient_checkpointing": "pass penstock.pipeline(recompute=)",
     "label_smoothing_factor": "it needs a loss besides the model's own",
     "auto_find_batch_size": "the pipeline's batch is cut as its example was",
 }
@@ -77,7 +77,7 @@ class PipelineTrainer(Trainer):
             takes = "takes" if self.model_accepts_loss_kwargs else "does not take"
             raise ArgumentError(
                 f"reduction={given!r}: {type(pipe.model).__name__} {takes} num_items_in_batch; for the losses of its "
-                f"microbatches, give penstock.pipeline(reduction={expected!r})"
+                f"microbatches, pass penstock.pipeline(reduction={expected!r})"
             )
         self.accelerator.prepare_model = lambda model, *_, **__: model  # it stays where its stages are
         self.accelerator.clip_grad_norm_ = lambda _, *norms: pipe.clip_grad_norm_(*norms)
@@ -132,7 +132,7 @@ class PipelineTrainer(Trainer):
             raise ArgumentError(
                 f"{type(self.pipe.model).__name__} has a loss of {once:.6g}, and of {twice:.6g} for twice the "
                 "num_items_in_batch, where half was expected. If it ignores the number, set "
-                "model.accepts_loss_kwargs = False and give penstock.pipeline(reduction='mean'); if it adds other "
+                "model.accepts_loss_kwargs = False and pass penstock.pipeline(reduction='mean'); if it adds other "
                 "losses, switch them off"
             )
         self._count_is_used = True

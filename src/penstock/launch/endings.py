@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from penstock.errors import ArgumentError
-from penstock.files import STRICT, atomic, parse_json, read_json, validate
+from penstock.files import STRICT, parse_json, read_json, validate, write_whole
 from penstock.words import line_of
 
 FAILURES = "PENSTOCK_FAILURES"
 """In the environment of a job: the file in which `RankFailure`s are left. Whoever set it prints the first."""
 _FOLDER = "folder"
-_MOST_CHARACTERS = 500
+_MAX_CHARACTERS = 500
 _MAX_BYTES = 1 << 20
 _CULPRIT_SECONDS = 3.0
 
@@ -75,7 +75,7 @@ def note(rank: int, message: str = "", exitcode: int | None = None) -> None:
     """Leaves why a rank failed for the launcher, if there is one."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
-            RankFailure(rank, exitcode, time.monotonic_ns(), line_of(message, _MOST_CHARACTERS)).write(path)
+            RankFailure(rank, exitcode, time.monotonic_ns(), line_of(message, _MAX_CHARACTERS)).write(path)
 
 
 def first_noted() -> RankFailure | None:
@@ -109,8 +109,7 @@ def write_failure_to_runs(path: Path | str, message: str) -> None:
                 record = read_json(file)
                 if record["state"]["failure"] is not None or not record["state"]["ended"]:
                     record["state"]["failure"] = message
-                    with atomic(file) as new:
-                        new.write_bytes(json.dumps(record).encode() + b"\n")
+                    write_whole(file, record)
 
 
 def exit_status(error: BaseException) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.launch.agent import TAG, agent_command, kill_left, left
 from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, write_failure_to_runs
 from penstock.launch.user import User
@@ -298,10 +298,7 @@ def cores_for(ranks: int, threads: int | None) -> dict[str, str]:
 
 def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
     """Raises ArgumentError if `launch` cannot start this."""
-    if ranks < 1:
-        raise ArgumentError(f"ranks is {ranks}, but at least 1 process has to run: give --ranks 2, for example")
-    if threads is not None and threads < 1:
-        raise ArgumentError(f"threads is {threads}, but a process needs at least 1: give --threads 1, or leave it out")
+    check_counts(required=False, ranks=ranks, threads=threads)
     target = command[1:2] if command and command[0] == "-m" else command[:1]
     if not target:
         raise ArgumentError("no script given: name a Python file, or -m and a module")
@@ -314,4 +311,4 @@ def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
             f"{target[0]!r} is a folder without a __main__.py: name the script in it, or -m and a module"
         )
     elif not Path(target[0]).exists():
-        raise ArgumentError(f"no script {target[0]!r} in {os.getcwd()}: give its path, or -m and a module")
+        raise ArgumentError(f"no script {target[0]!r} in {os.getcwd()}: pass its path, or -m and a module")

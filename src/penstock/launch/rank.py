@@ -18,11 +18,13 @@ from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
-from penstock.errors import PipelineFailure
+from penstock.errors import PipelineFailure, PlanError
 from penstock.launch.endings import await_culprit, exit_status, first_noted, note
 from penstock.words import in_a_line
 
 _DOUBT_SECONDS = 0.5
+_SAYS_ALL = PipelineFailure, PlanError
+"""Errors whose message needs neither a rank nor a traceback."""
 
 
 def main() -> None:
@@ -46,12 +48,12 @@ def main() -> None:
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             note(rank, exitcode=status)
         elif not isinstance(error, PipelineFailure) or first_noted() is None:
-            note(rank, str(error) if isinstance(error, PipelineFailure) else f"rank {rank} failed: {in_a_line(error)}")
+            note(rank, str(error) if isinstance(error, _SAYS_ALL) else f"rank {rank} failed: {in_a_line(error)}")
         await_culprit(rank)
         first = first_noted()
         if isinstance(error, SystemExit):
             raise
-        if not isinstance(error, KeyboardInterrupt | PipelineFailure) and (first is None or first.rank == rank):
+        if not isinstance(error, (KeyboardInterrupt, *_SAYS_ALL)) and (first is None or first.rank == rank):
             error = error.with_traceback(_of_the_program(error.__traceback__))
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(status)

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from penstock.errors import ArgumentError, PenstockError
+from penstock.launch import transformers_config
 from penstock.words import a, in_a_line, line_of
 
-_FORM = "give module:function or file.py:function"
+_FORM = "pass module:function or file.py:function"
 _MAX_MESSAGE = 500
 _RETURNS = "expected (model, args, target, loss)"
 _USUAL = "make"
@@ -63,17 +64,20 @@ class Target:
         return {name: value for name, value in self.cutting.items() if name != "merge"}
 
 
-def load(text: str) -> Target:
+def load(text: str, *, weights: bool = True) -> Target:
     """Calls the function that `text` names, from seed 0, and checks what it returns.
 
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
     of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
     `batch_dims`, `split` and `merge`. Modules are looked up in the current folder too; a file finds the
-    modules next to it. Without a colon, the function is `make`.
+    modules next to it. Without a colon, the function is `make`. `hf:path/to/config.json` is a model of transformers
+    by its configuration; with weights=False it is built on the meta device.
 
     Raises:
         ArgumentError: there is no such module, file or function, it raises, or it returns something else.
     """
+    if text.startswith(transformers_config.PREFIX):
+        return call(text, partial(transformers_config.case, text, weights=weights))
     return call(text, function_named(text if ":" in text else _with_usual(text)))
 
 

@@ -65,7 +65,7 @@ def parse_background(text: str, hosts: int) -> Neighbor:
     named: dict[str, Any] = {}
     try:
         if not words:
-            raise ValueError("it is empty: give one like '50mbit to 1'")
+            raise ValueError("it is empty: pass one like '50mbit to 1'")
         kind = words[0].lower()
         reads: dict[str, Callable[[str], float]] = {"to": q.count, "size": q.size}
         if kind == "incast":
@@ -81,7 +81,7 @@ def parse_background(text: str, hosts: int) -> Neighbor:
         for place in range(0, len(rest), 2):
             word = rest[place].lower()
             if word not in reads:
-                raise ValueError(f"{rest[place]!r} is unknown here: give {', '.join(reads)}")
+                raise ValueError(f"{rest[place]!r} is unknown here: pass {', '.join(reads)}")
             if word in named:
                 raise ValueError(f"{rest[place]!r} is given twice")
             named[word] = reads[word](_value(rest, place))
@@ -102,22 +102,22 @@ def _neighbor(text: str, named: dict[str, Any], hosts: int) -> Neighbor:
         raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
     size = int(named.get("size", FRAME_BYTES))
     if not 64 <= size <= 65535:
-        raise ValueError(f"a frame cannot have {size} bytes: give 64 to 65535")
+        raise ValueError(f"a frame cannot have {size} bytes: pass 64 to 65535")
     if "file" in named:
         recorded = tuple(_recorded(Path(named["file"])))
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
         if len(recorded) > most + 1:
-            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give at most {most:,.0f} in that time")
+            raise ValueError(f"{named['file']} has {len(recorded):,} frames: pass at most {most:,.0f} in that time")
         return Neighbor(target, recorded=recorded, text=text)
     if "burst" in named:
         if not named.get("every"):
-            raise ValueError("an incast needs its period: give one like 'incast 1mb every 100ms'")
+            raise ValueError("an incast needs its period: pass one like 'incast 1mb every 100ms'")
         burst, period = int(named["burst"]), named["every"]
         least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
         return Neighbor(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
     rate = named["rate"]
     if rate <= 0:
-        raise ValueError("the rate is 0: give a rate above 0, or leave this background out")
+        raise ValueError("the rate is 0: pass a rate above 0, or leave this background out")
     return Neighbor(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
 
 
@@ -136,7 +136,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
         last = at
         yield at, size
     if not rows or last == 0:
-        raise ValueError(f"{path} has no traffic: give lines `seconds,bytes`")
+        raise ValueError(f"{path} has no traffic: pass lines `seconds,bytes`")
 
 
 def arrivals(neighbor: Neighbor, seed: int, host: int) -> Iterator[Arrivals]:

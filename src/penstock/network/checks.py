@@ -29,7 +29,7 @@ def why_not() -> str | None:
     if lacking:
         return f"emulated hosts need {' and '.join(lacking)}: run the container with --privileged, or on the host"
     for name in ("ip", "tc"):
-        if tool(name) is None:
+        if not Path(tool(name)).exists():
             return f"there is no `{name}` on this machine: install iproute2 (apt-get install iproute2)"
     if not Path("/proc/self/ns/net").exists():
         return "the kernel has no network namespaces: it needs CONFIG_NET_NS"
@@ -48,7 +48,7 @@ def _probe() -> str | None:
     """Tries each requirement in the calling thread's namespace."""
     for what, command, option, module in _PROBES:
         program, *arguments = command.split()
-        done = subprocess.run([tool(program) or program, *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run([tool(program), *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
             said = " ".join(done.stderr.split())
             return f"the kernel cannot make a {what} ({said}): `modprobe {module}`, or a kernel with {option}"

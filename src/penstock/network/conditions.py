@@ -114,11 +114,8 @@ def _version(package: str) -> str | None:
 
 def _output(program: str, *arguments: str) -> str | None:
     """Returns what a program prints; None if it does not exist or fails."""
-    path = tool(program)
-    if path is None:
-        return None
     try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run([tool(program), *arguments], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -52,7 +52,7 @@ def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
         for pair in text.split(","):
             match = _PAIR.fullmatch(pair)
             if match is None:
-                raise ArgumentError(f"slow host {pair!r}: give a host and its share of one core, like 2=25% or 2=0.25")
+                raise ArgumentError(f"slow host {pair!r}: pass a host and its share of one core, like 2=25% or 2=0.25")
             host, share = int(match[1]), float(match[2]) / (100 if match[3] else 1)
             if host in slow:
                 raise ArgumentError(f"slow host {pair!r}: host {host} has a share of {100 * slow[host]:g}% already")
@@ -68,7 +68,7 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
             there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
             raise ArgumentError(f"host {host} cannot be slowed, because it does not exist: {there}")
         if not 0 < share <= 1:
-            said = f"give more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
+            said = f"pass more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
             raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {said}")
         if share < LEAST_SHARE:
             raise ArgumentError(

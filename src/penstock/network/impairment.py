@@ -93,23 +93,23 @@ class Impairment:
     def __post_init__(self) -> None:
         if self.distribution not in DISTRIBUTIONS:
             raise ArgumentError(
-                f"there is no distribution {self.distribution!r}: give one of {', '.join(DISTRIBUTIONS)}"
+                f"there is no distribution {self.distribution!r}: pass one of {', '.join(DISTRIBUTIONS)}"
             )
         if self.overtaking and not self.jitter_seconds:
             raise ArgumentError(
-                "without jitter no frame overtakes another: with overtaking also give jitter, such as jitter 1ms"
+                "without jitter no frame overtakes another: with overtaking also pass jitter, such as jitter 1ms"
             )
         if self.reorder.share and not self.delay_seconds:
             raise ArgumentError(
-                "without a delay no frame can overtake another: with reorder also give delay, such as delay 5ms"
+                "without a delay no frame can overtake another: with reorder also pass delay, such as delay 5ms"
             )
         if self.stall_seconds and self.stall_seconds >= self.stall_every_seconds:
             raise ArgumentError(
-                f"a stall of {self.stall_seconds:g} s every {self.stall_every_seconds:g} s never ends: give a longer "
+                f"a stall of {self.stall_seconds:g} s every {self.stall_every_seconds:g} s never ends: pass a longer "
                 "period"
             )
         if self.gap < 1:
-            raise ArgumentError(f"gap is {self.gap}: give 1 or more")
+            raise ArgumentError(f"gap is {self.gap}: pass an integer >= 1")
 
     def __bool__(self) -> bool:
         return self != NOTHING

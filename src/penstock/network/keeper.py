@@ -189,13 +189,13 @@ def _free(groups: Iterable[Path]) -> None:
                     (group / name).write_text(unlimited)
 
 
-def tool(name: str) -> str | None:
-    """Returns the path of a system program; None if it is not installed."""
-    return shutil.which(name, path=os.pathsep.join(PATHS))
+def tool(name: str) -> str:
+    """Returns the path of a system program, or where it would be if it is not installed."""
+    return shutil.which(name, path=os.pathsep.join(PATHS)) or f"/usr/sbin/{name}"
 
 
 def _delete(name: str) -> bool:
-    done = subprocess.run([tool("ip") or "ip", "netns", "delete", name], capture_output=True, check=False)
+    done = subprocess.run([tool("ip"), "netns", "delete", name], capture_output=True, check=False)
     return done.returncode == 0
 
 

@@ -56,14 +56,14 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (1 <= self.bytes_per_second < 2**63 / 8):
-            raise ArgumentError(f"the rate is {self.bytes_per_second:g} bytes per second: give at least 8bit")
+            raise ArgumentError(f"the rate is {self.bytes_per_second:g} bytes per second: pass at least 8bit")
         if not 576 <= self.mtu <= 65535:
-            raise ArgumentError(f"the mtu is {self.mtu}: give 576 to 65535")
+            raise ArgumentError(f"the mtu is {self.mtu}: pass 576 to 65535")
         for word, size in (("burst", self.burst_bytes), ("limit", self.limit_bytes)):
             if size is not None and not self.frame_bytes <= size < 2**32:
                 raise ArgumentError(
                     f"{word} is {size} bytes, but a frame has up to {self.frame_bytes} (mtu {self.mtu} and an Ethernet "
-                    f"header), so full frames would not pass: give {word} {self.frame_bytes} or more, below 4gb"
+                    f"header), so full frames would not pass: use {word} {self.frame_bytes} or more, below 4gb"
                 )
 
     @property

@@ -29,7 +29,7 @@ from penstock.network.topology import Topology
 
 INTERFACE = "eth0"
 """The interface that each host has besides lo."""
-MOST = 200
+MAX_HOSTS = 200
 """The most hosts in one emulation: a subnet has addresses for 254."""
 
 
@@ -76,8 +76,8 @@ class Machines:
             ArgumentError: there are too few or too many hosts, a link or share is given for a host that does not exist,
                 a share is invalid, or the kernel does not have the congestion control.
         """
-        if not 1 <= hosts <= MOST:
-            raise ArgumentError(f"{hosts} hosts requested: give 1 to {MOST}")
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise ArgumentError(f"{hosts} hosts requested: pass 1 to {MAX_HOSTS}")
         if congestion_control is not None:
             check_congestion_control(congestion_control)
         for text in background:
@@ -86,7 +86,7 @@ class Machines:
         if self.topology is not None and max(self.topology.own, default=0) >= hosts:
             raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
         if self.topology is None and (background or changes):
-            raise ArgumentError("neighbors and changes need links with a rate: give --link 1gbit, for example")
+            raise ArgumentError("neighbors and changes need links with a rate: pass --link 1gbit, for example")
         self.shaper: Shaper | None = None
         self.congestion_control = congestion_control
         self._wanted = shaper
@@ -197,7 +197,7 @@ class Machines:
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
         """Returns the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
-        entering = [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
+        entering = [keeper.tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
         if host in self.slow and self._means is not None:
             return self._means.command(host, entering, argv)
         return [*entering, *argv]
@@ -348,7 +348,7 @@ class Machines:
         shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
             raise FabricError(
-                f"{_tool('tc')} reported no error when told to attach tbf to {device} of {namespace}, but shows "
+                f"{keeper.tool('tc')} reported no error when told to attach tbf to {device} of {namespace}, but shows "
                 f"{' '.join(shown.split()) or 'nothing'} there: is it the tc of iproute2?"
             )
 
@@ -358,7 +358,7 @@ class Machines:
     def _run(self, program: str, *arguments: str, text: str = "") -> None:
         # The mark lets the keeper find a command that was running when we were killed.
         environment = {**os.environ, keeper.MARK: self.id}
-        line = [_tool(program), *arguments]
+        line = [keeper.tool(program), *arguments]
         done = subprocess.run(line, input=text, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             raise FabricError(f"`{' '.join(line)}` failed: {done.stderr.strip()}\n{text}".rstrip())
@@ -377,10 +377,6 @@ def clean(force: bool = False) -> list[str]:
     return removed
 
 
-def _tool(name: str) -> str:
-    return keeper.tool(name) or name
-
-
 def _qdiscs(*options: str, device: str = "") -> str:
-    line = [_tool("tc"), *options, "qdisc", "show", *(["dev", device] if device else [])]
+    line = [keeper.tool("tc"), *options, "qdisc", "show", *(["dev", device] if device else [])]
     return subprocess.run(line, capture_output=True, text=True, check=False).stdout

@@ -81,7 +81,7 @@ class Job:
         check(self.command, self.ranks, self.threads)
         if self.hosts < 1 or self.ranks % self.hosts:
             raise ArgumentError(
-                f"{self.ranks} ranks cannot be spread evenly over {self.hosts} hosts: give as many ranks as hosts, or "
+                f"{self.ranks} ranks cannot be spread evenly over {self.hosts} hosts: pass as many ranks as hosts, or "
                 "twice, three times as many"
             )
 

@@ -16,9 +16,9 @@ from penstock.network.impairment import DISTRIBUTIONS, Bursts, Chance, Impairmen
 from penstock.network.link import BUFFER_BYTES, Link
 
 _NOT_HERE = {
-    "slot": "frames are not delayed to slots here: give delay and jitter",
-    "ecn": "frames are not marked here: give loss alone",
-    "seed": "the whole network has one seed: give --link-seed",
+    "slot": "frames are not delayed to slots here: pass delay and jitter",
+    "ecn": "frames are not marked here: pass loss alone",
+    "seed": "the whole network has one seed: pass --link-seed",
     "netem": "leave that word out: what follows it means the same here",
 }
 """netem's words that have no meaning here, and what to do instead."""
@@ -38,7 +38,7 @@ def parse_link(text: str) -> Link:
     """
     words = [_Word(match[0], match.start()) for match in re.finditer(r"\S+", text)]
     if not words:
-        raise ArgumentError(f"the link is empty: give a rate, like 100mbit; {_more()}")
+        raise ArgumentError(f"the link is empty: pass a rate, like 100mbit; {_more()}")
     ways = _ways(text, words)
     links = {way: _link(text, _read(text, part), part) for way, part in ways.items()}
     whole = " ".join(text.split())
@@ -118,7 +118,7 @@ def _jitter(values: _Values) -> Found:
 def _distribution(values: _Values) -> Found:
     def read(text: str) -> str:
         if text.lower() not in DISTRIBUTIONS:
-            raise ValueError(f"there is no distribution {text!r}: give one of {', '.join(DISTRIBUTIONS)}")
+            raise ValueError(f"there is no distribution {text!r}: pass one of {', '.join(DISTRIBUTIONS)}")
         return text.lower()
 
     return {"distribution": values.take(read)}
@@ -140,7 +140,7 @@ def _chance(values: _Values) -> Chance:
 def _stall(values: _Values) -> Found:
     length = values.take(q.seconds)
     if not values.said("every"):
-        raise _error(values.text, values.word, "a stall needs its period: give one like stall 2s every 60s")
+        raise _error(values.text, values.word, "a stall needs its period: pass one like stall 2s every 60s")
     return {"stall_seconds": length, "stall_every_seconds": values.take(q.seconds)}
 
 
@@ -196,11 +196,11 @@ def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
         if mark.name in found:
             raise _error(text, mark, f"{mark.text!r} is given twice")
         if not part:
-            raise _error(text, mark, f"nothing follows {mark.text!r}: give a rate, like 100mbit")
+            raise _error(text, mark, f"nothing follows {mark.text!r}: pass a rate, like 100mbit")
         found[mark.name] = part
     for way, other in (("up", "down"), ("down", "up")):
         if way not in found:
-            said = f"{other!r} sets only one direction: give {way!r} as well"
+            said = f"{other!r} sets only one direction: pass {way!r} as well"
             raise _error(text, all_words[0], said)
     return found
 
@@ -218,7 +218,7 @@ def _read(text: str, given: list[_Word]) -> Found:
         new = read(values)
         twice = next((name for name in new if name in found), None)
         if twice is not None:
-            raise _error(text, word, f"{word.text!r} sets the {twice.removesuffix('_seconds')} again: give it once")
+            raise _error(text, word, f"{word.text!r} sets the {twice.removesuffix('_seconds')} again: pass it once")
         found |= new
     return found
 
@@ -242,11 +242,11 @@ def _link(text: str, found: Found, part: list[_Word]) -> Link:
     if "rate" not in found:
         raise _error(text, whole, "no rate is given: begin with one, like 100mbit")
     if "limit" in found and "latency" in found:
-        raise _error(text, named["latency"], "'limit' and 'latency' mean the same: give one of them")
+        raise _error(text, named["latency"], "'limit' and 'latency' mean the same: pass one of them")
     if "distribution" in found and "jitter_seconds" not in found:
-        raise _error(text, named["distribution"], "a distribution applies to jitter: give delay 5ms jitter 1ms, say")
+        raise _error(text, named["distribution"], "a distribution applies to jitter: pass delay 5ms jitter 1ms, say")
     if "gap" in found and "reorder" not in found:
-        raise _error(text, named["gap"], "a gap applies to reordered frames: give reorder 1%, say")
+        raise _error(text, named["gap"], "a gap applies to reordered frames: pass reorder 1%, say")
     try:
         impairment = Impairment(**{name: value for name, value in found.items() if name not in _OF_LINK})
         link = Link(

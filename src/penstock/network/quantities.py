@@ -36,10 +36,10 @@ def _scaled(
         match = NUMBER.fullmatch(text)
         factor = units.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise ValueError(f"{text!r} is not a {what}: give one like {examples}")
+            raise ValueError(f"{text!r} is not a {what}: pass one like {examples}")
         value = float(match[1]) * factor
         if value > most:
-            raise ValueError(f"{text!r} is too large a {what}: give at most {most_text}")
+            raise ValueError(f"{text!r} is too large a {what}: pass at most {most_text}")
         return value
 
     return read
@@ -55,7 +55,7 @@ def hardly_meant(text: str) -> str | None:
     """Explains what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
     if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
         return None
-    return f"{text!r} is {text} bits per second, as for tc: did you mean {text}mbit? If not, give {text}bit"
+    return f"{text!r} is {text} bits per second, as for tc: did you mean {text}mbit? If not, pass {text}bit"
 
 
 size = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
@@ -67,9 +67,9 @@ def share(text: str) -> float:
     """Parses a percentage into 0..1. The sign is required, because a bare 0.1 could mean either."""
     match = NUMBER.fullmatch(text[:-1]) if text.endswith("%") else None
     if match is None or match[2]:
-        raise ValueError(f"{text!r} is not a percentage: give one like 0.1% or 25%")
+        raise ValueError(f"{text!r} is not a percentage: pass one like 0.1% or 25%")
     if float(match[1]) > 100:
-        raise ValueError(f"{text!r} is more than 100%: give 0% to 100%")
+        raise ValueError(f"{text!r} is more than 100%: pass 0% to 100%")
     return float(match[1]) / 100
 
 

@@ -78,10 +78,10 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
     events = given.pop("event", None)
     if given:
         raise ArgumentError(
-            f"--scenario {path}: {line_of(', '.join(given), _MAX_MESSAGE)} is unknown: give only [[event]] tables"
+            f"--scenario {path}: {line_of(', '.join(given), _MAX_MESSAGE)} is unknown: use only [[event]] tables"
         )
     if not isinstance(events, list) or not events:
-        raise ArgumentError(f'--scenario {path} has no events: give [[event]] tables, with at = "step 50", for example')
+        raise ArgumentError(f'--scenario {path} has no events: use [[event]] tables, with at = "step 50", for example')
     found = []
     for number, event in enumerate(events, 1):
         try:
@@ -95,16 +95,16 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
 def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
     unknown = [key for key in given if key not in KEYS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is unknown: give {', '.join(KEYS)}")
+        raise ValueError(f"{unknown[0]!r} is unknown: use {', '.join(KEYS)}")
     what = [key for key in ("link", "gone", "background") if given.get(key)]
     if len(what) != 1:
-        raise ValueError("give exactly one of link, gone = true, or background")
+        raise ValueError("use exactly one of link, gone = true, or background")
     host = given.get("host")
     if host is not None and (type(host) is not int or not 0 <= host < hosts):
         raise ValueError(f"host {host!r} does not exist: the hosts are 0 to {hosts - 1}")
     lasts = q.seconds(_text(given, "for")) if "for" in given else None
     if lasts is not None and lasts <= 0:
-        raise ValueError(f"for is {given['for']!r}: give a time above 0")
+        raise ValueError(f"for is {given['for']!r}: use a time above 0")
     if what == ["gone"] and (host is None or lasts is None):
         raise ValueError(
             'gone needs a host and a time, like host = 1 and for = "5s": without an end, a job that waits for the host '
@@ -129,7 +129,7 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
 def _text(given: Mapping[str, Any], key: str) -> str:
     value = given.get(key)
     if not isinstance(value, str):
-        raise ValueError(f"{key} is {value!r}: give a string")
+        raise ValueError(f"{key} is {value!r}: use a string")
     return value
 
 
@@ -139,7 +139,7 @@ def _moment(text: str) -> tuple[int | None, float]:
         return q.count(words[1]), 0.0
     if len(words) == 1:
         return None, q.seconds(words[0])
-    raise ValueError(f'at = {text!r} is not a time: give one like "step 50" or "12.5s"')
+    raise ValueError(f'at = {text!r} is not a time: use one like "step 50" or "12.5s"')
 
 
 def _link(text: str, topology: Topology) -> Link:
@@ -151,7 +151,7 @@ def _link(text: str, topology: Topology) -> Link:
 
 def _background(given: Any, hosts: int) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-        raise ValueError('background must be a list of strings: give one like ["50mbit to 1"]')
+        raise ValueError('background must be a list of strings: use one like ["50mbit to 1"]')
     for text in given:
         parse_background(text, hosts)
     return tuple(given)

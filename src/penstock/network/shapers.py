@@ -63,14 +63,14 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
         FabricError: nothing on this machine can. In either case, nothing has been created.
     """
     if wanted not in SHAPERS:
-        raise ArgumentError(f"there is no shaper {wanted!r}: give one of {', '.join(SHAPERS)}")
+        raise ArgumentError(f"there is no shaper {wanted!r}: pass one of {', '.join(SHAPERS)}")
     missing = why_not()
     if missing is not None:
         raise FabricError(missing)
     beyond_tbf = only_switch or (None if topology.is_plain else f"tbf limits only the rate: {topology.link}")
     if wanted == "tbf" or (wanted == AUTO and beyond_tbf is None):
         if beyond_tbf is not None:
-            raise ArgumentError(f"{beyond_tbf}; leave --shaper out, or give --shaper switch")
+            raise ArgumentError(f"{beyond_tbf}; leave --shaper out, or pass --shaper switch")
         return Shaper("tbf", topology)
     no_switch = why_no_switch()
     if no_switch is not None:
@@ -102,7 +102,7 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
         said = (
             f"frames carry {larger.mtu} bytes: with {topology.mtu}, all hosts together could send {needed:,.0f} a "
             f"second, acknowledgements included, but the switch forwards only about {carried:,.0f} here "
-            f"(give mtu {topology.mtu} in the link to keep frames small)"
+            f"(pass mtu {topology.mtu} in the link to keep frames small)"
         )
         return Shaper("switch", larger, (said,))
     best, needed, carried = (topology, needed, carried) if is_given else (larger, needed_then, carried_then)
@@ -115,7 +115,7 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
     )
     raise ArgumentError(
         f"{hosts} hosts with {topology.link} can send {needed:,.0f} frames of {best.mtu} bytes a second, "
-        f"acknowledgements included, but the switch forwards only about {carried:,.0f} here: give {less}"
+        f"acknowledgements included, but the switch forwards only about {carried:,.0f} here: pass {less}"
         + (", fewer hosts" if hosts > 2 else "")
         + (f", or mtu {LARGE_MTU}" if is_given and needed_then <= carried_then else "")
     )
@@ -147,7 +147,7 @@ def _write_seconds(frame_bytes: int) -> float:
     descriptor = open_tap("probe", None)
     try:
         mtu = str(frame_bytes - 14)
-        subprocess.run([tool("ip") or "ip", "link", "set", "probe", "mtu", mtu, "up"], check=True, capture_output=True)
+        subprocess.run([tool("ip"), "link", "set", "probe", "mtu", mtu, "up"], check=True, capture_output=True)
         frame = bytes(12) + b"\x88\xb5" + bytes(frame_bytes - 14)  # an experimental EtherType, which nobody receives
         best = float("inf")
         for _ in range(_PROBES):

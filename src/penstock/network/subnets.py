@@ -45,7 +45,7 @@ def claim() -> tuple[int, socket.socket]:
 
 def routes() -> list[ipaddress.IPv4Network]:
     """Returns the networks to which this machine has specific routes."""
-    line = [tool("ip") or "ip", "-4", "-json", "route", "show", "table", "all"]
+    line = [tool("ip"), "-4", "-json", "route", "show", "table", "all"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     given = [str(route.get("dst", "default")) for route in json.loads(done.stdout or "[]")]
     return [ipaddress.IPv4Network(target, strict=False) for target in given if target[0].isdigit()]

@@ -97,12 +97,12 @@ def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
         number, sign, link = text.partition("=")
         if not sign or not (number.strip().isascii() and number.strip().isdigit()):
             raise ArgumentError(
-                f'{text!r} is not the link of a host: give the host and its link, like "2=100mbit delay 20ms"'
+                f'{text!r} is not the link of a host: pass the host and its link, like "2=100mbit delay 20ms"'
             )
         host = int(number)
         if host >= hosts:
             raise ArgumentError(f"a link is given for host {host}, but the hosts are 0 to {hosts - 1}")
         if host in found:
-            raise ArgumentError(f"host {host} has two links, {found[host]} and {link.strip()}: give one")
+            raise ArgumentError(f"host {host} has two links, {found[host]} and {link.strip()}: pass one")
         found[host] = parse_link(link)
     return found

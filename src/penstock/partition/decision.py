@@ -23,7 +23,7 @@ from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
 from penstock.plan.besides import Besides
-from penstock.plan.stage_costs import crossing_seconds, slowest_link, stage_cost, usual_link
+from penstock.plan.stage_costs import crossing_seconds, priced, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost, StageCost
 
 LEAST_WORK = 500_000_000
@@ -202,16 +202,12 @@ def measured(
 
 def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:
     """The decision, and what its stages cost by the profile."""
-    stages: list[list[UnitCost]] = [[] for _ in range(len(found.cuts) + 1)]
-    stage = 0
-    for unit in profile.units:
-        if stage < len(found.cuts) and unit.name == found.cuts[stage]:
-            stage += 1
-        stages[stage].append(unit)
-    if not all(stages):
+    names = [unit.name for unit in profile.units]
+    if not all(cut in names for cut in found.cuts):
         return found
-    sent = [*(units[0].boundary_bytes for units in stages[1:]), 0]
-    return replace(found, costs=tuple(map(stage_cost, stages, sent)), link=room.link_of(profile))
+    starts = [0, *map(names.index, found.cuts)]
+    costs = priced(profile.units, starts, [1.0] * len(starts), profile.action_seconds or 0.0)
+    return replace(found, costs=costs, link=room.link_of(profile))
 
 
 def _decided(names: Sequence[str], problem: Problem, starts: Sequence[int]) -> Decision:
@@ -245,23 +241,19 @@ def uneven(
     return (f"{text}; {remedy}",)
 
 
-def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tuple[str, ...]:
-    """What the user should know of a split: what was decided, or that it is uneven by its stages' work.
-
-    `chosen_here`: whether the user left the choice of cuts to us.
-    """
+def notes_on(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
+    """What the user should know of a split: what was decided, or that it is uneven by its stages' work."""
     if decision.seconds or sum(work) < LEAST_WORK:
         return decision.notes
     mean = sum(work) / len(work)
     slowest = max(range(len(work)), key=work.__getitem__)
     if work[slowest] <= UNEVEN * mean:
         return decision.notes
-    mine = "leave cuts= out, or move them; of a plan, make a new one"
-    remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else mine
     return (
         *decision.notes,
         f"stage {slowest} does {work[slowest] / mean:.2f}x the mean work per stage (estimated), and all others wait "
-        f"for it; {remedy}",
+        "for it; change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
+        "opens=[...]",
     )
 
 

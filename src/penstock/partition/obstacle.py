@@ -46,7 +46,7 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
 
     def __init__(self, why: str, scope: str, rates: tuple[Rate, ...] = (), otherwise: str = "") -> None:
         otherwise = otherwise or (OUTSIDE if scope else ELSEWHERE)
-        super().__init__(f"{why}. {f'Give leaves=[{scope!r}], so that it runs as a whole' if scope else otherwise}")
+        super().__init__(f"{why}. {f'Pass leaves=[{scope!r}], so that it runs as a whole' if scope else otherwise}")
         self.why, self.scope, self.rates, self.otherwise = why, scope, rates, otherwise
 
     def because(self, reason: str) -> Obstacle:

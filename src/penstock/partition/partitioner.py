@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.compat import autocast_kinds, autocast_state
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError, PartitionError, check_counts
 from penstock.marks import computing
 from penstock.partition.cut.balance import candidates, cut_positions
 from penstock.partition.cut.choice import Balance, Choice
@@ -85,8 +85,7 @@ class Partitioner:
         room: Room = NO_LIMIT,
         sees_saved: bool = False,
     ) -> None:
-        if stages < 1:
-            raise ArgumentError(f"stages={stages}: expected at least 1")
+        check_counts(stages=stages)
         self._choice = Choice.of(balance)
         if cuts is not None and len(cuts) != stages - 1:
             raise ArgumentError(
@@ -301,7 +300,7 @@ class Partitioner:
             saved=saved_of(recording, split) if self._sees_saved else (),
             costs=self._decision.costs,
             link=self._decision.link,
-            notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work, self._chooses)),
+            notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work)),
             origins=origins(recording, stages),
             guards=recording.guards,
             is_foreign=recording.is_foreign,
@@ -392,7 +391,7 @@ def _not_as_before(error: PartitionError, cuts: Sequence[str]) -> PartitionError
     why = str(error).removeprefix("cuts: ").partition(". ")[0]
     return PartitionError(
         f"this batch cannot be cut where Penstock cut the first one, at {', '.join(map(repr, cuts))}: {why}. Stages "
-        "keep their modules: give cuts= at modules that run for every batch, or make a new pipeline for batches like "
+        "keep their modules: pass cuts= at modules that run for every batch, or make a new pipeline for batches like "
         "this one"
     )
 

@@ -108,7 +108,7 @@ def explained(
         left, helps = _left(search.recording, model, search.leaves, stages)
         search.failure = f"leaves={given}, which leaves nothing to split: {left}"
         if helps:
-            remedies.append(f"Give leaves={given}, so that {it} (tried: {left})")
+            remedies.append(f"Pass leaves={given}, so that {it} (tried: {left})")
     if (rates := _rates(search)) is not None:
         remedies.append(rates)
     if (
@@ -117,7 +117,7 @@ def explained(
         and search.may_try()
         and _records(search, {k: v for k, v in kwargs.items() if k != "labels"})
     ):
-        remedies.append("leave out labels and give loss_fn=... (tried)")
+        remedies.append("leave out labels and pass loss_fn=... (tried)")
     if not remedies:
         failed = f" Tried: {search.failure.rstrip('.')}." if search.failure else ""
         return f"{text}.{failed} {error.otherwise}"

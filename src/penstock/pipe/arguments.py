@@ -44,7 +44,7 @@ def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
     """
     if isinstance(args, (Tensor, batches.Microbatches)):
         kind = "a tensor" if isinstance(args, Tensor) else "a Microbatches"
-        raise ArgumentError(f"args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
+        raise ArgumentError(f"args is {kind}; expected a tuple of the model's positional inputs: pass (x,)")
     if isinstance(args, (Mapping, str)) or not isinstance(args, Iterable):
         raise ArgumentError(
             f"args is {a(type(args).__name__)}; expected a tuple of the model's positional inputs, such as (x,); what "

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError, PartitionError, warn
+from penstock.errors import ArgumentError, PartitionError, check_counts, warn
 from penstock.launch.processes import VERIFY
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_numbers, check_plain, checked_inputs, device_of_run
+from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run
 from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -212,7 +212,7 @@ def pipeline(
         offload=offload,
     )
     schedule, chunks, microbatches, cuts, recompute, offload = followed.decided
-    check_numbers(microbatches=microbatches, chunks=chunks)
+    check_counts(required=False, microbatches=microbatches, chunks=chunks)
     model = as_module(model)
     check_plain(model)
     example = checked_inputs(args, kwargs)
@@ -266,7 +266,7 @@ def build(
     if options.devices is None and current.type == "cpu" and torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         warn(
-            f"this pipeline computes on the CPU, where the model and the example are, although there is {kind}: give "
+            f"this pipeline computes on the CPU, where the model and the example are, although there is {kind}: pass "
             f"devices={str(kind)!r}, or devices='cpu' if that is meant"
         )
     seed = torch.initial_seed() if options.seed is None else options.seed
@@ -362,11 +362,11 @@ def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> No
     with engine.control.agreed():
         if len(set(dtypes)) > 1:
             raise ArgumentError(
-                f"gradient_dtype is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must give the same"
+                f"gradient_dtype is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must pass the same"
             )
         if len({recorded for *_, recorded in given}) > 1:
             raise ArgumentError(
-                "run= is given on some processes only, or with another timeline_every; every process must give the same"
+                "run= is given on some processes only, or with another timeline_every; every process must pass the same"
             )
         if len(set(rows)) > 1:
             raise ArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import uuid
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock import owner
+from penstock.balance import OPTIMIZER_VALUES
 from penstock.errors import ArgumentError, warn
 from penstock.gradients import gradient_bytes
 from penstock.partition.chance.gate import Gate
@@ -56,7 +58,7 @@ def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None
     with engine.control.agreed():
         if engine.world.is_first:
             earlier = earlier_run(path)
-            about = describe(session, asked, run_id)
+            about = describe(session, asked, run_id, plan)
             before = _before(session, about, plan)
     mark = engine.control.give_all("" if earlier is None else earlier.verified)
     passed.update({mark} & {session.fingerprint()})
@@ -72,16 +74,23 @@ def _before(session: Session, about: About, plan: Plan | None) -> dict[str, Any]
     if (step := predicted(session, plan)) is not None:
         files[PREDICTED] = to_file(step)
     if about.activation_bytes:
-        held = [sum(each) for each in zip(about.parameter_bytes, about.gradient_bytes, strict=True)]
+        states = [
+            OPTIMIZER_VALUES * sum(one.nbytes for one in stage.parameters.values() if one.requires_grad)
+            for stage in session.partition.stages
+        ]
+        held = [sum(each) for each in zip(about.parameter_bytes, about.gradient_bytes, states, strict=True)]
         files[PREDICTED_MEMORY] = memory_after_actions(session.steps.schedule, about.activation_bytes, held)
     return files
 
 
-def describe(session: Session, asked: RunFolder, run_id: str) -> About:
-    """What does not change in a run that begins now."""
+def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None = None) -> About:
+    """What does not change in a run that begins now, with the plan that it follows."""
     options, order, world, partition = session.options, session.order, session.engine.world, session.partition
     place = order.placement
     parameters = [[*stage.parameters.values()] for stage in partition.stages]
+    limit = options.memory_limit
+    if plan is not None and len({*plan.limit_bytes}) == 1 and math.isfinite(plan.limit_bytes[0]):
+        limit = plan.limit_bytes[0]
     trained = [[one for one in held if one.requires_grad] for held in parameters]
     return About(
         name=os.path.basename(os.path.abspath(asked.path)),
@@ -107,7 +116,7 @@ def describe(session: Session, asked: RunFolder, run_id: str) -> About:
         parameter_bytes=tuple(sum(one.nbytes for one in held) for held in parameters),
         gradient_bytes=tuple(gradient_bytes(held, options.gradient_dtype) for held in trained),
         activation_bytes=activation_bytes(session),
-        memory_limit=options.memory_limit,
+        memory_limit=limit,
         total_steps=asked.steps,
     )
 

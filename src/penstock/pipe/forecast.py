@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.balance import OPTIMIZER_VALUES
 from penstock.gradients import gradient_bytes
 from penstock.partition import Partition
 from penstock.partition.measure.footprint import Footprint, footprint
@@ -33,6 +34,7 @@ class RankMemory:
     Attributes:
         parameters: of its stages, with buffers; what several of them share counts once.
         gradients: of these, in the dtype in which they accumulate.
+        optimizer: the state of one with two values for each trained parameter (Adam), as plans count it.
         activations: what its microbatches keep for their backwards, at most at once.
         working: what a forward or backward takes besides while it runs, at most.
         batch: the batch's pieces that wait for their forward, and targets.
@@ -40,6 +42,7 @@ class RankMemory:
 
     parameters: int
     gradients: int
+    optimizer: int
     activations: int
     working: int
     batch: int
@@ -47,7 +50,8 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """The most at once. If the backward is split, W is taken to need as much as the forward keeps."""
-        return self.parameters + self.gradients + self.activations + self.working + self.batch
+        held = self.parameters + self.gradients + self.optimizer
+        return held + self.activations + self.working + self.batch
 
 
 def memory_of_ranks(
@@ -93,11 +97,13 @@ def memory_of_ranks(
         stages = place.stages_on(rank)
         parameters = {(s // depth, id(p)): p for s in stages for p in partition.stages[s % depth].parameters.values()}
         buffers = {(s // depth, id(b)): b for s in stages for b in partition.stages[s % depth].buffers.values()}
+        trained = [p for p in parameters.values() if p.requires_grad]
         targets = sum(target_bytes // place.pipelines for s in stages if place.is_last(s))
         ranks.append(
             RankMemory(
                 sum(tensor.nbytes for tensor in (*parameters.values(), *buffers.values())),
-                gradient_bytes([p for p in parameters.values() if p.requires_grad], asked),
+                gradient_bytes(trained, asked),
+                OPTIMIZER_VALUES * sum(p.nbytes for p in trained),
                 int(peak),
                 int(besides_it.working),
                 int(besides_it.batch) + targets,
@@ -122,7 +128,7 @@ def predicted(session: Session, plan: Plan | None) -> Predicted | None:
     timeline = simulate(order, [*costs] * order.placement.pipelines, link or LinkCost(0.0))
     seconds = tuple(one.forward_seconds + one.backward_seconds for one in costs)
     if plan is not None:
-        return Predicted("the plan", plan.step_seconds, seconds, timeline)
+        return Predicted("the plan", plan.pipeline_seconds + plan.reduce_seconds, seconds, timeline)
     source = "the times measured to cut the model" if session.options.choice.profile is None else "the profile"
     return Predicted(source, timeline.makespan_seconds, seconds, timeline)
 

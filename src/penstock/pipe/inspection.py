@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, PenstockError
+from penstock.errors import ArgumentError, PenstockError, check_counts
 from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
 from penstock.partition.units.chain import as_module
 from penstock.partition.values.memory import meta_bytes
-from penstock.pipe.arguments import check_numbers, checked_inputs
+from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import build
 from penstock.pipe.described import modules_of
 from penstock.pipe.forecast import RankMemory, memory_of_ranks
@@ -61,6 +61,8 @@ class StageFound:
         modules: the names of the modules that run on it, none within another.
         activation_bytes: what a microbatch keeps on it from its forward to its backward, besides parameters and
             buffers; None if that cannot be seen.
+        seconds: its forward and backward of a microbatch, as they were measured or the profile says where the model is
+            cut by that; None if it is not.
     """
 
     index: int
@@ -77,6 +79,7 @@ class StageFound:
     inputs: tuple[str, ...]
     modules: tuple[str, ...]
     activation_bytes: int | None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,19 +236,19 @@ def _order(
     cutting: Cutting,
 ) -> Schedule:
     """The schedule of the run, for the number of ranks that have this many stages."""
-    check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
+    check_counts(required=False, stages=stages, microbatches=microbatches, chunks=chunks)
     if isinstance(schedule, Schedule):
         if schedule.placement.depth != stages:
             raise ArgumentError(
                 f"stages={stages}, but schedule {schedule.name!r} has {schedule.placement.depth}; "
-                f"give stages={schedule.placement.depth}"
+                f"pass stages={schedule.placement.depth}"
             )
         return order_of(schedule, schedule.ranks, microbatches, chunks)
     each = generator(schedule).chunks if chunks is None else chunks
     ranks, left = divmod(stages, max(each, 1))
     if left:
         raise ArgumentError(
-            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; give a multiple of {each}, or other "
+            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; pass a multiple of {each}, or other "
             "chunks"
         )
     return order_of(schedule, ranks, microbatches or cutting.usual(*example), chunks)
@@ -308,6 +311,9 @@ def _stage(partition: Partition, index: int, parameters: int, asked: torch.dtype
         inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
         modules=modules_of(stage),
         activation_bytes=partition.saved[index] if partition.saved else None,
+        seconds=partition.costs[index].forward_seconds + partition.costs[index].backward_seconds
+        if partition.costs
+        else None,
     )
 
 

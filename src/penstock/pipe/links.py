@@ -1,4 +1,4 @@
-"""What a message between neighbouring ranks takes, over the transport that carries a pipeline's.
+"""What a message between neighboring ranks takes, over the transport that carries a pipeline's.
 
 A schedule waits for whole messages, so whole messages are timed: one there, and a small one back. (The pace of a stream
 is another thing: the copies at both ends overlap in it, and it may be twice as fast.) They are as large as the model's,
@@ -32,7 +32,7 @@ _LINK, _BACK = Link(0, 1, ((0, "probe"),)), Link(1, 0, ((0, "probe"),))
 def measure_links(
     control: Control, device: torch.device, message_bytes: int, transport: TransportChoice = "auto"
 ) -> tuple[MeasuredLink, ...]:
-    """Both directions between neighbours on a ring of ranks, pair by pair. All ranks call it, and get the same.
+    """Both directions between neighbors on a ring of ranks, pair by pair. All ranks call it, and get the same.
 
     Args:
         device: this rank's.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.gradients import checked_dtype
 from penstock.partition import Balance, Choice, Room
 from penstock.runs.option import RunFolder
@@ -140,15 +140,10 @@ class Options:
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a function, or None")
         if not (self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))):
             raise ArgumentError(f"seed={self.seed!r}: expected an integer, or None")
-        window = self.unshard_window
-        if not (window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1)):
-            raise ArgumentError(
-                f"unshard_window={window!r}: expected how many of a rank's stages may be gathered at "
-                "once, 1 or more, or None"
-            )
+        check_counts(required=False, unshard_window=self.unshard_window)
         for name in ("lost_after", "group_timeout"):
             if not (getattr(self, name) is None or _is_wait(getattr(self, name))):
-                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected seconds, 1 or more, or None")
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected seconds >= 1, or None")
 
         limit = self.memory_limit
         if not (limit is None or (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0)):
@@ -161,7 +156,7 @@ class Options:
     def _check_together(self) -> None:
         if self.memory_limit is not None and self.cuts is not None:
             raise ArgumentError(
-                f"memory_limit={self.memory_limit}: it is for cuts that are found, but cuts= says where they are; give "
+                f"memory_limit={self.memory_limit}: it is for cuts that are found, but cuts= says where they are; pass "
                 "one of them"
             )
         by_time = self.cuts is None and (self.choice.measures or self.choice.profile is not None)
@@ -172,7 +167,7 @@ class Options:
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
-                "give parallelize= too, or leave it out"
+                "pass parallelize= too, or leave it out"
             )
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.balance import first_difference
-from penstock.errors import ArgumentError, warn
+from penstock.errors import ArgumentError, PlanError, warn
 from penstock.partition.measure.costs import identity
 from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
@@ -54,7 +55,7 @@ class Followed:
         found = plan if isinstance(plan, Plan) else _read(plan if plan is not None else path)
         twice = [name for name, usual in USUAL.items() if given[name] is not usual and given[name] != usual]
         if twice and plan is not None:
-            raise ArgumentError(f"plan= already decides {', '.join(twice)}; give only one of the two")
+            raise ArgumentError(f"plan= already decides {', '.join(twice)}; pass only one of the two")
         if twice:
             warn(f"{', '.join(twice)}: overridden by the plan {path} of penstock run")
         return cls(found, _decided(found))
@@ -78,27 +79,33 @@ class Followed:
         """Refuses another model, device or dtype, and processes that are not those of the plan.
 
         Raises:
-            ArgumentError: names the difference.
+            PlanError: names the difference.
         """
         if self.plan is None:
             return
         choice = self.plan.choice
         if self.plan.made_for is not None:
             _check_model(self.plan.made_for, model, device_type)
+            planned, here = self.plan.made_for.threads, torch.get_num_threads()
+            if planned not in (0, here):
+                warn(
+                    f"the plan's times are of {counted(planned, 'thread')} per rank, and this one has {here}: steps "
+                    f"will not take what it predicts; profile with --threads {here}, and plan again"
+                )
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
             remedy = f"start {choice.ranks} processes, or one that runs all ranks"
             if choice.replicas > 1:
                 start = (
                     "" if world.ranks * world.data_parallel == choice.devices else f"start {choice.devices} processes, "
                 )
-                remedy = f"{start}give mesh={self.plan.mesh}, and each replica its own rows of the batch"
-            raise ArgumentError(
+                remedy = f"{start}pass mesh={self.plan.mesh}, and each replica its own rows of the batch"
+            raise PlanError(
                 f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
                 f"{world.data_parallel} x {world.ranks}: {remedy}"
             )
         if not world.is_local and sorted(map(list, world.lines or (world.members,))) != sorted(self.plan.grid):
             warn(
-                "the processes are not arranged as in the plan, so that it may be slower than predicted: give "
+                "the processes are not arranged as in the plan, so that it may be slower than predicted: pass "
                 f"mesh={self.plan.mesh}"
             )
 
@@ -118,7 +125,7 @@ def _check_model(made_for: MadeFor, model: nn.Module | Sequence[nn.Module], devi
     mine = identity(as_module(model))
     device = made_for.device if device_type == "meta" else device_type
     if difference := first_difference(made_for, mine.parameters, device, mine.dtype):
-        raise ArgumentError(
+        raise PlanError(
             f"plan= is not for this model on this device: {difference}; make a plan of this one with `penstock plan`"
         )
 

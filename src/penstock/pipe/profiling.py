@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import Profile, estimated, fitted, read_profile
-from penstock.errors import ArgumentError
+from penstock.balance import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
+from penstock.errors import ArgumentError, check_counts
 from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.costs import identity
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_numbers, checked_inputs
+from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import build
 from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
@@ -41,6 +41,9 @@ FEW, MANY = 2, 10
 """Microbatches. A longer step has so many more actions, and nothing else more."""
 
 STEPS = 10
+
+OPTIMIZED = 2**21
+"""Values of the parameter with which an optimizer is timed: with gradient and state more than most caches hold."""
 
 
 def profile(
@@ -89,7 +92,7 @@ def profile(
     """
     if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
         raise ArgumentError(f"budget_seconds={budget_seconds!r}: expected seconds, 0 or more")
-    check_numbers(microbatches=microbatches)
+    check_counts(required=False, microbatches=microbatches)
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
     kind = specified(device)
     if kind is None and calibrate:
@@ -107,6 +110,7 @@ def profile(
         found = _measured(partitioner, pieces, None if kind is not None else budget_seconds, there, per_row)
         if kind is not None:
             return estimated(found, kind, _efficiency(calibrate, kind))
+        found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
         # other devices compute while the runtime goes on
         return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
@@ -205,9 +209,7 @@ def check_profile(
     """
     module = as_module(model)
     mine = identity(module)
-    device = next(
-        (tensor.device for tensor in (*tensors_in((args, kwargs)), *module.parameters())), torch.device("cpu")
-    )
+    device = _device_of((args, kwargs), module)
     found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
 
 
@@ -223,7 +225,7 @@ def _pieces(
     if microbatches is not None:
         raise ArgumentError(f"{given}: microbatches={microbatches} says the size too; leave one of them out")
     if not sizes or any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 for rows in sizes):
-        raise ArgumentError(f"{given}: expected numbers of rows, each at least 1")
+        raise ArgumentError(f"{given}: expected numbers of rows, each >= 1")
     try:
         return [(cutting.of_rows(*example, rows).pieces[0], rows) for rows in sorted({*sizes})]
     except ArgumentError as error:
@@ -241,6 +243,20 @@ def action_seconds() -> float:
         layer, x = _layer(), _zeros(1).requires_grad_()
         bare = _least(lambda: torch.autograd.backward(layer(x), torch.ones_like(x)))
     return max(0.0, (whole - bare) / 2)  # a forward and a backward
+
+
+def optimizer_byte_seconds(device: torch.device) -> float:
+    """What a step of AdamW takes on this device per byte of its state, which is more than caches hold."""
+    weight = nn.Parameter(torch.zeros(OPTIMIZED, device=device, dtype=torch.float32))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight])
+
+    def step() -> None:
+        optimizer.step()
+        weight[0].item()  # waits for the device
+
+    step()  # makes its state
+    return _least(step) / (OPTIMIZER_VALUES * weight.nbytes)
 
 
 def _step_seconds(microbatches: int) -> float:

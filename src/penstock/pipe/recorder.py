@@ -27,11 +27,12 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock.errors import warn
+from penstock.files import write_whole
 from penstock.launch.endings import register_run
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import passed
 from penstock.runs.about import About
-from penstock.runs.folder import MEMORY, TIMELINES, write_whole
+from penstock.runs.folder import MEMORY, TIMELINES
 from penstock.runs.option import RunFolder
 from penstock.runs.progress import RECENT, Progress
 from penstock.runs.records import RankState, StepRecord

@@ -11,6 +11,7 @@ from penstock.lazy import face
 
 if TYPE_CHECKING:
     from penstock.plan.choice import Choice as Choice
+    from penstock.plan.choice import Wanted as Wanted
     from penstock.plan.choice import choices as choices
     from penstock.plan.cluster import Cluster as Cluster
     from penstock.plan.cluster import Kind as Kind
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Choice": "choice",
+    "Wanted": "choice",
     "choices": "choice",
     "Cluster": "cluster",
     "Kind": "cluster",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import ArgumentError
 from penstock.files import STRICT
@@ -12,6 +13,9 @@ from penstock.plan.sizes import Sizes
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Generator, Numbers
 from penstock.words import counted
+
+_NEAR = 3
+"""How many combinations are named that work instead of the one that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,40 @@ class Choice:
         return self.ranks * self.chunks
 
 
-def choices(sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None = None) -> list[Choice]:
-    """All that use every device and train exactly that batch.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a plan must have; None: whatever is best.
+
+    Attributes:
+        schedules: the names to choose from.
+        replicas, pipeline, microbatches: dp, p, and the microbatches of each replica.
+    """
+
+    schedules: Sequence[str] | None = None
+    replicas: int | None = None
+    pipeline: int | None = None
+    microbatches: int | None = None
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Those that are given, by name."""
+        every = {"replicas": self.replicas, "pipeline": self.pipeline, "microbatches": self.microbatches}
+        return {name: number for name, number in every.items() if number is not None}
+
+    def misses(self, choice: Choice) -> list[float]:
+        """By what factor each given number is missed, as logarithms."""
+        numbers = {"replicas": choice.replicas, "pipeline": choice.ranks, "microbatches": choice.microbatches}
+        return [abs(math.log2(number / numbers[name])) for name, number in self.numbers.items()]
+
+
+ANY = Wanted()
+
+
+def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = ANY) -> list[Choice]:
+    """All that use every device, train exactly that batch and are as wanted.
 
     Raises:
-        ArgumentError: no number of replicas divides the batch; names the nearest batches that work.
+        ArgumentError: there are none; names the nearest batches that work, or what works instead of what is wanted.
     """
     if global_batch < 1:
         raise ArgumentError(f"global_batch={global_batch}: expected the rows of a step, at least 1")
@@ -72,46 +105,51 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequen
             continue
         part = global_batch // replicas
         for rows in (rows for rows in divisors(part) if rows <= sizes.largest):
-            for made in _open_schedules(ranks, part // rows, units, schedules):
-                found.append(Choice(replicas, ranks, made.chunks, made.name, part // rows, rows))
-    if not found and schedules is not None and choices(sizes, cluster, global_batch):
-        why = "; ".join(dict.fromkeys(_broken(name, cluster, global_batch) for name in schedules))
-        raise ArgumentError(
-            f"none of {', '.join(schedules)} works with {counted(cluster.devices, 'device')}, {counted(units, 'unit')} "
-            f"and {counted(global_batch, 'row')}: {why}; name more schedules, or none to choose from all"
-        )
-    if not found:
+            for chunks, name in _open_schedules(ranks, part // rows, units, wanted.schedules):
+                found.append(Choice(replicas, ranks, chunks, name, part // rows, rows))
+    if not found and wanted.schedules is None:
         raise ArgumentError(_nothing_divides(sizes, cluster, global_batch))
-    return found
+    of = f"{counted(cluster.devices, 'device')}, {counted(units, 'unit')} and {counted(global_batch, 'row')}"
+    fitting = [one for one in found if not any(wanted.misses(one))]
+    if wanted.schedules is not None and not fitting:
+        every = choices(sizes, cluster, global_batch, replace(wanted, schedules=None))
+        why = "; ".join(dict.fromkeys(_broken(name, every) for name in wanted.schedules))
+        raise ArgumentError(
+            f"none of {', '.join(wanted.schedules)} works with {of}: {why}; name more schedules, or none to choose "
+            "from all"
+        )
+    if not fitting:
+        given = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items())
+        near = sorted(found, key=lambda one: (sum(by > 0 for by in wanted.misses(one)), sum(wanted.misses(one))))
+        texts = dict.fromkeys(f"{one.replicas} x {one.ranks} x {one.microbatches}" for one in near)
+        raise ArgumentError(
+            f"{given}: no plan for {of} has that; the closest have {' or '.join([*texts][:_NEAR])} (replicas x "
+            "pipeline x microbatches)"
+        )
+    return fitting
 
 
-def _broken(name: str, cluster: Cluster, global_batch: int) -> str:
+def _broken(name: str, open_choices: Sequence[Choice]) -> str:
     """What a schedule needs that these numbers do not have; of its rules, the first that all choices break."""
     entry = generator(name)
-    for replicas in (one for one in divisors(cluster.devices) if not global_batch % one):
-        part, ranks = global_batch // replicas, cluster.devices // replicas
-        for count in divisors(part):
-            if ranks > 1 and (rule := entry.broken(Numbers(ranks, count, entry.chunks))):
-                return f"{name} needs {rule.text}"
+    for one in open_choices:
+        if one.ranks > 1 and (rule := entry.broken(Numbers(one.ranks, one.microbatches, entry.chunks))):
+            return f"{name} needs {rule.text}"
     return f"{name} needs a unit for each stage"
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    name: str
-    chunks: int
-
-
-def _open_schedules(ranks: int, microbatches: int, units: int, wanted: Sequence[str] | None) -> Iterator[_Open]:
-    """The schedules that work for these numbers; on one rank all orders are alike."""
+def _open_schedules(
+    ranks: int, microbatches: int, units: int, wanted: Sequence[str] | None
+) -> Iterator[tuple[int, str]]:
+    """The chunks and the names of schedules that work for these numbers; on one rank all orders are alike."""
     if ranks == 1:
-        yield _Open("1f1b", 1)
+        yield 1, "1f1b"
         return
     for entry in generators():
         if (wanted is None or entry.name in wanted) and entry.slices == 1:
             for chunks in _chunks_of(entry):
                 if ranks * chunks <= units and not entry.broken(Numbers(ranks, microbatches, chunks)):
-                    yield _Open(entry.name, chunks)
+                    yield chunks, entry.name
 
 
 def _chunks_of(entry: Generator) -> Sequence[int]:

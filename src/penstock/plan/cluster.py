@@ -52,6 +52,7 @@ class Cluster:
         kinds: if not all devices are alike: `devices` and `memory_bytes` are then taken from these.
         host_link: between a device and its host's memory; None: nothing is offloaded.
         action_seconds: what the runtime adds to each forward and each backward of a stage, on any device.
+        optimizer_byte_seconds: what an optimizer's step takes per byte of its state, on a device of speed 1.
 
     Raises:
         ArgumentError: a number is less than one, or there is a link between hosts but one host.
@@ -65,6 +66,7 @@ class Cluster:
     kinds: tuple[Kind, ...] = ()
     host_link: LinkCost | None = None
     action_seconds: float = 0.0
+    optimizer_byte_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         kinds = self.kinds or (Kind("", self.devices, self.memory_bytes),)

@@ -23,7 +23,7 @@ from penstock.schedule.kept import run_again, trips
 from penstock.simulate import StageCost
 from penstock.simulate.costs import LinkCost, OfStage
 
-MOST_WAYS = 4096
+MAX_WAYS = 4096
 """Of a rank's stages; with more, all of them do the same."""
 
 Floats = NDArray[np.float64]
@@ -279,7 +279,7 @@ def _together(schedule: Schedule) -> list[list[int]]:
 def _ways(stages: int, can_offload: bool) -> Iterator[tuple[Way, ...]]:
     """All ways of so many stages, keeping everything first."""
     open_ = [way for way in Way if can_offload or way is not Way.OFFLOADS]
-    if len(open_) ** stages > MOST_WAYS:
+    if len(open_) ** stages > MAX_WAYS:
         return iter([(way,) * stages for way in open_])
     return product(open_, repeat=stages)
 

@@ -30,17 +30,20 @@ class MadeFor:
         parameters: the shape of each parameter of the model, by name.
         device: the type of device ("cpu", "cuda").
         dtype: of the parameters.
+        threads: with how many the times were measured, on a CPU; 0: not known, or no matter.
     """
 
     __pydantic_config__ = STRICT
     parameters: Mapping[str, tuple[int, ...]]
     device: str
     dtype: str
+    threads: int = 0
 
     @classmethod
     def of(cls, profile: Profile) -> MadeFor:
         """What a profile is a profile of."""
-        return cls(profile.parameters, profile.device, profile.dtype)
+        threads = profile.threads if (profile.device, profile.source) == ("cpu", "measured") else 0
+        return cls(profile.parameters, profile.device, profile.dtype, threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Plan:
         stage_seconds: F + I + W of each stage, for one microbatch, on its device.
         pipeline_seconds: from the first forward to the last backward.
         reduce_seconds: how much longer the sums of gradients take, which begin as stages end.
+        optimizer_seconds: the optimizer's step after that, on the rank where it takes the longest.
         idle: the share of all ranks' time that is lost, by cause.
         memory_bytes: the most that each rank needs.
         limit_bytes: what each has; infinite: no limit.
@@ -81,6 +85,7 @@ class Plan:
     offload: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
     order: str = ""
+    optimizer_seconds: float = 0.0
     made_for: MadeFor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +98,8 @@ class Plan:
         _check_numbers("stage_seconds", self.stage_seconds, choice.stages)
         _check_numbers("memory_bytes", self.memory_bytes, choice.ranks)
         _check_numbers("limit_bytes", self.limit_bytes, choice.ranks)
-        _check_numbers("pipeline_seconds, reduce_seconds", (self.pipeline_seconds, self.reduce_seconds), 2)
+        seconds = self.pipeline_seconds, self.reduce_seconds, self.optimizer_seconds
+        _check_numbers("pipeline_seconds, reduce_seconds, optimizer_seconds", seconds, 3)
         if self.devices and sorted(self.devices) != [*range(choice.devices)]:
             given = shortened([*map(str, self.devices)])
             raise ArgumentError(f"devices={given}: expected each of 0 to {choice.devices - 1} once")
@@ -119,8 +125,8 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """One step of training, without the optimizer."""
-        return self.pipeline_seconds + self.reduce_seconds
+        """One step of training, with the optimizer's."""
+        return self.pipeline_seconds + self.reduce_seconds + self.optimizer_seconds
 
     @property
     def rows_per_second(self) -> float:

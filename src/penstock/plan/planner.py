@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from penstock.balance import UnitCost
 from penstock.errors import ArgumentError
 from penstock.plan.bounds import Shape, least_seconds, least_seconds_anyhow
-from penstock.plan.choice import Choice, choices
+from penstock.plan.choice import ANY, Choice, Wanted, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import MadeFor, Plan
@@ -25,6 +25,7 @@ from penstock.plan.predict import (
     planned,
     predict,
     shape_of,
+    speeds_of,
 )
 from penstock.plan.sizes import Sizes
 from penstock.schedule import Schedule
@@ -112,7 +113,7 @@ def make_plans(
     sizes: Sizes,
     cluster: Cluster,
     global_batch: int,
-    schedules: Sequence[str] | None = None,
+    wanted: Wanted = ANY,
     best: int = BEST,
     search_seconds: float = 0.0,
 ) -> Planned:
@@ -125,17 +126,17 @@ def make_plans(
         sizes: what the model's units cost.
         cluster: the devices.
         global_batch: the rows of one step, over all replicas.
-        schedules: names to choose from; None: all.
+        wanted: what plans must have.
         best: how many plans to find.
         search_seconds: how long to search, roughly, for orders of work that beat the named schedules of the best plans.
 
     Raises:
-        ArgumentError: the batch cannot be divided, or no schedule works for these numbers.
+        ArgumentError: the batch cannot be divided, or no plan is as wanted.
     """
     found: list[Plan] = []
     lost: list[Lost] = []
     nearest: Plan | None = None
-    candidates = sorted(open_candidates(sizes, cluster, global_batch, schedules), key=lambda one: one.at_least)
+    candidates = sorted(open_candidates(sizes, cluster, global_batch, wanted), key=lambda one: one.at_least)
     kept: dict[int, Candidate] = {}
     for number, candidate in enumerate(candidates):
         if len(found) >= best and candidate.at_least >= EQUAL * sorted(map(_seconds, found))[best - 1]:
@@ -160,12 +161,10 @@ def make_plans(
     )
 
 
-def open_candidates(
-    sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None
-) -> Iterator[Candidate]:
+def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted) -> Iterator[Candidate]:
     """Every choice, for every order of the devices' kinds."""
     cuts: dict[Hashable, Cut] = {}
-    for choice in choices(sizes, cluster, global_batch, schedules):
+    for choice in choices(sizes, cluster, global_batch, wanted):
         units, shape = sizes.shared_by(choice.replicas).at(choice.rows), shape_of(choice)
         units = tuple(unit.split for unit in units) if shape.splits else units
         placement = shape.placement
@@ -182,8 +181,7 @@ def _at_least(choice: Choice, shape: Shape, units: Sequence[UnitCost], where: Cu
     sums = [cluster.least_ring_seconds(cost.gradient_bytes, choice.replicas) for cost in where.costs]
     least = least_seconds(shape, [*where.costs] * pipelines, sums * pipelines)
     if cluster.has_limit:
-        speeds = [min(cluster.kinds[kind].speed for kind in column) for column in where.kinds.T.tolist()]
-        least = min(least, least_seconds_anyhow(shape, units, speeds))
+        least = min(least, least_seconds_anyhow(shape, units, speeds_of(cluster, where.kinds)))
     return least * (1 - ROUNDING)
 
 
@@ -250,7 +248,7 @@ def _complexity(plan: Plan) -> tuple[float, ...]:
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))
 
 
-MOST_ACTIONS = 6000
+MAX_ACTIONS = 6000
 """Of an order worth searching: longer ones take minutes, and gain less."""
 
 
@@ -264,7 +262,7 @@ def searched(
         schedule: whose placement and microbatches are kept.
     """
     placement = schedule.placement
-    if 3 * placement.stages * schedule.microbatches > MOST_ACTIONS:
+    if 3 * placement.stages * schedule.microbatches > MAX_ACTIONS:
         return None
     room, (more, _, besides) = [], besides_of(schedule, units, where)
     for rank, limit in enumerate(limits_of(cluster, where.kinds)):

@@ -86,9 +86,14 @@ def _problem(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, 
 
 def _speeds(placement: Placement, cluster: Cluster, kinds: Grid) -> list[float]:
     """How fast each stage's device is; of its replicas and copies, the slowest."""
-    slowest = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
+    slowest = speeds_of(cluster, kinds)
     of_stages = [slowest[rank] for rank in placement.rank_of]
     return [min(of_stages[stage :: placement.depth]) for stage in range(placement.depth)]
+
+
+def speeds_of(cluster: Cluster, kinds: Grid) -> list[float]:
+    """How fast each rank's device is; of its replicas, the slowest."""
+    return [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
 
 
 def cut_at(
@@ -111,7 +116,7 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
     """The plan with this order and these cuts, whose ranks keep what they have memory for."""
     placement, depth = schedule.placement, schedule.placement.depth
     devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
-    links = links_between(cluster, devices, _neighbours(placement))
+    links = links_between(cluster, devices, _neighbors(placement))
     limits = limits_of(cluster, where.kinds)
     more, again, each = besides_of(schedule, units, where)
     plain = [*where.costs] * placement.pipelines
@@ -134,6 +139,8 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
         timeline = simulate(schedule, keeping.costs, links)
     gradients = [cost.gradient_bytes for cost in where.costs]
     end = sums_end(schedule, timeline, gradients, cluster, crossed_rings(cluster, devices), choice.replicas)
+    states = [sum(where.costs[stage % depth].optimizer_bytes for stage in stages) for stages in placement.by_rank]
+    updates = [size / speed for size, speed in zip(states, speeds_of(cluster, where.kinds), strict=True)]
     flat = devices.ravel().tolist()
     return Plan(
         choice,
@@ -151,6 +158,7 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
         ),
         offload=by_way[Way.OFFLOADS],
         devices=() if flat == sorted(flat) else tuple(flat),
+        optimizer_seconds=cluster.optimizer_byte_seconds * max(updates),
     )
 
 
@@ -179,11 +187,11 @@ def limits_of(cluster: Cluster, kinds: Grid) -> tuple[float, ...]:
 def links_of(schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Links:
     """What messages between two ranks cost, with the devices best arranged."""
     devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
-    return links_between(cluster, devices, _neighbours(schedule.placement))
+    return links_between(cluster, devices, _neighbors(schedule.placement))
 
 
-def _neighbours(placement: Placement) -> Iterator[tuple[int, int]]:
-    """The pairs of ranks that have neighbouring stages."""
+def _neighbors(placement: Placement) -> Iterator[tuple[int, int]]:
+    """The pairs of ranks that have neighboring stages."""
     pairs = {
         (placement.rank_of[first + stage], placement.rank_of[first + stage + 1])
         for first in range(0, placement.stages, placement.depth)

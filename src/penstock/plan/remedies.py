@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from penstock.balance import counted_again
 from penstock.errors import ArgumentError
-from penstock.plan.choice import Choice
+from penstock.plan.choice import Choice, Wanted
 from penstock.plan.cluster import Cluster
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Candidate, open_candidates
@@ -16,7 +16,7 @@ from penstock.plan.predict import shape_of
 from penstock.plan.sizes import Sizes
 from penstock.simulate.costs import LinkCost
 
-MOST_TIMES = 8
+MAX_TIMES = 8
 """So many times the devices are tried, at most."""
 
 MIB = 2**20
@@ -39,9 +39,7 @@ class Remedy:
     offload: bool = False
 
 
-def remedies(
-    sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None, nearest: Plan
-) -> Iterator[Remedy]:
+def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted, nearest: Plan) -> Iterator[Remedy]:
     """More memory, in whole MiB; more devices, if all are of one kind; offloading, if it is not allowed. A change that
     would not help, or not be found soon, is left out.
 
@@ -49,29 +47,29 @@ def remedies(
         nearest: the plan that lacks least.
     """
     larger = _larger(cluster, nearest)
-    if (plan := first_that_fits(sizes, larger, global_batch, schedules, nearest.choice)) is not None:
+    if (plan := first_that_fits(sizes, larger, global_batch, wanted, nearest.choice)) is not None:
         yield Remedy(plan, memory_bytes=tuple(kind.memory_bytes for kind in larger.kinds))
     if len(cluster.kinds) == 1:
         for more in _counts(sizes, cluster):
             kind = replace(cluster.kinds[0], devices=more)
             wider = replace(cluster, devices=0, memory_bytes=math.inf, kinds=(kind,))
-            if (plan := first_that_fits(sizes, wider, global_batch, schedules)) is not None:
+            if (plan := first_that_fits(sizes, wider, global_batch, wanted)) is not None:
                 yield Remedy(plan, devices=more)
                 break
     if cluster.host_link is None:
         free = replace(cluster, memory_bytes=math.inf, host_link=LinkCost(0.0))
-        if (plan := first_that_fits(sizes, free, global_batch, schedules)) is not None:
+        if (plan := first_that_fits(sizes, free, global_batch, wanted)) is not None:
             yield Remedy(plan, offload=True)
 
 
 def first_that_fits(
-    sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None, likely: Choice | None = None
+    sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted, likely: Choice | None = None
 ) -> Plan | None:
     """Some plan that fits; None if there is none. A likely choice is tried first, then small microbatches and many
     ranks.
     """
     try:
-        candidates = [*open_candidates(sizes, cluster, global_batch, schedules)]
+        candidates = [*open_candidates(sizes, cluster, global_batch, wanted)]
     except ArgumentError:
         return None
     order = sorted(candidates, key=lambda one: (one.choice.rows, -one.choice.ranks, one.at_least))
@@ -112,4 +110,4 @@ def _counts(sizes: Sizes, cluster: Cluster) -> Iterator[int]:
     if max(unit.held_bytes for unit in units) > limit:
         return
     least = max(cluster.devices + 1, math.ceil(held / limit))
-    yield from range(least, MOST_TIMES * cluster.devices + 1)
+    yield from range(least, MAX_TIMES * cluster.devices + 1)

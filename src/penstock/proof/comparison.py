@@ -207,7 +207,7 @@ class Report:
         more = f"; {whole.text}" if whole is not None and whole.verdict in ("warning", "different") else ""
         return (
             f"nothing is proven, since on one device, too, {', '.join(found)}{step}: such values compare equal "
-            f"whatever the pipeline does. Give weights, a batch and a loss that leave them finite{more}"
+            f"whatever the pipeline does. Pass weights, a batch and a loss that leave them finite{more}"
         )
 
     def _first_wrong(self) -> str:
@@ -220,7 +220,7 @@ class Report:
             how = f"{first.verdict} in the pipeline"
         elif math.isinf(first.max_difference) and math.isfinite(first.max_reference):
             how = "one is NaN or infinite where the other is not, or NaN where it is infinite"
-            remedy = ". If values overflow, give a smaller loss, or a wider dtype"
+            remedy = ". If values overflow, pass a smaller loss, or a wider dtype"
         text = f"{text}: {how}{step}{remedy}"
         return text if self.first is None else f"{self.first.text}. Downstream, {text}"
 

@@ -12,7 +12,7 @@ from penstock.report.said import said_of
 from penstock.schedule.action import OPS
 from penstock.schedule.timeline import Timeline, Track
 
-MOST_MARKS = 6000
+MAX_MARKS = 6000
 """Beyond so many actions each is a pixel wide or less: pictures show what a rank does most of a pixel's time."""
 
 

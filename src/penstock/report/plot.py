@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import require
 from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, contrast, ink, shade
-from penstock.report.marks import MOST_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
+from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.report.svg import Panel
 from penstock.schedule.action import OPS
 
@@ -109,7 +109,7 @@ def _draw(panel: Panel, axes: Axes, unit: str, longest: float | None = None) -> 
 
 def _few(panel: Panel) -> bool:
     """Whether each action is drawn."""
-    return len(panel.timeline) <= MOST_MARKS
+    return len(panel.timeline) <= MAX_MARKS
 
 
 def _theme(axes: Axes) -> Theme:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
-from penstock.report.marks import MOST_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
+from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Schedule
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Timeline
@@ -161,11 +161,11 @@ class _Frame:
         left = _MARGIN + 10 + 6.4 * len(f"rank {max(0, ranks - 1)}")
         room = width - left - _MARGIN
         if room < 60:
-            raise ArgumentError(f"width={width}: give at least {math.ceil(left + _MARGIN + 60)} pixels")
+            raise ArgumentError(f"width={width}: pass at least {math.ceil(left + _MARGIN + 60)} pixels")
         # Seconds of a clock fill the width; slots and costs keep a size in which they are easily read.
         scale = room / longest if longest else 1.0
         scale = scale if unit == "s" else min(_SLOT, scale)
-        few = sum(len(panel.timeline) for panel in panels) <= MOST_MARKS
+        few = sum(len(panel.timeline) for panel in panels) <= MAX_MARKS
         words = max(left + longest * scale + _MARGIN, min(width, _least_width(panels)))
         return cls(
             left,

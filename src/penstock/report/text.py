@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from penstock.report.marks import scaled
@@ -10,6 +11,7 @@ from penstock.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from rich.console import Console, OverflowMethod
     from rich.table import Table
+    from rich.text import Text
 
 TURNS = "no bubble: the ranks took turns in one process; simulate these times to see how they would overlap"
 
@@ -43,6 +45,15 @@ def table(*columns: str, left: int = 1, overflow: OverflowMethod = "ellipsis") -
     for index, column in enumerate(columns):
         head = "\n" * (lines - column.count("\n")) + column
         made.add_column(head, justify="left" if index < left else "right", overflow=overflow)
+    return made
+
+
+def pairs(lines: Iterable[tuple[str | Text, str | Text]]) -> Table:
+    """Lines of two columns without a head, the first of which is never broken."""
+    made = table("", "", left=2)
+    made.show_header, made.columns[0].no_wrap = False, True
+    for line in lines:
+        made.add_row(*line)
     return made
 
 

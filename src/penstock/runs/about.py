@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from penstock.errors import ArgumentError
@@ -87,7 +87,7 @@ class About:
 
     def seconds_since(self, other: About) -> float:
         """From the start of another run to the start of this one."""
-        return (datetime.fromisoformat(self.started) - datetime.fromisoformat(other.started)).total_seconds()
+        return (moment(self.started) - moment(other.started)).total_seconds()
 
     def same_layout(self, other: About) -> bool:
         """Whether stages, ranks and schedule are those of another run, so that timelines of both can be compared."""
@@ -119,15 +119,27 @@ class About:
         for name in ("ranks", "replicas", "processes", "chunks", "microbatches", "rows"):
             if getattr(found, name) < 1:
                 raise ArgumentError(f"{what} is damaged: {name}={getattr(found, name)}: expected 1 or more")
-        for name, parse in (("placement", Placement.parse), ("started", datetime.fromisoformat)):
-            value = getattr(found, name)
+        times = [("resumed", moment, value) for value in found.resumed]
+        for name, parse, value in (
+            ("placement", Placement.parse, found.placement),
+            ("started", moment, found.started),
+            *times,
+        ):
             try:
                 parse(value)
-            except ValueError as error:  # of which ArgumentError is one
+            except (ValueError, OverflowError) as error:  # of which ArgumentError is one
                 raise ArgumentError(f"{what} is damaged: {name}={quoted(value)}: {quoted(str(error))}") from None
         if found.stages.ranks != found.ranks:
             raise ArgumentError(f"{what} is damaged: ranks={found.ranks}, but placement={quoted(found.placement)}")
         return found
+
+
+def moment(iso: str) -> datetime:
+    """A time in ISO 8601, in UTC. Raises ValueError or OverflowError if it is none."""
+    at = datetime.fromisoformat(iso).astimezone(UTC)
+    if not 1970 <= at.year < 9999:  # so that any time zone has a name for it
+        raise ValueError(f"year {at.year}")
+    return at
 
 
 def _printable(value: Any) -> Any:

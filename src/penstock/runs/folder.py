@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from penstock.files import atomic, remove_leftovers
+from penstock.files import remove_leftovers
 
 ABOUT = "run.json"
 PREDICTED = "predicted.json"
@@ -22,12 +20,6 @@ RANKS = "ranks"
 EARLIER = "earlier"
 
 _NUMBERED = re.compile(r"(\d+)\.json")
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """Writes a value as JSON; a reader sees the file as it was before, or as it is after. Raises OSError."""
-    with atomic(path) as new:
-        new.write_bytes(json.dumps(value).encode() + b"\n")
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ class Memory:
     Attributes:
         bytes: after each action of the rank's track in the step's timeline.
         measured: whether its device had allocated that; otherwise it is what the schedule and the stages' bytes say:
-            parameters, gradients and activations, without an optimizer's state and what an action needs while it runs.
+            parameters, gradients, Adam's state and activations, without what an action needs while it runs.
     """
 
     rank: int
@@ -200,4 +200,5 @@ def joined(steps: list[StepRecord], added: Sequence[StepRecord]) -> list[StepRec
 
 
 def _fits(given: Any, length: int) -> bool:
-    return isinstance(given, list) and len(given) == length and all(isinstance(one, int) for one in given)
+    is_list = isinstance(given, list) and len(given) == length
+    return is_list and all(type(one) is int and 0 <= one < 1 << 63 for one in given)

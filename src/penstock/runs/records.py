@@ -60,7 +60,8 @@ class StepRecord:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
         times = (found.seconds, found.at_seconds, found.bubble or 0.0)
-        return found if all(map(math.isfinite, times)) and found.rows >= 0 else None
+        counts = (found.step, found.rows)
+        return found if all(abs(one) < 1e15 for one in times) and all(0 <= one < 1 << 53 for one in counts) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.errors import PenstockError
+from penstock.files import MAX_QUOTED
 from penstock.runs.about import About
 from penstock.runs.health import health
 from penstock.runs.progress import Progress
-from penstock.runs.reading import RunRead
+from penstock.runs.reading import RunRead, read_run
 from penstock.runs.records import RankState, StepRecord
+from penstock.words import in_a_line, line_of
 
 State = Literal["training", "ended", "failed", "silent", "unknown"]
 
@@ -51,6 +54,17 @@ class Summary:
         held = [state.rss_bytes for state in ranks if state.rss_bytes is not None]
         progress = Progress.of(steps, run.about.total_steps)
         return cls(run.path, run.about, _state(ranks), progress, tuple(steps), max(held, default=None))
+
+    @classmethod
+    def of_one(cls, folder: Path) -> Summary | str:
+        """The run in a folder, by its last steps, for a list of runs; or why it cannot be read, in a line: whatever is
+        wrong with one run, the others are listed."""
+        try:
+            return cls.of(read_run(folder), LAST_STEPS_BYTES)
+        except PenstockError as error:
+            return str(error)
+        except Exception as error:
+            return f"run {str(folder)!r} cannot be read: {line_of(in_a_line(error), MAX_QUOTED)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, without the path and the steps."""

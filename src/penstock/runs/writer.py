@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import read_json, read_text, remove_leftovers
+from penstock.files import read_json, read_text, remove_leftovers, write_whole
 from penstock.runs.about import About
 from penstock.runs.folder import (
     ABOUT,
@@ -28,7 +28,6 @@ from penstock.runs.folder import (
     clear,
     end_last_line,
     set_aside,
-    write_whole,
 )
 from penstock.runs.records import StepRecord
 from penstock.words import in_a_line
@@ -39,8 +38,8 @@ _FIRST_SECONDS = 0.05
 """The same, until the folder is seen."""
 STEADY_SECONDS = 1.0
 """How often a process says that it lives if nothing has changed."""
-_MOST_STEPS = 100_000
-_MOST_FILES = 64
+_MAX_STEPS = 100_000
+_MAX_FILES = 64
 """Steps and files that are kept while the disk takes none, or the folder is not seen."""
 
 
@@ -85,13 +84,13 @@ class Writer:
         """Adds a line to steps.jsonl, soon."""
         with self._lock:
             self._steps.append(record)
-            del self._steps[:-_MOST_STEPS]
+            del self._steps[:-_MAX_STEPS]
 
     def file(self, name: str, make: Callable[[], Any]) -> None:
         """Writes a file, soon. `make` gives its value, on the thread."""
         with self._lock:
             self._files.append((self.path / name, make))
-            del self._files[:-_MOST_FILES]
+            del self._files[:-_MAX_FILES]
 
     def hurry(self) -> None:
         """Has the thread write what there is now."""
@@ -201,5 +200,5 @@ def earlier_run(path: Path) -> About | None:
     if (path / ABOUT).exists():
         return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
     if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if (path / name).exists()]:
-        raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; give another folder, or an empty one")
+        raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; pass another folder, or an empty one")
     return None

@@ -63,7 +63,7 @@ def grid(schedule: Schedule, width: int = 120) -> str:
     label = len(f"rank {schedule.ranks - 1}")
     columns = (width - label - 2) // (cell + 1)
     if columns < 1:
-        raise ArgumentError(f"width={width}: a column takes {label + cell + 3} characters; give at least as many")
+        raise ArgumentError(f"width={width}: a column takes {label + cell + 3} characters; pass at least as many")
     blocks = []
     for first in range(0, max(slots, 1), columns):
         shown = range(first, min(first + columns, slots))

@@ -101,7 +101,7 @@ def _check_kind(schedule: object) -> None:
     if isinstance(schedule, Schedule):
         return
     peer = schedule_of_peer(getattr(schedule, "__name__", type(schedule).__name__))
-    called = f"; pass {peer}" if peer else "; give what this returns" if callable(schedule) else ""
+    called = f"; pass {peer}" if peer else "; pass what this returns" if callable(schedule) else ""
     raise ArgumentError(
         f"schedule={schedule!r}: expected a name, such as '1f1b', or a penstock.schedule.Schedule{called}"
     )
@@ -161,7 +161,7 @@ def _refuse_untrained(order: Schedule, needed: Set[int]) -> None:
     if untrained:
         raise ScheduleError(
             f"schedule {order.name!r} has no backward for stage {untrained[0]}, which holds parameters to train or "
-            "hands a gradient on; give a schedule with its backward, or freeze what is not to be trained"
+            "hands a gradient on; pass a schedule with its backward, or freeze what is not to be trained"
         )
 
 

@@ -60,7 +60,7 @@ class Schedule(Drawn):
             raise ArgumentError(f"rows={rows!r:.80}: expected one row of actions for each rank; {hint}")
         made = tuple(row if isinstance(row, Row) else Row(row) for row in rows)
         if len(made) != placement.ranks:
-            raise ArgumentError(f"{len(made)} rows for {placement.ranks} ranks; give one row of actions for each rank")
+            raise ArgumentError(f"{len(made)} rows for {placement.ranks} ranks; pass one row of actions for each rank")
         if not isinstance(microbatches, SupportsIndex) or index(microbatches) < 1:
             raise ArgumentError(f"microbatches={microbatches!r}: expected an integer >= 1")
         if not isinstance(slices, SupportsIndex) or index(slices) < 1:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
@@ -79,8 +79,7 @@ def add_sharding(schedule: Schedule, stages: Set[int], window: int | None = None
     Raises:
         ArgumentError: the window is less than 1, or less than what two overlapping actions need.
     """
-    if window is not None and window < 1:
-        raise ArgumentError(f"unshard_window={window}: expected how many stages may be gathered at once, 1 or more")
+    check_counts(required=False, unshard_window=window)
     return schedule.with_rows([_with_gathers(rank, row, stages, window) for rank, row in enumerate(schedule.rows)])
 
 
@@ -104,7 +103,7 @@ def _with_gathers(rank: int, row: Row, stages: Set[int], window: int | None) -> 
     if short is not None:
         raise ArgumentError(
             f"unshard_window={window}: rank {rank} has {items[short.place]}, which needs {len(short.stages)} stages at "
-            f"once; give at least {len(short.stages)}"
+            f"once; pass at least {len(short.stages)}"
         )
     before, behind = defaultdict(list), defaultdict(list)
     gathers, releases = _turns([step.stages for step in steps], room, ahead=room < held)

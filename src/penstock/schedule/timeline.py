@@ -110,7 +110,7 @@ class Timeline(Drawn):
             for span in spans:
                 if span.rank != rank:
                     raise ArgumentError(
-                        f"{span.action} of rank {span.rank} is in row {rank}; give one row for each rank"
+                        f"{span.action} of rank {span.rank} is in row {rank}; pass one row for each rank"
                     )
             columns = [
                 [s.start_seconds for s in spans],
@@ -283,11 +283,11 @@ def refuse_far_numbers(actions: Iterable[Action]) -> None:
     """Raises ArgumentError if a stage or microbatch is numbered so high that a file must be damaged: tables of all
     stages and microbatches would fill the memory."""
     for action in actions:
-        if max(action.stage, action.microbatch or 0) > _MOST_NUMBER:
+        if max(action.stage, action.microbatch or 0) > _MAX_NUMBER:
             raise ArgumentError(f"{action}: stages and microbatches are expected to be numbered from 0")
 
 
-_MOST_NUMBER = 1_000_000
+_MAX_NUMBER = 1_000_000
 
 
 def _track(row: Row, start: Sequence[float], end: Sequence[float], waited: Sequence[float]) -> Track:

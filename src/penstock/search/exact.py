@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ArgumentError, ScheduleError, require
+from penstock.errors import ArgumentError, ScheduleError, check_counts, require
 from penstock.schedule import Placement
 from penstock.search.bounds import memory_waits
 from penstock.search.found import Found, judged
@@ -62,8 +62,7 @@ def exact(
     from ortools.sat.python import cp_model
 
     began = time.monotonic()
-    if not isinstance(workers, int) or workers < 1:
-        raise ArgumentError(f"workers={workers!r}: expected an integer >= 1")
+    check_counts(workers=workers)
     start = search(
         placement,
         microbatches,

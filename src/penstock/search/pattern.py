@@ -14,6 +14,12 @@ from penstock.search.timing import Timing
 
 _PATIENCE = (0.0, 0.25, 0.5, 1.0)
 
+HEURISTIC = tuple(
+    (math.inf, *numbers, 0.0) for numbers in ((1.0, 2.5, 3.0), (1.0, 1.5, 4.0), (0.25, 1.5, 2.0), (0.25, 1.0, 2.0))
+)
+"""Of regular patterns: how late a W is, the patience, how slow backwards and forwards are, and how late the turn. Two
+for the memory of ZB-2p, two for that of ZB-1p. They are tried whatever time there is."""
+
 
 def period_seconds(problem: Problem) -> float:
     """The shortest period that any pattern can have: the work of one microbatch on the busiest rank."""
@@ -29,13 +35,14 @@ def regular(problem: Problem) -> Iterator[Pattern]:
     """Patterns whose forwards, and whose backwards, travel at one speed, those that are best most often first.
 
     Slow forwards fill the memory before the first backward, and a W waits for a gap: so they contain what the heuristic
-    of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, finds (in all of its tables 5 and 6, or better).
+    of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, finds (in its tables 5 and 6, or better): `HEURISTIC`.
     """
     chunks, period = problem.chunks, period_seconds(problem)
-    for late, patience in product((math.inf, 0.0, problem.ranks * period), (1.0, 0.25)):
-        for backward, forward, turn in product((2.5, 1.5, 1.0, 2.0), (4.0, 3.0, 2.0, 1.0), (1.0, 0.0)):
-            travel = _travel(problem, [forward] * chunks, [backward] * chunks, turn)
-            yield Pattern(*travel, _weights(problem, late), period, patience, 0.0, ((1.0, 1.0),) * chunks)
+    lates, speeds = (math.inf, 0.0, problem.ranks * period), ((2.5, 1.5, 1.0, 2.0), (4.0, 3.0, 2.0, 1.0))
+    for one in dict.fromkeys([*HEURISTIC, *product(lates, (1.0, 0.25), *speeds, (1.0, 0.0))]):
+        late, patience, backward, forward, turn = one
+        travel = _travel(problem, [forward] * chunks, [backward] * chunks, turn)
+        yield Pattern(*travel, _weights(problem, late), period, patience, 0.0, ((1.0, 1.0),) * chunks)
 
 
 def sample(problem: Problem, random: Random) -> Pattern:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.schedule import Op, Placement, Row, Schedule
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost, cost_between, costs_by_stage
@@ -134,14 +134,13 @@ def problem(
     objective: Objective = "makespan",
 ) -> Problem:
     """The question, from the arguments of `search`. Raises ArgumentError like it."""
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ArgumentError(f"microbatches={microbatches!r}: expected an integer >= 1")
+    check_counts(microbatches=microbatches)
     if objective not in get_args(Objective):
         raise ArgumentError(f"objective={objective!r}: expected one of {', '.join(get_args(Objective))}")
     by_stage = [cost for cost in costs_by_stage(placement, costs) if isinstance(cost, StageCost)]
     if len(by_stage) < placement.stages:
         raise ArgumentError(
-            "a stage's costs differ by microbatch, but the search takes one for each stage; give their mean"
+            "a stage's costs differ by microbatch, but the search takes one for each stage; pass their mean"
         )
     need, lag, feeds = _messages(placement, by_stage, links)
     kept = tuple(float(cost.weight_gradient_bytes) for cost in by_stage)
@@ -197,7 +196,7 @@ def _limits(
         raise ArgumentError(f"memory_limit={memory_limit!r}: expected a number, or one for each rank")
     limits = [float(limit) for limit in given]
     if len(limits) != placement.ranks:
-        raise ArgumentError(f"{len(limits)} memory limits for {placement.ranks} ranks; give one, or one for each rank")
+        raise ArgumentError(f"{len(limits)} memory limits for {placement.ranks} ranks; pass one, or one for each rank")
     for rank, limit in enumerate(limits):
         if math.isnan(limit):
             raise ArgumentError(f"the memory limit of rank {rank} is not a number; leave it out where there is none")

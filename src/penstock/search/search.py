@@ -1,6 +1,7 @@
 """Costs, placement and memory -> the best schedule found: patterns first, single actions last.
 
-1. Every generator with this placement that fits in memory is timed. The answer is never worse.
+1. Every generator with this placement that fits in memory is timed, and the published heuristics. The answer is never
+   worse.
 2. Patterns are dispatched: regular ones, those that the generators repeat, others at random, and then changes to the
    best.
 3. The best rows are improved by moving single actions.
@@ -27,7 +28,7 @@ from penstock.search.climb import climb
 from penstock.search.found import Found, judged
 from penstock.search.improve import improve
 from penstock.search.known_schedules import KnownSchedule, known_schedules, one_by_one
-from penstock.search.pattern import pattern_of, regular
+from penstock.search.pattern import HEURISTIC, pattern_of, regular
 from penstock.search.problem import Objective, Problem, Rows, problem
 from penstock.search.stretch import stretch
 from penstock.search.timing import time_rows
@@ -159,7 +160,7 @@ class _Budget:
     def regular(self, problem: Problem) -> int:
         """How many regular patterns a share of all the time is worth."""
         one = _pattern_seconds(problem)
-        patterns = int(self._left * _REGULAR_SHARE / one)
+        patterns = max(len(HEURISTIC), int(self._left * _REGULAR_SHARE / one))
         self._left -= min(patterns, _REGULAR) * one
         return patterns
 

@@ -106,9 +106,9 @@ def refuse_extreme(name: str, value: float, given: str) -> None:
         ArgumentError: a number is not below `BOUND`, or a "bandwidth" not above its inverse.
     """
     if value >= BOUND:
-        raise ArgumentError(f"{given}: expected a number below {BOUND:g}; give it in a larger unit")
+        raise ArgumentError(f"{given}: expected a number below {BOUND:g}; pass it in a larger unit")
     if name == "bandwidth" and 0 < value <= 1 / BOUND:
-        raise ArgumentError(f"{given}: expected a bandwidth above {1 / BOUND:g}; give sizes in a smaller unit")
+        raise ArgumentError(f"{given}: expected a bandwidth above {1 / BOUND:g}; pass sizes in a smaller unit")
 
 
 def check_cost(name: str, value: float) -> None:
@@ -148,7 +148,7 @@ def costs_by_stage(placement: Placement, costs: StageCost | Sequence[OfStage]) -
         return [costs] * placement.stages
     given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
     if len(given) != placement.stages:
-        raise ArgumentError(f"{len(given)} costs for {placement.stages} stages; give one, or one for each stage")
+        raise ArgumentError(f"{len(given)} costs for {placement.stages} stages; pass one, or one for each stage")
     return given
 
 
@@ -164,12 +164,12 @@ def costs_of_actions(schedule: Schedule, costs: StageCost | Sequence[OfStage]) -
         if not isinstance(given, StageCost) and len(each) != schedule.numbers:
             what = "microbatches" if schedule.slices == 1 else "slices"
             raise ArgumentError(
-                f"stage {stage} has {len(each)} costs for {schedule.numbers} {what}; give one, or one for each"
+                f"stage {stage} has {len(each)} costs for {schedule.numbers} {what}; pass one, or one for each"
             )
         for name in _HELD:
             if len({getattr(cost, name) for cost in each}) > 1:
                 raise ArgumentError(
-                    f"stage {stage}: {name} is not the same for all microbatches, but it is there all the time; give "
+                    f"stage {stage}: {name} is not the same for all microbatches, but it is there all the time; pass "
                     "the same in each cost"
                 )
         found.append(each)
@@ -185,7 +185,7 @@ def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:
     link = links if isinstance(links, LinkCost) else links.get((source_rank, target_rank))
     if link is None:
         raise ArgumentError(
-            f"links has no cost from rank {source_rank} to rank {target_rank}, which this schedule uses; give one"
+            f"links has no cost from rank {source_rank} to rank {target_rank}, which this schedule uses; pass one"
         )
     return link
 

@@ -98,7 +98,7 @@ class Job:
     def _check(self, durations: Durations) -> None:
         for name in (*PIPELINE, *(joint.name for joint in (*self.before, *self.after))):
             if name not in durations:
-                raise ArgumentError(f"durations have no {name!r}, which the job's step has; give an array for each op")
+                raise ArgumentError(f"durations have no {name!r}, which the job's step has; pass an array for each op")
         shape = durations[FORWARD].shape
         expected = (shape[0], self.schedule.ranks, self.schedule.numbers)
         for name, given in durations.items():

@@ -93,7 +93,7 @@ class Waits:
         if timeline.in_turns:
             raise ArgumentError(
                 "this timeline is of ranks that took turns in one process, which says nothing of who waits for whom; "
-                "give one of a run with a process for each rank, or a simulated one"
+                "pass one of a run with a process for each rank, or a simulated one"
             )
         tracks = timeline.tracks
         if columns is None:

@@ -16,7 +16,7 @@ from penstock.search import Found, search
 from penstock.simulate import LinkCost, StageCost, memory
 from penstock.simulate.costs import OF_MICROBATCH, divided
 from penstock.simulate.figures import Figures, units_of_memory, with_activations
-from penstock.studio.question import MOST, MOST_CELLS, MOST_SECONDS, MOST_TO_SEARCH, Question
+from penstock.studio.question import MAX_CELLS, MAX_SECONDS, MAX_SIZES, MAX_TO_SEARCH, Question
 from penstock.web.page_data import Order, band, curve, timeline_data
 
 PlacementName = Literal["loop", "v"]
@@ -24,7 +24,7 @@ SEARCHED = "search"
 """The name of a schedule that was searched for."""
 
 
-def catalogue() -> dict[str, Any]:
+def catalog() -> dict[str, Any]:
     """Every schedule that has a name, and the bounds of questions."""
     known = [
         {
@@ -37,7 +37,7 @@ def catalogue() -> dict[str, Any]:
         }
         for one in generators()
     ]
-    return {"schedules": known, "most": MOST, "most_seconds": MOST_SECONDS, "usual": Question().to_dict()}
+    return {"schedules": known, "most": MAX_SIZES, "most_seconds": MAX_SECONDS, "usual": Question().to_dict()}
 
 
 def stage_costs(question: Question, placement: Placement, slices: int = 1) -> list[StageCost]:
@@ -79,11 +79,10 @@ def simulate(question: Question) -> dict[str, Any]:
     """Every schedule of a question on one axis of time: `penstock simulate`'s figures, and what a timeline shows."""
     found, refused = [], []
     for entry in question.entries():
-        rule = entry.broken(question.numbers(entry))
-        if rule is None:
-            found.append(simulated(question, entry.name))
+        if reason := entry.refusal(question.numbers(entry)):
+            refused.append({"name": entry.name, "reason": reason})
         else:
-            refused.append({"name": entry.name, "reason": f"works with {rule.text}"})
+            found.append(simulated(question, entry.name))
     return {
         "schedules": [_described(question, one) for one in found],
         "not_allowed": refused,
@@ -133,15 +132,13 @@ def _per_unit(cost: Any, unit: float) -> StageCost:
 def searched(question: Question, where: PlacementName, seconds: float) -> tuple[Found, Figures]:
     """The best schedule found for a question's costs within its memory limit. Raises ArgumentError: there is too much
     to search, or the limit leaves no room."""
-    if not 0 < seconds <= MOST_SECONDS:
-        raise ArgumentError(
-            f"seconds={seconds:g}: the studio searches up to {MOST_SECONDS:g} s; `penstock search` more"
-        )
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ArgumentError(f"seconds={seconds:g}: the studio searches up to {MAX_SECONDS:g} s; `penstock search` more")
     chunks = 2 if where == "v" else question.chunks or 1
     actions = 3 * question.ranks * question.microbatches * chunks
-    if actions > MOST_TO_SEARCH:
+    if actions > MAX_TO_SEARCH:
         raise ArgumentError(
-            f"{question.size}: a schedule has {actions:,} actions, and the studio searches up to {MOST_TO_SEARCH:,}; "
+            f"{question.size}: a schedule has {actions:,} actions, and the studio searches up to {MAX_TO_SEARCH:,}; "
             f"take fewer, or use `penstock search`"
         )
     placement = Placement.v(question.ranks) if where == "v" else Placement.loop(question.ranks, chunks)
@@ -158,12 +155,8 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
         objective="span",
         seconds=seconds,
     )
-    return found, _figures(question, replace_name(found.schedule, SEARCHED))
-
-
-def replace_name(schedule: Schedule, name: str) -> Schedule:
-    """The same schedule with another name."""
-    return Schedule(name, schedule.placement, schedule.microbatches, schedule.rows, schedule.slices)
+    made = found.schedule
+    return found, _figures(question, Schedule(SEARCHED, made.placement, made.microbatches, made.rows, made.slices))
 
 
 def search_for(question: Question, where: PlacementName, seconds: float) -> dict[str, Any]:
@@ -188,14 +181,14 @@ def walk(question: Question) -> dict[str, Any]:
     reads."""
     walks, cells = [], 0
     for entry in question.entries():
-        if (rule := entry.broken(question.numbers(entry))) is not None:
-            raise ArgumentError(f"{entry.name} works with {rule.text}")
+        if reason := entry.refusal(question.numbers(entry)):
+            raise ArgumentError(f"{entry.name} {reason}")
         found = walkthrough(simulated(question, entry.name).schedule)
         cells += found.slots * question.ranks
-        if cells > MOST_CELLS:
+        if cells > MAX_CELLS:
             raise ArgumentError(
                 f"{entry.name} with {question.size} has {found.slots} slots, too many to go through; "
-                f"take fewer microbatches (up to {MOST_CELLS:,} cells are shown)"
+                f"take fewer microbatches (up to {MAX_CELLS:,} cells are shown)"
             )
         longest = max(len(label_of(action.microbatch or 0, found.schedule.slices)) for action in found.schedule.rows[0])
         walks.append(

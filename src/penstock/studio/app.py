@@ -32,7 +32,7 @@ PAGE = "penstock-page"
 """A header of the page's own questions: what cannot be answered is then an answer as others are."""
 _LONGEST = 4000
 """Characters of an address's question."""
-_MOST_WAITING = 8
+_MAX_WAITING = 8
 """Each page asks one question of a kind at a time."""
 
 
@@ -65,7 +65,7 @@ class Studio:
             Route("/", self.page),
             Route(ENTER, self.enter),
             Route("/static/{folder}/{name}", self.static),
-            Route("/api/catalogue", _answering(lambda given: answers.catalogue())),
+            Route("/api/catalog", _answering(lambda given: answers.catalog())),
             Route("/api/simulate", _answering(lambda given: answers.simulate(Question.of(given)), self._playing)),
             Route("/api/walk", _answering(lambda given: answers.walk(Question.of(given)), self._playing)),
             Route("/api/search", _answering(self._search, self._searching)),
@@ -130,11 +130,10 @@ class Studio:
     def _open(self, given: dict[str, str]) -> Any:
         name, step = given.pop("name", ""), given.pop("step", "")
         what_ifs = [one for one in given.pop("what_if", "").split("|") if one]
-        picture = given.pop("picture", "yes") != "no"
         _refuse(given)
         number = whole("step", step) if step else None
         path = self.library.path(name)
-        return self.library.readable(lambda: background.read("opened", path, name, number, what_ifs, picture), name)
+        return self.library.readable(lambda: background.read("opened", path, name, number, what_ifs), name)
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
@@ -193,7 +192,7 @@ def _given(request: Request) -> dict[str, str]:
     """The parameters of an address. Raises ArgumentError if one is there twice."""
     given = request.query_params.multi_items()
     if len(found := dict(given)) < len(given):
-        raise ArgumentError("a parameter is there twice; give each once")
+        raise ArgumentError("a parameter is there twice; pass each once")
     return found
 
 
@@ -262,7 +261,7 @@ class Lane:
     async def run(self, request: Request, act: Callable[[], Response]) -> Response:
         """The answer of `act`, which is not begun if the one who asked has gone while others had their turn. Raises
         CrowdedError: too many wait already."""
-        if self._waiting >= _MOST_WAITING:
+        if self._waiting >= _MAX_WAITING:
             raise CrowdedError("server busy; retry in a moment")
         self._waiting += 1
         try:

@@ -23,7 +23,7 @@ def report(path: Path, step: int | None = None) -> str:
 
 
 BIG_BYTES = 8 << 20
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 _READERS: Mapping[str, Callable[..., Any]] = {"opened": opened.opened, "report": report}
 
 
@@ -37,11 +37,11 @@ def read(reader: str, path: Path, *arguments: Any) -> Any:
             input=json.dumps([reader, str(path), arguments]),
             capture_output=True,
             text=True,
-            timeout=MOST_SECONDS,
+            timeout=MAX_SECONDS,
             check=True,
         )
     except subprocess.TimeoutExpired:
-        raise ArgumentError(f"{path} takes more than {MOST_SECONDS:g} s to read; use `penstock explain`") from None
+        raise ArgumentError(f"{path} takes more than {MAX_SECONDS:g} s to read; use `penstock explain`") from None
     except subprocess.CalledProcessError as error:
         raise ArgumentError(f"{path} cannot be read: its reader ended with status {error.returncode}") from None
     answer, refusal = json.loads(done.stdout)

@@ -13,17 +13,16 @@ from typing import Any, TypeVar
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
 from penstock.files import read_json
-from penstock.runs import read_run
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
-from penstock.runs.summary import LAST_STEPS_BYTES, Summary
+from penstock.runs.summary import Summary
 
-_MOST_ENTRIES = 500
+_MAX_ENTRIES = 500
 _DEEPEST = 4
-_MOST_SEEN = 20_000
-MOST_BYTES = 64 << 20
+_MAX_SEEN = 20_000
+MAX_BYTES = 64 << 20
 """Of a file that the studio opens, packed or not."""
-_MOST_ABOUT = 2 << 20
+_MAX_ABOUT = 2 << 20
 """Of the file that says what a run is: of each run, whenever the list is asked for."""
 _NUMBER = re.compile(r"\d+")
 _Read = TypeVar("_Read")
@@ -61,7 +60,7 @@ class Library:
     def entries(self) -> list[Entry]:
         """What can be opened, the newest first."""
         found = list(self._found())
-        return sorted(found, key=lambda one: -one.modified)[:_MOST_ENTRIES]
+        return sorted(found, key=lambda one: -one.modified)[:_MAX_ENTRIES]
 
     def _found(self) -> Iterator[Entry]:
         root, seen = self._real_root, 0
@@ -70,7 +69,7 @@ class Library:
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             depth = len(folder.relative_to(root).parts)
             seen += 1 + len(files)
-            if seen > _MOST_SEEN or depth >= _DEEPEST:
+            if seen > _MAX_SEEN or depth >= _DEEPEST:
                 folders.clear()
             if (found := self._run(folder)) is not None:
                 yield self._entry(folder, "run", **found)
@@ -85,23 +84,24 @@ class Library:
 
     def _is_file(self, path: Path) -> bool:
         """Whether a file is one that may be opened: none that a link leads to elsewhere."""
-        return path.is_file() and (not path.is_symlink() or path.resolve().is_relative_to(self._real_root))
+        inside = not os.path.islink(path) or Path(os.path.realpath(path)).is_relative_to(self._real_root)
+        return inside and os.path.isfile(path)  # neither raises, as Path's do in a folder that may not be searched
 
     def _run(self, folder: Path) -> dict[str, Any] | None:
         """The summary of the run in a folder, or its damage; None: there is none, or another tool's."""
-        about = (folder / ABOUT).resolve()
-        if not (about.is_relative_to(self._real_root) and about.is_file()):
+        about = folder / ABOUT
+        if not self._is_file(about):
             return None
         try:
-            if about.stat().st_size > _MOST_ABOUT:
+            if about.stat().st_size > _MAX_ABOUT:
                 raise _too_large(ABOUT)
             given = read_json(about, ABOUT)
             if not (isinstance(given, dict) and given.get("format") == FORMAT):
                 return None
-            summary = self.readable(lambda: Summary.of(read_run(folder), LAST_STEPS_BYTES), ABOUT)
         except ArgumentError as error:
             return {"damage": str(error)}
-        return {"summary": summary.to_dict()}
+        found = Summary.of_one(folder)
+        return {"damage": self._hidden(found)} if isinstance(found, str) else {"summary": found.to_dict()}
 
     def _entry(self, path: Path, kind: str, **more: Any) -> Entry:
         try:
@@ -122,7 +122,11 @@ class Library:
         except OSError as error:
             raise ArgumentError(f"{name[:80]!r} cannot be read: {error.strerror or error}") from error
         except PenstockError as error:
-            raise ArgumentError(str(error).replace(f"{self._real_root}{os.sep}", "")) from error
+            raise ArgumentError(self._hidden(str(error))) from error
+
+    def _hidden(self, text: str) -> str:
+        """A message without the place of the runs folder."""
+        return text.replace(f"{self._real_root}{os.sep}", "")
 
     def path(self, name: str, parts: Sequence[str] | None = None) -> Path:
         """The file or folder of that name.
@@ -148,7 +152,7 @@ class Library:
             self._check_folder(path, name, parts)
         elif not path.is_file():
             raise ArgumentError(f"{name[:80]!r} is neither a file nor a folder")
-        elif path.stat().st_size > MOST_BYTES:  # what it unpacks to is for its reader, in a process of its own
+        elif path.stat().st_size > MAX_BYTES:  # what it unpacks to is for its reader, in a process of its own
             raise _too_large(name)
         return path
 
@@ -164,14 +168,14 @@ class Library:
                 real = path.resolve(strict=True) if path.is_symlink() else path
                 self._inside(real, name, root)
                 own = real.stat().st_size if real.is_file() else 0
-                if path == folder / ABOUT and own > _MOST_ABOUT:
+                if path == folder / ABOUT and own > _MAX_ABOUT:
                     raise _too_large(name)
                 size += own
                 if not (real.is_file() or real.is_dir()) and real.exists():
                     raise ArgumentError(f"{name[:80]!r} has something in it that is neither a file nor a folder")
             except OSError:
                 continue  # a file that was replaced just now, or a link to nowhere, which cannot be read either
-            if seen > _MOST_SEEN or size > 16 * MOST_BYTES:
+            if seen > _MAX_SEEN or size > 16 * MAX_BYTES:
                 raise _too_large(name)
 
     def _inside(self, path: Path, name: str, root: Path) -> None:
@@ -185,5 +189,5 @@ class Library:
 
 def _too_large(name: str) -> ArgumentError:
     return ArgumentError(
-        f"{name[:80]!r} is too large for the studio, which opens up to {MOST_BYTES >> 20} MiB; use `penstock explain`"
+        f"{name[:80]!r} is too large for the studio, which opens up to {MAX_BYTES >> 20} MiB; use `penstock explain`"
     )

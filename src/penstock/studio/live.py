@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock.errors import ScheduleError
 from penstock.report.walkthrough import WORK
 from penstock.runs import About, RankState, RunRead, StepRecord, read_run
 from penstock.runs.folder import ABOUT, RANKS, STEPS
@@ -18,7 +20,7 @@ from penstock.runs.records import with_text_loss
 from penstock.schedule import Action
 from penstock.words import counted
 
-_MOST_STEPS = 5_000
+_MAX_STEPS = 5_000
 """In one answer."""
 PARTS = (ABOUT, STEPS, RANKS)
 """Of a run's folder, what is read here; of timelines only the names."""
@@ -38,7 +40,7 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
         "ranks": about.ranks,
         "alone": about.processes == about.replicas,
         "memory_limit": about.memory_limit,
-        "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MOST_STEPS:]],
+        "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MAX_STEPS:]],
         "place": end,
         "recorded": max(run.timeline_steps(), default=None),
         "progress": _progress(run, end, about.total_steps),
@@ -94,7 +96,8 @@ def in_words(state: RankState, how: Health) -> str:
 
 
 def _work(text: str) -> str:
-    action = Action.parse(text)
-    if not action.op.is_compute:
-        return f"runs {text}"
-    return f"{WORK[action.op]} microbatch {action.microbatch} on stage {action.stage}"
+    with contextlib.suppress(ScheduleError):  # it has words for what is no action: the building of the pipeline
+        action = Action.parse(text)
+        if action.op.is_compute:
+            return f"{WORK[action.op]} microbatch {action.microbatch} on stage {action.stage}"
+    return f"runs {text}"

@@ -19,55 +19,52 @@ from penstock.runs.folder import ABOUT
 from penstock.schedule import Schedule, from_csv
 from penstock.schedule.check import require_legal
 from penstock.simulate import StageCost, simulate
-from penstock.studio.question import MOST
+from penstock.studio.question import MAX_SIZES
 from penstock.web.measured import of_explanation
 from penstock.web.page_data import band, timeline_data
 from penstock.web.planned import of_plan
 from penstock.web.run_folder import of_run
 from penstock.web.sources import shown
 
-_MOST_SHOWN = 100_000
+_MAX_SHOWN = 100_000
 """Actions of one timeline."""
-_MOST_WHAT_IFS = 8
+_MAX_WHAT_IFS = 8
 _CHUNKS = re.compile(r"schedule=[^,/]*/(\d+)")
 _CUTS = "A plan keeps what a stage takes, not what each module does, so its cuts cannot be dragged; those of a run can."
 
 
-def opened(
-    path: Path, name: str, step: int | None = None, what_ifs: Sequence[str] = (), picture: bool = True
-) -> dict[str, Any]:
+def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[str] = ()) -> dict[str, Any]:
     """What is at a path, for the page.
 
     Args:
         name: what the page calls it.
         step: of a run or trace; None: the typical one.
         what_ifs: changes to try on a run or trace, as `penstock explain --what-if` takes them.
-        picture: whether the timeline of a run or trace is wanted, too.
 
     Raises:
         ArgumentError: it is nothing that can be shown, or a what-if is none.
         ScheduleError: it is a schedule that cannot be run.
     """
-    if len(what_ifs) > _MOST_WHAT_IFS:
-        raise ArgumentError(f"{len(what_ifs)} what-ifs: the studio tries up to {_MOST_WHAT_IFS} at once")
+    if len(what_ifs) > _MAX_WHAT_IFS:
+        raise ArgumentError(f"{len(what_ifs)} what-ifs: the studio tries up to {_MAX_WHAT_IFS} at once")
     for chunks in _CHUNKS.findall(",".join(what_ifs)):
-        if len(chunks) > 2 or int(chunks) > MOST["chunks"]:
-            raise ArgumentError(f"{chunks[:20]} chunks: the studio tries up to {MOST['chunks']}")
+        if len(chunks) > 2 or int(chunks) > MAX_SIZES["chunks"]:
+            raise ArgumentError(f"{chunks[:20]} chunks: the studio tries up to {MAX_SIZES['chunks']}")
     if path.is_dir():
-        return _of_folder(path, name, step, what_ifs, picture=picture)
+        return _of_folder(path, name, step, what_ifs)
     if path.name.removesuffix(".gz").endswith(".csv") and (schedule := _schedule(path)) is not None:
         return _of_schedule(schedule, name)
     if path.suffix == ".json":
         given = read_json(path, repr(name))
         if isinstance(given, dict) and "choice" in given:
             return _of_plan(Plan.from_dict(given, f"plan {name!r}"), name)
-    return _of_trace(path, name, step, what_ifs, picture=picture)
+    return _of_trace(path, name, step, what_ifs)
 
 
-def _of_trace(path: Path, name: str, step: int | None, what_ifs: Sequence[str], *, picture: bool) -> dict[str, Any]:
+def _of_trace(path: Path, name: str, step: int | None, what_ifs: Sequence[str]) -> dict[str, Any]:
     """A trace in a file, or in the files of a folder."""
     found = _explained(path, _stamp(path), step, tuple(what_ifs))
-    bands = of_explanation(found, name).bands if picture else ()
+    bands = of_explanation(found, name).bands
     return _of_step(found, name, found.step.slowest.schedule.name, bands)
 
 
@@ -87,12 +84,12 @@ def _explained(path: Path, stamp: float, step: int | None, what_ifs: tuple[str, 
     return explain(_steps(path, stamp), step=step, what_ifs=what_ifs)
 
 
-def _of_folder(path: Path, name: str, step: int | None, what_ifs: Sequence[str], *, picture: bool) -> dict[str, Any]:
+def _of_folder(path: Path, name: str, step: int | None, what_ifs: Sequence[str]) -> dict[str, Any]:
     """The folder of a run, whose schedule is known by name: on one rank all orders look alike."""
     if not (path / ABOUT).exists():
         if not any(one.name.endswith(SUFFIXES) for one in path.iterdir()):
             raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
-        return _of_trace(path, name, step, what_ifs, picture=picture)
+        return _of_trace(path, name, step, what_ifs)
     run = read_run(path)
     try:
         found = _explained(path, _stamp(path), step, tuple(what_ifs))
@@ -101,7 +98,7 @@ def _of_folder(path: Path, name: str, step: int | None, what_ifs: Sequence[str],
             raise
         view = shown([path], step)  # which shows what cannot be explained, or says why not
         return {"kind": "unexplained", "name": name, "note": " ".join(view.warnings)} | _drawn(view.bands)
-    bands = of_run(run, found, found.step.number).bands if picture else ()
+    bands = of_run(run, found, found.step.number).bands
     return _of_step(found, name, run.about.schedule, bands)
 
 
@@ -116,7 +113,7 @@ def _drawn(bands: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The timeline of these bands; None if there are none, or too many actions."""
     given = [dict(one) for one in bands]
     actions = sum(len(rank["start"]) for one in given for rank in one["ranks"])
-    if actions > _MOST_SHOWN:
+    if actions > _MAX_SHOWN:
         note = f"{actions:,} actions are too many to draw here; the full report shows them"
         return {"timeline": None, "note": note}
     return {"timeline": timeline_data(given, unit="s") if given else None}
@@ -143,8 +140,8 @@ def _schedule(path: Path) -> Schedule | None:
 
 
 def _of_schedule(schedule: Schedule, name: str) -> dict[str, Any]:
-    if sum(map(len, schedule.rows)) > _MOST_SHOWN:
-        raise ArgumentError(f"{name!r} has more than {_MOST_SHOWN:,} actions: use `penstock show --csv`")
+    if sum(map(len, schedule.rows)) > _MAX_SHOWN:
+        raise ArgumentError(f"{name!r} has more than {_MAX_SHOWN:,} actions: use `penstock show --csv`")
     timeline = simulate(schedule, StageCost(1.0, 1.0, 1.0))
     return {
         "kind": "schedule",

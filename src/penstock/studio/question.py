@@ -12,13 +12,13 @@ from penstock.schedule import MICROBATCHES, Generator, generator
 from penstock.schedule.generators import Numbers
 from penstock.words import counted
 
-MOST = {"ranks": 64, "microbatches": 512, "chunks": 8}
-MOST_ACTIONS = 60_000
-"""Of all schedules of one answer together: seconds of work, and a few megabytes."""
-MOST_CELLS = 12_000
+MAX_SIZES = {"ranks": 64, "microbatches": 512, "chunks": 8}
+MAX_ACTIONS = 300_000
+"""Of all schedules of one answer together, three of 64 ranks and 512 microbatches: seconds of work, and 15 MB."""
+MAX_CELLS = 12_000
 """Slots times ranks of a walk-through."""
-MOST_TO_SEARCH = 6_000
-MOST_SECONDS = 10.0
+MAX_TO_SEARCH = 6_000
+MAX_SECONDS = 10.0
 """Of a search."""
 _LARGEST = 1e6
 """Of a cost: larger ones are the same question in another unit."""
@@ -53,7 +53,7 @@ class Question:
     memory_limit: float | None = None
 
     def __post_init__(self) -> None:
-        for name, most in MOST.items():
+        for name, most in MAX_SIZES.items():
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
                 raise ArgumentError(f"{name}={value}: the studio takes 1 to {most}; `penstock simulate` takes more")
@@ -64,13 +64,13 @@ class Question:
         if not self.forward + self.backward_input + self.backward_weight:
             raise ArgumentError("forward, backward_input and backward_weight are all 0: give one of them some time")
         if self.memory_limit is not None and not 1 <= self.memory_limit <= _LARGEST:
-            raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; give at least 1")
+            raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; pass a number >= 1")
         entries = self.entries()
         found = sum(entry.actions(self.numbers(entry)) for entry in entries)
-        if found > MOST_ACTIONS:
+        if found > MAX_ACTIONS:
             raise ArgumentError(
                 f"{self.size}: {counted(len(entries), 'schedule')} of this size: {found:,} actions, and the studio "
-                f"shows {MOST_ACTIONS:,}; take fewer, or use `penstock simulate`"
+                f"shows {MAX_ACTIONS:,}; take fewer, or use `penstock simulate`"
             )
 
     @classmethod

@@ -126,7 +126,7 @@ def _bound(host: str, port: int) -> socket.socket:
             0
         ]
     except OSError as error:
-        raise ArgumentError(f"--host {host}: {error.strerror or error}; give an address of this machine") from None
+        raise ArgumentError(f"--host {host}: {error.strerror or error}; pass an address of this machine") from None
     made = socket.socket(family, kind)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -134,6 +134,6 @@ def _bound(host: str, port: int) -> socket.socket:
         made.listen(64)
     except OSError as error:
         made.close()
-        hint = "give another with --port, or 0 for any that is free" if port else "give an address of this machine"
+        hint = "pass another with --port, or 0 for any that is free" if port else "pass an address of this machine"
         raise ArgumentError(f"--host {host} --port {port}: {error.strerror or error}; {hint}") from None
     return made

@@ -152,7 +152,7 @@ def bad_network(
         FabricError: this machine cannot make hosts; `why_no_bad_network` tells you beforehand.
     """
     if link is None and (own or shaper != AUTO or scenario):
-        raise ArgumentError("own=, shaper= and scenario= are of links: give link= as well, what joins the other hosts")
+        raise ArgumentError("own=, shaper= and scenario= are of links: pass link= as well, what joins the other hosts")
     topology, events = None, tuple[Event, ...]()
     if link is not None:
         topology = Topology(parse_link(link), {host: parse_link(text) for host, text in (own or {}).items()}, seed)

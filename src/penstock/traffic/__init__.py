@@ -123,10 +123,10 @@ def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> No
     if ranks != 1 or sharded or hosts < 2:
         raise ArgumentError(
             f"traffic='tensor' with hosts={hosts}, ranks={ranks}, sharded={sharded}: all hosts divide each layer, so "
-            "give 2 or more, and neither ranks nor sharded"
+            "pass 2 or more, and neither ranks nor sharded"
         )
     if compute == "measure":
-        raise ArgumentError("traffic='tensor' cannot measure divided layers here: give compute='none', or seconds")
+        raise ArgumentError("traffic='tensor' cannot measure divided layers here: pass compute='none', or seconds")
 
 
 def _tensor(
@@ -151,14 +151,13 @@ def _tensor(
 def _check(hosts: int, ranks: int, replicas: int | None, sharded: bool, bucket_bytes: int | None) -> None:
     replicas = hosts // max(ranks, 1) if replicas is None else replicas
     if min(ranks, replicas) < 1 or ranks * replicas != hosts:
-        raise ArgumentError(
-            f"hosts={hosts}, ranks={ranks}, replicas={replicas}: hosts are ranks * replicas, with 1 or more of each"
-        )
+        raise ArgumentError(f"hosts={hosts}, ranks={ranks}, replicas={replicas}: hosts are ranks * replicas, both >= 1")
     if sharded and replicas == 1:
-        raise ArgumentError("sharded=True divides parameters among replicas, of which there is one: give more hosts")
+        raise ArgumentError("sharded=True divides parameters among replicas, of which there is one: pass more hosts")
     if bucket_bytes is not None and (bucket_bytes < 1 or sharded):
         raise ArgumentError(
-            f"bucket_bytes={bucket_bytes}: give 1 or more; and none with sharded=True, which sends by layer or stage"
+            f"bucket_bytes={bucket_bytes}: pass an integer >= 1; and none with sharded=True, which sends by layer or "
+            "stage"
         )
 
 
@@ -230,7 +229,7 @@ def _workload(
     if not transfers:
         raise ArgumentError(
             f"traffic={traffic!r} of {counted(order.ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
-            "replicas send gradients, so give more hosts than ranks; or give two or more ranks, and traffic='pipeline'"
+            "replicas send gradients, so pass more hosts than ranks; or pass two or more ranks, and traffic='pipeline'"
         )
     made = f"{what} of {type(model).__name__}, {hosts // order.ranks} x {order.ranks} hosts"
     notes = list(recorded.partition.notes)

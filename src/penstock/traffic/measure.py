@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition import Stage
+from penstock.partition.measure.clock import settle
+from penstock.partition.measure.running import RunningUnit, seeded
+from penstock.partition.run.loan import untouched_generators
 from penstock.stages import MODEL_INPUT
 from penstock.traffic.layers import Layer, record
 from penstock.trees import flatten, leaf_tensors
@@ -33,14 +35,15 @@ def layer_seconds(
     Raises:
         ArgumentError: the weights are missing, or no result takes a gradient.
     """
+    _check_weights(model)
     places = {id(p): place for place, one in enumerate(layers) for p in one.trained}
     clones: dict[int, Any] = {}
-    twin = _copied(model, clones)
+    twin = copy.deepcopy(model, clones)
     ended = [0] * len(layers)
 
     def stamp(place: int) -> Any:
         def note(parameter: Tensor) -> None:
-            _settle(parameter)
+            settle(parameter.device)
             ended[place] = time.perf_counter_ns()
 
         return note
@@ -58,12 +61,14 @@ def _backward_of_layers(
     """One run. A layer that ends before one ahead of it took no time itself."""
     model.zero_grad()
     ended[:] = [0] * len(ended)
-    with torch.random.fork_rng():
+    with untouched_generators():
         began = time.perf_counter_ns()
-        result = model(*args, **kwargs)
-        _settle(result)
+        roots, seeds = seeded(leaf_tensors(model(*args, **kwargs)))
+        if not roots:
+            raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
+        settle(roots[0].device)
         forward_ended = at = time.perf_counter_ns()
-        _backward(leaf_tensors(result))
+        torch.autograd.backward(roots, seeds)
     seconds = []
     for end in ended:
         seconds.append(max(end - at, 0) / 1e9)
@@ -74,69 +79,33 @@ def _backward_of_layers(
 def stage_seconds(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stages: int, **options: Any
 ) -> list[tuple[float, float]]:
-    """The seconds of each stage's forward and whole backward for one microbatch.
+    """The seconds of each stage's forward and whole backward for one microbatch. Changes nothing, as `layer_seconds`.
 
     Raises:
         ArgumentError: the weights are missing.
     """
-    partition = record(_copied(model, {}), args, kwargs, stages, **options).partition
-    values: dict[tuple[int, str], Tensor] = {}
+    _check_weights(model)
+    partition = record(model, args, kwargs, stages, **options).partition
     given = partition.take(flatten((tuple(args), dict(kwargs))))
-    values |= {(MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, given, strict=True)}
+    values: dict[tuple[int, str], Tensor] = {
+        (MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, given, strict=True)
+    }
     measured = []
-    for stage in partition.stages:
-        made: Sequence[Tensor] = ()
-        runs = []
-        for _ in range(REPETITIONS + 1):
-            inputs = [_entering(values[i.source, i.name], i.meta.requires_grad) for i in stage.meta.inputs]
-            made, forward, backward = _run(stage, inputs)
-            runs.append((forward, backward))
-        # a value that a later stage takes from here, updated in place or not
-        values |= {(stage.meta.index, o.name): x.detach() for o, x in zip(stage.meta.outputs, made, strict=True)}
-        forwards, backwards = zip(*runs[1:], strict=True)
-        measured.append((statistics.median(forwards), statistics.median(backwards)))
+    with torch.enable_grad(), untouched_generators():
+        for stage in partition.stages:
+            unit = RunningUnit(stage, [values[i.source, i.name] for i in stage.meta.inputs], (), (), stage.device)
+            unit.first()
+            for _ in range(REPETITIONS):
+                unit.run()
+            times = unit.times()
+            measured.append((times.forward, times.input_gradient + times.weight_gradient))
+            values |= {(stage.meta.index, o.name): x for o, x in zip(stage.meta.outputs, unit.outputs, strict=True)}
     return measured
 
 
-def _run(stage: Stage, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], float, float]:
-    with torch.random.fork_rng(), torch.enable_grad():
-        began = time.perf_counter_ns()
-        made = stage.forward(*inputs)
-        _settle(made)
-        middle = time.perf_counter_ns()
-        if any(one.requires_grad for one in made):
-            _backward(made)
-        _settle(made)
-        ended = time.perf_counter_ns()
-    return made, (middle - began) / 1e9, (ended - middle) / 1e9
-
-
-def _entering(value: Tensor, takes_gradient: bool) -> Tensor:
-    """A copy of a value that enters a stage, which may update it in place."""
-    if not takes_gradient:
-        return value.detach().clone()
-    return value.detach().requires_grad_().clone()
-
-
-def _backward(made: Sequence[Tensor]) -> None:
-    """Runs backward from a gradient of ones for each result that takes one."""
-    roots = [one for one in made if one.requires_grad]
-    if not roots:
-        raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
-    torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
-
-
-def _copied(model: nn.Module, clones: dict[int, Any]) -> nn.Module:
-    """A copy of the model; `clones` maps the `id` of each thing in it to its copy."""
+def _check_weights(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ArgumentError(
-            "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or give the "
+            "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or pass the "
             "seconds of a stage's forward"
         )
-    return copy.deepcopy(model, clones)
-
-
-def _settle(result: Any) -> None:
-    """Waits for a GPU, which runs asynchronously."""
-    if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in flatten(result).leaves):
-        torch.cuda.synchronize()

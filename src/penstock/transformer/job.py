@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.transformer.model import Transformer
 
 Recompute = Literal["none", "selective", "full"]
@@ -43,10 +43,8 @@ class Job:
     optimizer_shards: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "tensor_parallel", "optimizer_shards"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
+        shards = self.optimizer_shards
+        check_counts(sequence=self.sequence, tensor_parallel=self.tensor_parallel, optimizer_shards=shards)
         if self.recompute not in ("none", "selective", "full"):
             raise ArgumentError(f"recompute={self.recompute!r}: expected 'none', 'selective' or 'full'")
         shared = {"heads": self.model.heads, "feedforward": self.model.inner}

@@ -12,7 +12,7 @@ Style = Literal["gpt", "llama"]
 shares the embedding's matrix; "llama" has none of these, but RMSNorm, rotary positions, a gated feed-forward and a
 matrix of its own for the output."""
 
-_MOST_LAYERS, _MOST_OF_ANYTHING = 1_000, 1_000_000_000
+_MAX_LAYERS, _MAX_OF_ANYTHING = 1_000, 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Transformer:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "kv_heads", "feedforward", "positions"):
-            value, most = getattr(self, name), _MOST_LAYERS if name == "layers" else _MOST_OF_ANYTHING
+            value, most = getattr(self, name), _MAX_LAYERS if name == "layers" else _MAX_OF_ANYTHING
             if value is not None and not (isinstance(value, int) and 1 <= value <= most):
                 raise ArgumentError(f"{name}={value!r}: expected an integer from 1 to {most:,}")
         if self.style not in ("gpt", "llama"):

@@ -55,7 +55,7 @@ def transformer(text: str) -> Transformer:
             raise ArgumentError(f"transformer {text!r}: {part!r} is none of {'=, '.join(_KEYS)}=")
         values[name] = value if name == "style" else _number(text, part, value)
     if missing := [name for name in ("layers", "hidden", "heads", "vocabulary") if name not in values]:
-        raise ArgumentError(f"transformer {text!r}: {missing[0]}= is missing; or give one of {', '.join(NAMED)}")
+        raise ArgumentError(f"transformer {text!r}: {missing[0]}= is missing; or pass one of {', '.join(NAMED)}")
     return Transformer(**values)
 
 

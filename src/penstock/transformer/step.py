@@ -141,5 +141,5 @@ def _layers(job: Job, layout: Layout) -> tuple[int, ...]:
             raise ArgumentError(f"layers={layout.layers}: expected {stages} numbers that add up to {layers}")
         return layout.layers
     if stages > layers + 2:
-        raise ArgumentError(f"{stages} stages for {layers} layers: give fewer ranks or chunks")
+        raise ArgumentError(f"{stages} stages for {layers} layers: pass fewer ranks or chunks")
     return tuple(layers * (k + 1) // stages - layers * k // stages for k in range(stages))

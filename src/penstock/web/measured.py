@@ -60,8 +60,20 @@ def _measured(found: Explanation) -> str:
 
 
 def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
-    """What the measured timeline is compared with: the prediction, or else the same order with everything alike."""
+    """What the measured timeline is compared with: what-ifs, the prediction, or else the same order with everything
+    alike."""
     schedule = found.step.slowest.schedule
+    if found.what_ifs:
+        place = found.step.replicas.index(found.step.slowest)
+        return [
+            band(
+                f"what if {change.text}",
+                case.timeline(case.schedules[place], case.seconds[place]),
+                case.schedules[place],
+                note=f"simulated; the step {change.claim}",
+            )
+            for change, case in zip(found.what_ifs, found.what_if_replays, strict=True)
+        ]
     if found.predicted is not None:
         held = memory_curves.by_stages(costs, schedule, found.predicted) if costs else []
         curves = memory_curves.drawn(held) if held else None

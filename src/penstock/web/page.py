@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.resources import files
 
 from penstock.errors import require
@@ -10,10 +9,10 @@ from penstock.files import finite
 from penstock.report.frame import frame
 from penstock.web.assets import asset, bundle, embedded
 from penstock.web.page_data import timeline_data
-from penstock.web.shown import Held, Idle, Shown, duration
+from penstock.web.shown import Idle, Shown, duration
 from penstock.words import sized
 
-_MOST = 32
+_MAX = 32
 """Ranks of which each has a line."""
 
 
@@ -35,7 +34,6 @@ def page(shown: Shown) -> str:
         sized=sized,
         percent=_percent,
         longest=_longest,
-        largest=_largest,
         ranks_shown=_ranks,
         data=embedded("timeline-data", timeline_data(shown.bands, unit=shown.unit)),
         numbers=embedded("numbers", finite(dict(shown.numbers))),
@@ -53,10 +51,6 @@ def _longest(idle: Idle) -> float:
     return max(map(idle.total, range(len(idle.computes))), default=0.0)
 
 
-def _largest(memory: Sequence[Held]) -> float:
-    return max((one.peak for one in memory), default=0.0)
-
-
 def _ranks(count: int) -> list[int]:
     """Those that have a line: all, or the first and the last."""
-    return [*range(count)] if count <= _MOST else [*range(_MOST // 2), *range(count - _MOST // 2, count)]
+    return [*range(count)] if count <= _MAX else [*range(_MAX // 2), *range(count - _MAX // 2, count)]

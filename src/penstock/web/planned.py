@@ -48,7 +48,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
         title=title(schedule),
         headings=(name, "plan (prediction only)", counted(choice.replicas, "replica")),
         figures=(
-            Figure("a step takes", duration(plan.step_seconds), "predicted, without the optimizer"),
+            Figure("a step takes", duration(plan.step_seconds), "predicted"),
             Figure("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{counted(choice.devices, 'device')}"),
             Figure("idle", f"{plan.bubble:.1%}", f"of all ranks' time; most: {worst}" if plan.bubble else ""),
             Figure("memory", sized(fullest.peak), f"{of}, rank {fullest.rank}, the fullest"),

@@ -30,8 +30,8 @@ from penstock.words import counted, sized
 
 _MEMORY_NOTES = {
     "measured": "Measured: what the rank's device had allocated after each action.",
-    "predicted": "Predicted by the schedule and the stages' bytes: parameters, gradients and activations, without an "
-    "optimizer's state and what an action needs while it runs.",
+    "predicted": "Predicted by the schedule and the stages' bytes: parameters, gradients, an optimizer's state of two "
+    "values for each trained one (Adam), and activations, without what an action needs while it runs.",
 }
 
 
@@ -68,7 +68,7 @@ def of_run(
         curves, memory = _memory(run, step)
         note = "starts cannot be compared" if timeline.in_turns else ""
         bands.append(band(f"measured, step {step}", timeline, _whole(run, step), memory=curves, note=note))
-    if predicted is not None:
+    if predicted is not None and not (found and found.what_ifs):
         bands.append(band("predicted", predicted.timeline, _fitting(run, step), note=f"by {predicted.source}"))
     elif found is not None:
         bands += compared(found)
@@ -118,8 +118,8 @@ def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) 
         figures.append(Figure("loss", f"{losses[-1].loss:.5g}", f"step {losses[-1].step}; first {losses[0].loss:.5g}"))
     if memory:
         fullest = max(memory, key=lambda one: one.peak / (one.limit or math.inf) or one.peak)
-        of = f"of {sized(fullest.limit)}" if fullest.limit is not None else "no memory limit set"
-        figures.append(Figure("memory", sized(fullest.peak), f"{of}, rank {fullest.rank}, {fullest.source}"))
+        of = "" if fullest.limit is None else f"of {sized(fullest.limit)}, "
+        figures.append(Figure("memory", sized(fullest.peak), f"{of}rank {fullest.rank}, {fullest.source}"))
     return figures
 
 

@@ -130,7 +130,7 @@ class Draws(Stage):
 def test_a_module_that_draws_itself_is_opened_only_if_it_is_asked_for() -> None:
     assert not any(".blocks." in name for name in cuts_of(Whole(make=Draws), 4))
     assert_equal(losses(4, Draws), losses(1, Draws))
-    with pytest.raises(PartitionError, match=r"inside 'stages\.1', which draws random.*give opens=\['stages\.1'\]"):
+    with pytest.raises(PartitionError, match=r"inside 'stages\.1', which draws random.*pass opens=\['stages\.1'\]"):
         losses(2, Draws, cuts=["stages.1.blocks.2"])
     opened = losses(2, Draws, opens=["stages.1"], cuts=["stages.1.blocks.2"])
     assert_equal(opened, losses(1, Draws, opens=["stages.1"]))

@@ -171,12 +171,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
         lanes = away.Lanes(torch.device("cpu"))
     monkeypatch.setattr(offload, "lanes_of", lambda _: lanes)
     monkeypatch.setattr(Tensor, "record_stream", _record_stream)
-    bind = program.with_neighbours
+    bind = program.with_neighbors
 
     def noting(*given: Any) -> list[program.BoundAction]:
         return [replace(each, work=_noted(copies, each)) for each in bind(*given)]
 
-    monkeypatch.setattr(program, "with_neighbours", noting)
+    monkeypatch.setattr(program, "with_neighbors", noting)
     return copies
 
 

@@ -54,11 +54,11 @@ def wait(watchdog: Watchdog, action: str, peer: int, *, send: bool = False) -> N
 
 def hold(place: str, watchdog: Watchdog, rank: int, ranks: int) -> None:
     """The victim at its place, until the test kills or stops it."""
-    neighbour = rank + 1 if rank + 1 < ranks else rank - 1
+    neighbor = rank + 1 if rank + 1 < ranks else rank - 1
     if place == "receive":
-        wait(watchdog, f"{rank}RECV_F0", neighbour)
+        wait(watchdog, f"{rank}RECV_F0", neighbor)
     elif place == "send":
-        wait(watchdog, f"{rank}SEND_F0", neighbour, send=True)
+        wait(watchdog, f"{rank}SEND_F0", neighbor, send=True)
     else:
         watchdog.position = Position("2B3") if place == "compute" else OUTSIDE
         signal.pause()
@@ -76,7 +76,7 @@ def once_seen(watchdog: Watchdog, rank: int, then: Callable[[], object]) -> None
 
 
 def victim_falls(rank: int, watchdog: Watchdog, scenario: dict[str, Any], placed: Callable[[], object]) -> None:
-    """Everyone waits for the neighbour towards the victim, which raises, leaves, or holds still at a place."""
+    """Everyone waits for the neighbor towards the victim, which raises, leaves, or holds still at a place."""
     victim, place, ranks = scenario["victim"], scenario["place"], scenario["ranks"]
     if place in ("raise", "leave", "outside"):
         placed()

@@ -204,6 +204,29 @@ def test_hundreds_of_guests_keep_no_rank_out(served: Served) -> None:
             guest.close()
 
 
+@pytest.mark.parametrize("how", ["before the token", "after it"])
+def test_a_rank_whose_first_connection_breaks_connects_again(
+    served: Served, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers may take its place, or a middlebox cut it."""
+    whole, broken = served.server._admit if how == "before the token" else served.server._take, []
+
+    def once(connection: Connection, *sent: Any) -> None:
+        if not broken and (how == "before the token" or connection.rank == 0):
+            broken.append(connection)
+            if how == "after it":
+                served.server._drop(connection, gone=True)
+                return
+            raise ConnectionResetError
+        whole(connection, *sent)
+
+    monkeypatch.setattr(served.server, "_admit" if how == "before the token" else "_take", once)
+    joined = join(served.server.address, 0, PATIENCE, Missing(0, 2, PATIENCE))
+    assert broken
+    assert served.serves(joined)
+    joined.close()
+
+
 def test_a_rank_has_at_most_four_connections_and_the_last_ones_stay(served: Served) -> None:
     links = []
     for _ in range(5):

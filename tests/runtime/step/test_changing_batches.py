@@ -198,10 +198,10 @@ def test_microbatches_that_do_not_fit_are_refused() -> None:
     two, three = Microbatches([x[:2], x[2:]]), Microbatches(torch.split(x, 2))
     with pytest.raises(ArgumentError, match=r"Microbatches\(\[\]\): expected at least one"):
         Microbatches([])
-    with pytest.raises(ArgumentError, match=r"args is a Microbatches.*give \(x,\)"):
+    with pytest.raises(ArgumentError, match=r"args is a Microbatches.*pass \(x,\)"):
         pipeline(mlp(), two, loss=squared_error)
     with pipeline(mlp(), (two,), microbatches=2, loss=squared_error) as pipe:
-        with pytest.raises(ArgumentError, match="3 microbatches were given, but the schedule is for 2; give at most"):
+        with pytest.raises(ArgumentError, match="3 microbatches were given, but the schedule is for 2; pass at most"):
             pipe.step(three, target=y)
         with pytest.raises(ShapeError, match="target has 3 pieces; expected 2, the number of microbatches"):
             pipe.step(two, target=three)

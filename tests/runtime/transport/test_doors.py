@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.transport.shared_memory import _HELLO, Neighbours
+from penstock.runtime.transport.shared_memory import _HELLO, Neighbors
 
-pytestmark = pytest.mark.skipif(not Neighbours.supported(), reason="this system has no such shared memory")
+pytestmark = pytest.mark.skipif(not Neighbors.supported(), reason="this system has no such shared memory")
 
 Doors = list[tuple[str, int, str, bytes]]
 Attack = Callable[[Doors], None]
@@ -21,7 +21,7 @@ HELD: list[socket.socket] = []
 """What a stranger keeps open."""
 
 
-def meet(attack: Attack, ranks: int = 3) -> tuple[list[Neighbours], Doors]:
+def meet(attack: Attack, ranks: int = 3) -> tuple[list[Neighbors], Doors]:
     """Connects ranks, each a thread. `attack` comes between: all ranks listen, and none has connected."""
     doors: list[Any] = [None] * ranks
     attacked = threading.Barrier(ranks, lambda: attack(doors))
@@ -33,7 +33,7 @@ def meet(attack: Attack, ranks: int = 3) -> tuple[list[Neighbours], Doors]:
             attacked.wait(30)
             return [*enumerate(doors)][::-1]  # a mesh may have its processes in another order
 
-        made[rank] = Neighbours(rank, gather)
+        made[rank] = Neighbors(rank, gather)
 
     threads = [threading.Thread(target=create, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -44,7 +44,7 @@ def meet(attack: Attack, ranks: int = 3) -> tuple[list[Neighbours], Doors]:
     return made, doors
 
 
-def assert_connected(made: list[Neighbours]) -> None:
+def assert_connected(made: list[Neighbors]) -> None:
     """Each pair of ranks talks over both of its connections."""
     for rank, here in enumerate(made):
         for peer in here.ranks:
@@ -156,7 +156,7 @@ def test_whoever_takes_the_name_of_a_rank_that_ended_is_not_shown_its_secret() -
             return gathered
 
         with pytest.raises(ConnectionError, match="another process has taken its socket's name"):
-            Neighbours(1, gather)
+            Neighbors(1, gather)
     finally:
         taker.end()
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement
-from penstock.runtime.transport.shared_memory import SLOTS, Neighbours, _Lane
+from penstock.runtime.transport.shared_memory import SLOTS, Neighbors, _Lane
 from penstock.stages import Link
 
-pytestmark = pytest.mark.skipif(not Neighbours.supported(), reason="this system has no such shared memory")
+pytestmark = pytest.mark.skipif(not Neighbors.supported(), reason="this system has no such shared memory")
 
 LINK = Link(0, 1, ((0, "a"), (0, "b")))
 

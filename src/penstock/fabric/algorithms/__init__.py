@@ -83,7 +83,7 @@ def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> Ste
     if algorithm not in known:
         raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, known)}")
     if ranks < 2:
-        raise ArgumentError(f"{collective} among {ranks} ranks: give 2 or more")
+        raise ArgumentError(f"{collective} among {ranks} ranks: pass 2 or more")
     made = _GENERATORS[collective][algorithm]  # type: ignore[index]  # `algorithms` has checked it
     offered = tuple(inspect.signature(made).parameters)[1:]
     for option in options:

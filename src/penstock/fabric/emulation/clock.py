@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from penstock.process import kernel
 
-FEWEST_EXCHANGES, MOST_EXCHANGES = 8, 40
+FEWEST_EXCHANGES, MAX_EXCHANGES = 8, 40
 EXCHANGE_SECONDS = 0.2
 """After this time, only the minimum of exchanges with a host is made, so that distant hosts do not delay the run."""
 DRIFT = 50e-6
@@ -84,7 +84,7 @@ def _ask() -> Offset:
     trips: list[tuple[int, int]] = []
     began = time.monotonic_ns()
     while len(trips) < FEWEST_EXCHANGES or (
-        len(trips) < MOST_EXCHANGES and time.monotonic_ns() - began < EXCHANGE_SECONDS * 1e9
+        len(trips) < MAX_EXCHANGES and time.monotonic_ns() - began < EXCHANGE_SECONDS * 1e9
     ):
         start = time.monotonic_ns()
         stamp[0] = 0

@@ -39,7 +39,7 @@ def started() -> Started:
     def text(name: str) -> str:
         if name not in os.environ:
             raise ArgumentError(
-                f"the environment has no {name}: start every host with torchrun, or give --hosts to make them here"
+                f"the environment has no {name}: start every host with torchrun, or pass --hosts to make them here"
             )
         return os.environ[name]
 

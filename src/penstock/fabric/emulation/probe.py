@@ -29,7 +29,7 @@ PING_PACKETS = (118, 84)
 They pass the sender's and the receiver's end of the link in turn. Measured at 1 Mbit/s: 202 bytes if one end is that
 slow, 320 if both are.
 """
-FEWEST_TRIPS, MOST_TRIPS = 4, 30
+FEWEST_TRIPS, MAX_TRIPS = 4, 30
 TRIPS_SECONDS = 0.3
 """After the minimum, as many more trips follow as fit into this time."""
 
@@ -39,7 +39,7 @@ CHUNKS = 32
 With more chunks, gloo's headers would take up more of the link.
 """
 FIRST_BYTES = 32 * 1024
-MOST_BYTES = 256 * 1024 * 1024
+MAX_BYTES = 256 * 1024 * 1024
 """The largest stream: a second at 2 Gbit/s. Anything faster is limited by processors, and steady at once."""
 HALF_SECONDS, HALF_TRIPS = 0.4, 4
 """The least duration of a stream's later half, in seconds and in round trips: TCP probes for bandwidth in cycles."""
@@ -156,7 +156,7 @@ def next_chunk(chunk_bytes: int, found: Pace, trip_seconds: float) -> int:
     """Returns the chunk size of the next stream, which must be long enough for its later half to become steady."""
     wanted = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
     factor = 8.0 if found.seconds <= 0 else min(max(wanted / found.seconds, 1.0), 8.0)
-    return min(int(chunk_bytes * factor), MOST_BYTES // CHUNKS)
+    return min(int(chunk_bytes * factor), MAX_BYTES // CHUNKS)
 
 
 def is_long(found: Pace, trip_seconds: float) -> bool:
@@ -166,7 +166,7 @@ def is_long(found: Pace, trip_seconds: float) -> bool:
 
 def _shortest_trip(first: bool, other: int, wire: Wire) -> float:
     few = min(_trips(first, other, wire, FEWEST_TRIPS))
-    more = _agreed(min(TRIPS_SECONDS / max(few, 1e-6), MOST_TRIPS), other, decides=first)
+    more = _agreed(min(TRIPS_SECONDS / max(few, 1e-6), MAX_TRIPS), other, decides=first)
     return _agreed(min([few, *_trips(first, other, wire, int(more))]), other, decides=first)
 
 
@@ -200,7 +200,7 @@ def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
             found = Pace(0.0, 0.0, False)
         else:
             found = pace(stamps, chunk)
-            long = is_long(found, trip_seconds) or chunk >= MOST_BYTES // CHUNKS
+            long = is_long(found, trip_seconds) or chunk >= MAX_BYTES // CHUNKS
             unsteady += long and not found.steady
             ends = long and (found.steady or unsteady == UNSTEADY_STREAMS)
             late = time.monotonic() - began > BUDGET_SECONDS

@@ -42,7 +42,7 @@ class Word(NamedTuple):
 
 
 class Signals:
-    """One host's side of the signalling; all hosts make the same calls."""
+    """One host's side of the signaling; all hosts make the same calls."""
 
     def __init__(self, members: Members, board: StartBoard | None = None) -> None:
         """Creates this host's side.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.samples import SPEC
 from penstock.fabric.workload import Workload
@@ -80,37 +80,32 @@ class Spec:
 
     def __post_init__(self) -> None:
         if self.hosts < 2:
-            raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; give --hosts 4, for example")
+            raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; pass --hosts 4, for example")
         if self.backend not in BACKENDS:
-            raise ArgumentError(f"there is no backend {self.backend!r}: give one of {', '.join(BACKENDS)}")
+            raise ArgumentError(f"there is no backend {self.backend!r}: pass one of {', '.join(BACKENDS)}")
         if self.workload.hosts not in (0, self.hosts):
             raise ArgumentError(
                 f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
-                f"give --hosts {self.workload.hosts}"
+                f"pass --hosts {self.workload.hosts}"
             )
-        if self.trials < 1:
-            raise ArgumentError(f"trials={self.trials}: at least one is needed")
-        if self.iterations < 1:
-            raise ArgumentError(f"iterations={self.iterations}: at least one is needed")
+        check_counts(required=False, trials=self.trials, iterations=self.iterations, warmup=self.warmup)
         if self.iterations > 1 and _computes(self.workload):
             raise ArgumentError(
                 f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
-                "computes: give --sizes or a sweep, or --compute none"
+                "computes: pass --sizes or a sweep, or --compute none"
             )
-        if self.warmup is not None and self.warmup < 1:
-            raise ArgumentError(f"warmup={self.warmup}: at least one is needed, as results are checked in the warm-up")
         for name in ("join_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}: expected a time above 0")
         shared = [place for place, transfer in enumerate(self.workload.transfers) if transfer.shares]
         if any(self.algorithm_of(place) not in (ENGINE, *_UNEVEN) for place in shared):
             raise ArgumentError(
-                f"the algorithm {self.algorithm!r} sends every host the same amount: for an uneven all_to_all give one "
+                f"the algorithm {self.algorithm!r} sends every host the same amount: for an uneven all_to_all pass one "
                 f"of {', '.join(_UNEVEN)}, {ENGINE}"
             )
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":
-                raise ArgumentError("gloo cannot average: give --algorithm ring, for example, or --op sum")
+                raise ArgumentError("gloo cannot average: pass --algorithm ring, for example, or --op sum")
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):

@@ -65,7 +65,7 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     if run.record.get("steady") is False:
         found.append(
             f"times were still changing after {run.record['warmup']} trials of warm-up, so the first measured trials "
-            "may be off: give a larger --warmup"
+            "may be off: pass a larger --warmup"
         )
     told = run.record.get("switch")
     if told and (reason := saturated(told)):
@@ -264,7 +264,7 @@ def _too_few(results: dict[str, Any], trials: int) -> list[str]:
     if 0 < trials < FEWEST:
         said.append(
             "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
-            f"narrow. Give --trials {FEWEST} or more."
+            f"narrow. Pass --trials {FEWEST} or more."
         )
     if short:
         kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"

@@ -8,9 +8,9 @@ from typing import Any
 from penstock.fabric.views.numbers import seconds
 from penstock.words import sized
 
-MOST_LATE_SECONDS = 1e-3
+MAX_LATE_SECONDS = 1e-3
 """If the 99th percentile of lateness exceeds this, the switch is saturated."""
-MOST_BUSY = 0.9
+MAX_BUSY = 0.9
 
 _EACH_HOST = 16
 """With more hosts than this, only the totals are shown."""
@@ -76,16 +76,16 @@ def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
     """Explains, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
     late = told["late"]["p99"]
     found = []
-    if late is not None and late > MOST_LATE_SECONDS:
+    if late is not None and late > MAX_LATE_SECONDS:
         found.append(f"1% of the frames left more than {seconds(late)} late")
     if told["no_room"]:
         found.append(f"it ran out of memory for a frame {told['no_room']:,} times")
-    if elapsed_seconds and told["busy_seconds"] > MOST_BUSY * elapsed_seconds:
+    if elapsed_seconds and told["busy_seconds"] > MAX_BUSY * elapsed_seconds:
         found.append(f"it was busy for {told['busy_seconds'] / elapsed_seconds:.0%} of the time")
     if not found:
         return None
     return (
-        f"the switch was saturated: {'; '.join(found)}. The network was worse than requested: give a lower rate, fewer "
+        f"the switch was saturated: {'; '.join(found)}. The network was worse than requested: pass a lower rate, fewer "
         "hosts, a larger mtu, or a machine with more cores"
     )
 

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-MOST_DOTS = 800
+MAX_DOTS = 800
 """The most samples drawn as separate dots; beyond this, the dots become one image."""
 
-MOST_LANES = 24
+MAX_LANES = 24
 """The most ranks shown in a timeline."""
 
-MOST_LETTERS = 28
+MAX_LETTERS = 28
 """The most letters of a name in a legend, or above a small picture."""
 
-MOST_MARKED = 40
+MAX_MARKED = 40
 """The most outliers marked per transfer, slowest first."""
 
 
@@ -108,7 +108,7 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
     count, samples = len(times), max(one.size for one in times)
-    color, name, named = colors(count), cut_apart(names, MOST_LETTERS), _named(count)
+    color, name, named = colors(count), cut_apart(names, MAX_LETTERS), _named(count)
     for number, of_group in enumerate(times):
         ordered = np.sort(of_group, axis=None)
         at, size = _kept(len(ordered)), len(ordered)
@@ -173,13 +173,13 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
         trial = np.arange(len(took)) // each
         far = outliers(took)
         far = far[np.argsort(-took[far], kind="stable")]
-        marked, near = far[:MOST_MARKED], np.ones(len(took), bool)
+        marked, near = far[:MAX_MARKED], np.ones(len(took), bool)
         near[marked] = False
         size, alpha = (7, 0.75) if len(took) <= 500 else (3, 0.55)
         style: dict[str, Any] = {"color": color[number], "linewidths": 0}
-        axes.scatter(trial[near], took[near], size, alpha=alpha, rasterized=dots > MOST_DOTS, **style)
+        axes.scatter(trial[near], took[near], size, alpha=alpha, rasterized=dots > MAX_DOTS, **style)
         axes.scatter(trial[marked], took[marked], 17, zorder=3, edgecolors=INK, **{**style, "linewidths": 0.9})
-        for stalled in results["stalled"][:MOST_MARKED]:
+        for stalled in results["stalled"][:MAX_MARKED]:
             axes.axvline(stalled, color=MUTED, lw=0.6, ls=(0, (1, 2)), zorder=0.5)
         median = float(np.median(took))
         axes.axhline(median, color=INK, lw=0.8, zorder=2.5)
@@ -280,12 +280,12 @@ def _timeline(run: Run) -> str:
     from matplotlib.patches import Patch
 
     found = groups(Workload.from_dict(run.record["workload"]))
-    name = cut_apart([group.name for group in found], MOST_LETTERS)
+    name = cut_apart([group.name for group in found], MAX_LETTERS)
     color, named = colors(len(name)), _named(len(name))
     by_place = {place: color[number] for number, group in enumerate(found) for place in group.places}
     chosen = _chosen_trials(run)
     hosts = run.start_ns.shape[2]
-    lanes = min(hosts, MOST_LANES)
+    lanes = min(hosts, MAX_LANES)
     figure = blank(9.6, 0.5 + len(chosen) * (0.65 + 0.26 * lanes))
     rows = figure.subplots(len(chosen), 1, squeeze=False)[:, 0]
     for axes, (trial, title) in zip(rows, chosen, strict=True):
@@ -327,7 +327,7 @@ def _lanes(axes: Axes, run: Run, trial: int, color: dict[int, str]) -> None:
     rounds: dict[tuple[int, int], list[Sequence[int]]] = {}
     for row in run.steps[run.steps[:, 0] == trial].tolist():
         rounds.setdefault((row[1], row[2]), []).append(row)
-    for number, rank in np.argwhere(took_part[:, :MOST_LANES]):
+    for number, rank in np.argwhere(took_part[:, :MAX_LANES]):
         start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))
         parts = rounds.get((number, rank), [])
         axes.broken_barh([(start, end - start)], (rank - 0.36, 0.72), color=color[number], alpha=0.3 if parts else 1,
@@ -344,7 +344,7 @@ def _lanes(axes: Axes, run: Run, trial: int, color: dict[int, str]) -> None:
 def _slowest(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]], times: Sequence[Floats]) -> str:
     """Draws, for the longest groups, the histogram of the slowest rank's times, and the outline of all other ranks'."""
     shown, color = _longest(times)[-4:], colors(len(by_group))
-    name = cut_apart([group["name"] for group in results["groups"]], MOST_LETTERS)
+    name = cut_apart([group["name"] for group in results["groups"]], MAX_LETTERS)
     figure = blank(9.6, 2.7)
     for axes, number in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         slowest = results["groups"][number]["slowest_rank"]

@@ -18,7 +18,7 @@ BLOCK = 8192
 """Capacity for decisions; 16 frames to each of 200 hosts take 3200."""
 AT_ONCE = 1024
 """The number of decisions drawn together. This takes 0.1 to 0.3 ms, during which no frame is forwarded."""
-MOST_BYTES = 512 * 1024**2
+MAX_BYTES = 512 * 1024**2
 """The most memory for all frames in flight."""
 
 
@@ -37,7 +37,7 @@ def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tab
     hosts = len(descriptors)
     stride = -(-(topology.mtu + 64) // 64) * 64
     # Twice as many, because acknowledgements also take a slot each.
-    slots = int(min(2 * under_way_bytes(topology, hosts), MOST_BYTES) / stride) + 4096
+    slots = int(min(2 * under_way_bytes(topology, hosts), MAX_BYTES) / stride) + 4096
     polls = np.zeros((hosts, 2), dtype=np.int32)
     polls[:, 0], polls[:, 1] = descriptors, 1  # POLLIN
     made = Tables(

@@ -92,7 +92,7 @@ _MONOTONIC = 1
 _AT_PORT, _OUT = 0, 1
 _HEADER = 14
 _NS = 1_000_000_000
-_LITTLE_WAKING, _MOST_WAKING = 40_000, 200_000
+_LITTLE_WAKING, _MAX_WAKING = 40_000, 200_000
 
 
 @compiled
@@ -358,7 +358,7 @@ def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
     t.state[POLLS] += 1
     if ready == 0 and wait > 0:
         late = now_ns(t) - now - wait
-        t.state[WAKING_NS] += (min(max(late, 0), _MOST_WAKING) - t.state[WAKING_NS]) // 8
+        t.state[WAKING_NS] += (min(max(late, 0), _MAX_WAKING) - t.state[WAKING_NS]) // 8
     return ready > 0
 
 

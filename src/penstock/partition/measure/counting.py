@@ -21,7 +21,6 @@ from penstock.compat import FakeTensorMode, fake_mode, quiet, size_of, storage_o
 from penstock.hardware import Operation
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.costs import (
-    Saved,
     Times,
     UnmeasurableError,
     cut_finely,
@@ -29,7 +28,7 @@ from penstock.partition.measure.costs import (
     profile_of,
     unit_costs,
 )
-from penstock.partition.measure.running import seeded
+from penstock.partition.measure.running import entering, forward_and_saved, seeded
 from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import fake_like, untouched_generators
 from penstock.partition.stages.stage import Stage
@@ -102,17 +101,10 @@ class CountedUnit:
         return self._operations
 
     def _run(self, own: set[int]) -> None:
-        sizes: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            sizes[storage_of(tensor)] = size_of(tensor)
-            return tensor
-
-        leaves, entering = self._enter()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), Counting() as forward:
-            made = self._module(*entering)
+        leaves, given = entering(self._inputs)
+        with Counting() as forward:
+            made, self.saved = forward_and_saved(self._module, own, given)
         self.outputs: Sequence[Tensor] = [value.detach() for value in made]
-        self.saved = Saved.of(sizes, own, entering, made)
         roots, seeds = seeded(made)
         with Counting() as backward:
             if roots:
@@ -123,17 +115,12 @@ class CountedUnit:
         self._operations = Operations(forward.found, whole, partly)
 
     def _input_gradient(self) -> tuple[Operation, ...]:
-        leaves, entering = self._enter()
-        roots, seeds = seeded(self._module(*entering))
+        leaves, given = entering(self._inputs)
+        roots, seeds = seeded(self._module(*given))
         counting = Counting()
         with counting:
             torch.autograd.grad(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds, allow_unused=True)
         return counting.found
-
-    def _enter(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Fresh leaves, and copies of them, which the forward may update in place."""
-        leaves = [value.detach().requires_grad_(needs) for value, needs in self._inputs]
-        return leaves, [leaf.clone() for leaf in leaves]
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from penstock.partition.measure.running import Backward, Passing, RunningUnit
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """What copies of all weights, their gradients and a microbatch's activations may take. Units of larger models fill the
 caches by themselves."""
 
@@ -51,7 +51,7 @@ def in_sequence(
     left = until - time.perf_counter()
     if LEAST_ROUNDS * sum(unit.runs.seconds for unit in like) > left:
         return None
-    if sum(unit.held_bytes + unit.saved.bytes for unit in like) > MOST_BYTES:
+    if sum(unit.held_bytes + unit.saved.bytes for unit in like) > MAX_BYTES:
         return None
     units = []
     for index, kind in enumerate(kind_of):

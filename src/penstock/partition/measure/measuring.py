@@ -43,7 +43,7 @@ from penstock.words import in_a_line
 BUDGET_SECONDS = 1.0
 """How long measuring may take unless somebody says. One run of each kind of unit is made even if it takes longer."""
 
-MOST_ROUNDS = 21
+MAX_ROUNDS = 21
 """More would not make the medians better."""
 
 ROUNDS = (Backward.WHOLE, Backward.INPUTS, Backward.SPLIT)
@@ -156,7 +156,7 @@ def _measured(
 def _rounds(one: Round, until: float, first: int, longest: float) -> int:
     """Runs rounds, from that number on, as long as time is left. Returns how often the whole backward was timed."""
     runs = 0
-    for number in range(first, MOST_ROUNDS):
+    for number in range(first, MAX_ROUNDS):
         start = time.perf_counter()
         if number and start + longest > until:
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -139,17 +139,8 @@ class RunningUnit:
 
     def first(self) -> None:
         """The run that is not timed: memory is allocated, kernels are chosen."""
-        sizes: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            sizes[storage_of(tensor)] = size_of(tensor)
-            return tensor
-
-        _, entering = self._enter(self.inputs)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            made = self._module(*entering)
+        made, self.saved = forward_and_saved(self._module, self._own, entering(self._inputs)[1])
         self.outputs = [value.detach() for value in made]
-        self.saved = Saved.of(sizes, self._own, entering, made)
         roots, seeds = seeded(made)
         if roots:
             torch.autograd.backward(roots, seeds)
@@ -164,7 +155,7 @@ class RunningUnit:
         edges, grads = list[GradientEdge](), list[tuple[Any, ...]]()
 
         def forward() -> None:
-            made = self._module(*self._enter(self.inputs)[1])
+            made = self._module(*entering(self._inputs)[1])
             for value in usual_loss(made) if with_loss else made:
                 if value.requires_grad:
                     edges.append(get_gradient_edge(value))
@@ -219,10 +210,11 @@ class RunningUnit:
         splitting = self._splitting if backward is Backward.SPLIT else None
         if splitting is None and not (backward is Backward.INPUTS and self.splits):
             backward = Backward.WHOLE
-        leaves, entering = self._enter(inputs)
+        needs = [needs for _, needs in self._inputs]
+        leaves, given = entering(zip(inputs, needs, strict=True))
         start = self.clock.mark()
         with nullcontext() if splitting is None else splitting.forward(0):
-            made = self._module(*entering)
+            made = self._module(*given)
         if splitting is not None:
             splitting.learn([get_gradient_edge(value) for value in made if value.requires_grad])
         return Passing(self.clock, leaves, made, [start, self.clock.mark()], backward, splitting)
@@ -254,12 +246,6 @@ class RunningUnit:
 
     def operations(self) -> None:
         """Running counts nothing."""
-
-    def _enter(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Fresh leaves, and copies of them, which the forward may update in place."""
-        pairs = zip(inputs, self._inputs, strict=True)
-        leaves = [value.detach().requires_grad_(needs) for value, (_, needs) in pairs]
-        return leaves, [leaf.clone() for leaf in leaves]
 
 
 class Passing:
@@ -321,6 +307,28 @@ class Passing:
         }[self._way]
         for column, seconds in zip(columns, took, strict=True):
             column.append(seconds)
+
+
+def entering(inputs: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Fresh leaves of these values, each of which takes a gradient or not, and copies of them, which a forward may
+    update in place."""
+    leaves = [value.detach().requires_grad_(needs) for value, needs in inputs]
+    return leaves, [leaf.clone() for leaf in leaves]
+
+
+def forward_and_saved(
+    module: nn.Module, own: Collection[int], given: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Saved]:
+    """Runs a forward. Returns what it made, and what it keeps besides `own`, the module's parameters and buffers."""
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes[storage_of(tensor)] = size_of(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        made: Sequence[Tensor] = module(*given)
+    return made, Saved.of(sizes, own, given, made)
 
 
 def seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

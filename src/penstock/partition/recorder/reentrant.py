@@ -63,7 +63,7 @@ class Reentrant:
                 if nodes & one.nodes and not nodes <= one.nodes:
                     raise PartitionError(
                         f"{parameters[key]!r} is used in the torch.utils.checkpoint at {one.line} and outside of "
-                        "it, and use_reentrant=True, its default, adds up such gradients in an order of its own. Give "
+                        "it, and use_reentrant=True, its default, adds up such gradients in an order of its own. Pass "
                         "it use_reentrant=False"
                     )
 

@@ -133,7 +133,7 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     )
     where = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
     remedy = (
-        f"Give leaves=[{scope!r}], so that it runs as a whole"
+        f"Pass leaves=[{scope!r}], so that it runs as a whole"
         if scope
         else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
         "name that in leaves=[...], so that it runs as a whole"

@@ -35,7 +35,7 @@ def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
             "Give the part of the model that uses them a module of its own, with the layers that they are for in it, "
             "and name it in leaves=[...]: it runs as a whole then"
         )
-    return f"Give leaves={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
+    return f"Pass leaves={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ class Partition:
             missing = ", ".join(p for p in self.input_paths if p not in paths) or "nothing"
             extra = ", ".join(p for p in paths if p not in self.input_paths) or "nothing"
             raise ShapeError(
-                f"the arguments' structure is not the recorded one: missing {missing}, unexpected {extra}. Give the "
+                f"the arguments' structure is not the recorded one: missing {missing}, unexpected {extra}. Pass the "
                 "same arguments, or call the partitioner for new ones"
             )
 
@@ -134,7 +134,7 @@ class Partition:
             if not guard.holds(leaves):
                 raise PartitionError(
                     f"the model's forward branches on values of its inputs at {guard.source_line}: the recording holds "
-                    f"only while that reads {guard.expected!r}, but for this microbatch it reads something else. Give "
+                    f"only while that reads {guard.expected!r}, but for this microbatch it reads something else. Pass "
                     "the pipeline an example that takes the same branch as the batches do, make a pipeline for each "
                     f"kind of batch, or have the model not branch{self.other_way}"
                 )

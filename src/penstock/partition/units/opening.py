@@ -61,7 +61,7 @@ class Opening:
         if name := self.cut_inside(scope):
             raise PartitionError(
                 f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "
-                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or give opens=[{name!r}] for "
+                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass opens=[{name!r}] for "
                 "any number of stages"
             )
 

@@ -188,7 +188,7 @@ class Cutting:
             there = batches.rows_of((args, kwargs), "example", self.inputs)
             if rows > there:
                 raise ArgumentError(
-                    f"the batch has only {counted(there, 'row')}: give a larger one, or microbatches of at most {there}"
+                    f"the batch has only {counted(there, 'row')}: pass a larger one, or microbatches of at most {there}"
                 )
             sizes = (rows, there - rows) if rows < there else (rows,)
             piece = flatten(batches.split((args, kwargs), sizes, "example", None, self.inputs)[0])

@@ -42,13 +42,13 @@ def refuse_missing(outputs: Sequence[Any]) -> None:
     """Raises ArgumentError if some outputs are on another rank."""
     if any(output is None for output in outputs):
         raise ArgumentError(
-            "outputs=True: the schedule has two copies of the model, and this rank one's outputs alone; give "
+            "outputs=True: the schedule has two copies of the model, and this rank one's outputs alone; pass "
             "outputs='all' or a rank"
         )
 
 
 _INSTEAD = (
-    "state batch_dims for it ('output': its dimension; None where it is the same in all; 'mean' or 'sum'), give "
+    "state batch_dims for it ('output': its dimension; None where it is the same in all; 'mean' or 'sum'), pass "
     "merge=, or take each microbatch's own, from evaluate(..., outputs=True).outputs"
 )
 

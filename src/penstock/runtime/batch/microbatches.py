@@ -377,7 +377,7 @@ def check_count(count: int, microbatches: int, what: str, pipelines: int) -> Non
         raise ArgumentError(
             f"{what}: {counted(count, 'microbatch')} were given, but the schedule is for {microbatches}"
             + (f", and needs at least {pipelines}" if pipelines > 1 else "")
-            + "; give at most as many, or make the pipeline with a larger microbatches="
+            + "; pass at most as many, or make the pipeline with a larger microbatches="
         )
 
 

@@ -24,7 +24,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*words: int) -> int:
-    """A 64-bit hash of some integers (splitmix64's finaliser, applied word by word)."""
+    """A 64-bit hash of some integers (splitmix64's finalizer, applied word by word)."""
     state = 0
     for word in words:
         state = (state + word + 0x9E3779B97F4A7C15) & _MASK

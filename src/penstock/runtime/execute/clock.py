@@ -150,7 +150,7 @@ def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
 
 @contextmanager
 def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Clock]) -> Iterator[None]:
-    """Wraps a timed step: clocks that can tell when messages travelled are told of each.
+    """Wraps a timed step: clocks that can tell when messages traveled are told of each.
 
     Where torch is told to block in every wait, that would wait for the message itself.
 

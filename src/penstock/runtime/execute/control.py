@@ -289,7 +289,7 @@ class Control:
         """Tells the others that this rank raised, unless they know; returns the error to raise: the first cause."""
         position = self.watchdog.position
         mine = Failure.of(self.world.number, position.action or None, error)
-        # Most likely a neighbour left. But outside a wait it may just as well be the model's own error.
+        # Most likely a neighbor left. But outside a wait it may just as well be the model's own error.
         is_doubtful = isinstance(error, (RuntimeError, OSError)) and not self.world.is_local
         self.watchdog.raised(None if is_doubtful else mine)
         if self._agreed:

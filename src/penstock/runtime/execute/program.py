@@ -158,7 +158,7 @@ class Program:
                 arriving.remove(action.stage)
                 bound = _after_unshard(bound, binding.sharded[action.stage], partners)
             actions.append(bound)
-        self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
+        self.actions = with_neighbors(actions, {index: runner.features for index, runner in self.runners.items()})
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
@@ -248,8 +248,8 @@ def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]
     return replace(bound, wait=wait, waiting=Position(words, peers), work=after)
 
 
-def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
-    """A row in which each computation's features are called around its neighbours (`Feature.upcoming`, `Feature.past`).
+def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
+    """A row in which each computation's features are called around its neighbors (`Feature.upcoming`, `Feature.past`).
 
     Args:
         actions: of one rank, in order.

@@ -26,7 +26,7 @@ from penstock.runtime.transport.protocol import (
     has_collectives,
     missing,
 )
-from penstock.runtime.transport.shared_memory import Neighbours, SharedMemoryTransport
+from penstock.runtime.transport.shared_memory import Neighbors, SharedMemoryTransport
 from penstock.runtime.transport.staged import StagedTransport
 from penstock.runtime.transport.staging import HOST
 from penstock.words import named
@@ -49,7 +49,7 @@ def transport_of(
     """
     staging = control.staging
     on_host = device.type == "cpu" or staging is not None
-    possible = choice in ("auto", "staged") and on_host and Neighbours.supported()
+    possible = choice in ("auto", "staged") and on_host and Neighbors.supported()
     said: list[tuple[str, bool, str]] = control.gather(
         (_name_of(choice), possible, accelerator_of(device)), "its transport"
     )
@@ -59,11 +59,11 @@ def transport_of(
             check_apart([where for _, _, where in said])
             check_queues(len(groups.members) if device.type == "cuda" and staging is None else 1)
     plain = DistributedTransport(rank, groups, device if staging is None else HOST, pinned=staging is not None)
-    neighbours = None
+    neighbors = None
     if all(said[number][1] for number in control.world.numbers):
         with control.waiting_for("a connection", control.line):
-            neighbours = Neighbours(rank, control.gather_line)
-    found: Transport = SharedMemoryTransport(plain, neighbours) if neighbours and neighbours.ranks else plain
+            neighbors = Neighbors(rank, control.gather_line)
+    found: Transport = SharedMemoryTransport(plain, neighbors) if neighbors and neighbors.ranks else plain
     found = found if staging is None else StagedTransport(found, staging)
     if callable(choice):
         made = _made(choice, rank, device, control)
@@ -127,7 +127,7 @@ def check_apart(accelerators: Sequence[str]) -> None:
         raise ArgumentError(
             f"devices: ranks {ranks} would compute on the same accelerator ({len(accelerators)} ranks have "
             f"{len(sharing)} in all), and NCCL exchanges nothing within one. Start no more ranks on a machine than it "
-            "has accelerators, and give each its own in devices=; or give transport='staged', which takes the way "
+            "has accelerators, and give each its own in devices=; or pass transport='staged', which takes the way "
             "through the host's memory; or run the script without torchrun, so that one process drives all ranks"
         )
 

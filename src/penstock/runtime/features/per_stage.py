@@ -46,7 +46,7 @@ def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
 def refuse_class(argument: str, given: object) -> None:
     """Raises ArgumentError for a feature's class, where the function that makes one is expected."""
     if isinstance(given, type) and issubclass(given, Feature):
-        raise ArgumentError(f"{argument}: {given.__name__} is a class; give what makes a stage's: {given.__name__}.of")
+        raise ArgumentError(f"{argument}: {given.__name__} is a class; pass what makes a stage's: {given.__name__}.of")
 
 
 def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:

@@ -37,7 +37,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
     if not callable(loss):
         raise ArgumentError(f"loss_fn={loss!r}: expected a function of the model's output and the target, or None")
     if isinstance(loss, type):
-        raise ArgumentError(f"loss_fn={loss.__name__}: this is a class; give an instance, {loss.__name__}(...)")
+        raise ArgumentError(f"loss_fn={loss.__name__}: this is a class; pass an instance, {loss.__name__}(...)")
     function: Any = loss
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)

@@ -21,7 +21,7 @@ PREFIXES = ("loss.", "loss_fn.", "pipeline.loss.")
 
 _DEPTH = 5
 """How many functions, objects or containers deep to look for what a loss is made of."""
-_MOST_ENTRIES = 64
+_MAX_ENTRIES = 64
 """Of a container: a longer one has data, not losses."""
 
 
@@ -106,9 +106,9 @@ def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator
         inner, in_code = globals_named(value), True
         inner |= dict(zip(value.__code__.co_freevars, map(contents, value.__closure__ or ()), strict=True))
     elif isinstance(value, dict):
-        inner = {str(key): part for key, part in islice(value.items(), _MOST_ENTRIES)}
+        inner = {str(key): part for key, part in islice(value.items(), _MAX_ENTRIES)}
     elif isinstance(value, (list, tuple)):
-        inner = {str(index): part for index, part in enumerate(value[:_MOST_ENTRIES])}
+        inner = {str(index): part for index, part in enumerate(value[:_MAX_ENTRIES])}
     elif not isinstance(value, (type, ModuleType)) and not is_library(type(value).__module__):
         inner = getattr(value, "__dict__", {})
     for key, part in inner.items() if depth else ():

@@ -1,6 +1,6 @@
-"""Allocates and initialises a model that was built on the meta device, one stage at a time.
+"""Allocates and initializes a model that was built on the meta device, one stage at a time.
 
-Each module's own initialiser (`reset_parameters`) runs under a stream keyed by the module's name, so the weights do not
+Each module's own initializer (`reset_parameters`) runs under a stream keyed by the module's name, so the weights do not
 depend on the number of stages. They differ from those of a model built directly on a device from one seed, where all
 draws come from one sequence.
 """
@@ -23,7 +23,7 @@ Materialize = Callable[[str, nn.Module], None]
 def materialize(
     modules: Mapping[str, nn.Module], device: torch.device, seed: int, rule: Materialize | None = None
 ) -> None:
-    """Allocates and initialises, in place, every tensor of these modules that is on the meta device.
+    """Allocates and initializes, in place, every tensor of these modules that is on the meta device.
 
     Args:
         modules: each module that holds tensors itself, by its name in the unsplit model.

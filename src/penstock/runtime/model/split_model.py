@@ -289,7 +289,7 @@ class SplitModel:
                 if (rank_of[stage.meta.index], name) not in held:
                     raise PartitionError(
                         f"for this batch the model's forward uses {name!r} on stage {stage.meta.index}, which it did "
-                        "not for the pipeline's example, so that the rank of this stage does not hold it; give an "
+                        "not for the pipeline's example, so that the rank of this stage does not hold it; pass an "
                         "example that takes the same branch, or other cuts"
                     )
 
@@ -301,8 +301,8 @@ class SplitModel:
         if new:
             warn(
                 f"for this batch the model's forward uses {new[0]!r}, which it did not for the pipeline's example: "
-                "pipe.parameters() does not have it, so an optimizer made from that never trains it. Give the "
-                "optimizer model.parameters(), or give an example that takes the same branch (in several processes "
+                "pipe.parameters() does not have it, so an optimizer made from that never trains it. Pass the "
+                "optimizer model.parameters(), or pass an example that takes the same branch (in several processes "
                 "such a batch is refused)"
             )
 
@@ -384,7 +384,7 @@ def _refuse_uneven(used: Sequence[Stage], first: Sequence[Stage]) -> None:
             if name not in one.parameters:
                 raise PartitionError(
                     f"parallelize=: the example's first microbatch does not use {name!r} on stage {one.meta.index}, "
-                    "but another does; give an example whose first microbatch uses every parameter"
+                    "but another does; pass an example whose first microbatch uses every parameter"
                 )
 
 

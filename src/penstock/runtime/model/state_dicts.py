@@ -50,7 +50,7 @@ def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set
     if strict and (missing or unexpected):
         lacks, has = (", ".join(some[:4]) or "none" for some in (missing, unexpected))
         raise ArgumentError(
-            f"the state does not fit the model (missing: {lacks}; unknown to the model: {has}); give the state of this "
+            f"the state does not fit the model (missing: {lacks}; unknown to the model: {has}); pass the state of this "
             "model, or strict=False to load the tensors that both have"
         )
     there = {name: tensor for name, tensor in own.items() if name in state}

@@ -14,8 +14,8 @@ from penstock.words import in_a_line, line_of
 
 Kind = Literal["raised", "lost", "left", "stalled"]
 
-_MOST_CHARACTERS = 2000
-_MOST_TOLD = 4
+_MAX_CHARACTERS = 2000
+_MAX_TOLD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class Failure:
     kind: Kind = "raised"
 
     def __post_init__(self) -> None:  # its texts may come from another rank
-        object.__setattr__(self, "action", None if self.action is None else line_of(self.action, _MOST_CHARACTERS))
-        object.__setattr__(self, "error", line_of(self.error, 2 * _MOST_CHARACTERS))
+        object.__setattr__(self, "action", None if self.action is None else line_of(self.action, _MAX_CHARACTERS))
+        object.__setattr__(self, "error", line_of(self.error, 2 * _MAX_CHARACTERS))
 
     @classmethod
     def of(cls, rank: int, action: str | None, error: BaseException, device: Behind | None = None) -> Failure:
         """The failure of a rank that raised `error`, and where its device was."""
         where = "" if device is None else f"; {device}"
-        return cls(rank, action or None, line_of(in_a_line(error), _MOST_CHARACTERS) + where, "raised")
+        return cls(rank, action or None, line_of(in_a_line(error), _MAX_CHARACTERS) + where, "raised")
 
     def __str__(self) -> str:
         where = f"at {self.action}" if self.action else "outside of a step"
@@ -157,7 +157,7 @@ class Sighting:
         behind = None
         if device is not None:
             *where, finished = device
-            behind = Behind(_position(*where), line_of(str(finished), _MOST_CHARACTERS))
+            behind = Behind(_position(*where), line_of(str(finished), _MAX_CHARACTERS))
         return cls(_position(action, peers), float(seconds), bool(left), behind)
 
 
@@ -166,7 +166,7 @@ def _plain(position: Position) -> list[Any]:
 
 
 def _position(action: Any, peers: Any) -> Position:
-    return Position(line_of(str(action), _MOST_CHARACTERS), tuple(int(peer) for peer in peers))
+    return Position(line_of(str(action), _MAX_CHARACTERS), tuple(int(peer) for peer in peers))
 
 
 def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
@@ -189,9 +189,9 @@ def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
             idle = [peer for peer in peers if not sightings[peer].doing.peers]
             rank = idle[0] if idle else peers[0]
             continue
-        words += [_told(peer, sightings[peer]) for peer in (rank, *idle[1:_MOST_TOLD])]
-        if len(idle) > _MOST_TOLD:
-            words.append(f"and {len(idle) - _MOST_TOLD} more that do not wait")
+        words += [_told(peer, sightings[peer]) for peer in (rank, *idle[1:_MAX_TOLD])]
+        if len(idle) > _MAX_TOLD:
+            words.append(f"and {len(idle) - _MAX_TOLD} more that do not wait")
         break
     return rank, "; ".join(words)
 
@@ -202,7 +202,7 @@ def long_action(rank: int, sightings: Sequence[Sighting], partners: Sequence[int
     Of its `partners`, with which it may meet in a collective within an action, those that are elsewhere are named.
     """
     mine = sightings[rank].doing
-    elsewhere = [partner for partner in partners if sightings[partner].doing != mine][:_MOST_TOLD]
+    elsewhere = [partner for partner in partners if sightings[partner].doing != mine][:_MAX_TOLD]
     told = [f"{_told(partner, sightings[partner])}, with the same stages" for partner in elsewhere]
     return "; ".join([_told(rank, sightings[rank]), *told])
 

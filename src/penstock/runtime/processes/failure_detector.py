@@ -3,7 +3,7 @@
 Everything that decides whether to give up a rank is in this file, without sockets or threads. The rules:
 
     a rank that ...                     is given up when another waits for it and ...
-    closed its connection, no goodbye   ... still does a beat later, or a rank has not joined yet; of several such
+    closed its connection, no goodbye   ... still does a beat later, or a rank has not joined by then; of several such
                                         ranks the first is named
     is silent, on this machine          ... that lasts for `stall_seconds`, unless the kernel says that its process runs
     is silent, on another machine       ... that lasts for `away_seconds`: it may be the network that is silent, even
@@ -150,8 +150,9 @@ class FailureDetector:
             for entry in self._ranks:
                 entry.heard = now
             return
-        if self.absent and any(entry.gone is not None for entry in self._ranks):  # all wait for each other now
-            self._accuse_first_gone()
+        beat = self._patience.beat_seconds
+        if self.absent and any(entry.gone is not None and now - entry.gone >= beat for entry in self._ranks):
+            self._accuse_first_gone()  # all wait for each other now
         for waiter, entry in enumerate(self._ranks):
             if entry.left is None and entry.gone is None:
                 for peer in entry.sighting.peers:

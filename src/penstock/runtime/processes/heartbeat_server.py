@@ -37,10 +37,10 @@ from penstock.runtime.processes.failure import Failure, Sighting
 from penstock.runtime.processes.failure_detector import GONE, FailureDetector, Patience, silence
 from penstock.runtime.processes.joining import Missing
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _GREETING_BYTES = 512
 _GREETING_SECONDS = 10.0
-_MOST_GUESTS = 64
+_MAX_GUESTS = 64
 _CONNECTIONS_PER_RANK = 4
 
 Address = dict[str, Any]
@@ -80,7 +80,7 @@ class Connection:
         """Waits for bytes and returns the messages that they complete. Raises as `receive_lines` and `parse` do."""
         return parse(self.receive_lines())
 
-    def receive_lines(self, most_bytes: int = _MOST_BYTES) -> list[bytes]:
+    def receive_lines(self, most_bytes: int = _MAX_BYTES) -> list[bytes]:
         """Waits for bytes and returns the lines that they complete.
 
         Raises TimeoutError if nothing came in time, ConnectionError if the other side is gone, another OSError if it
@@ -194,7 +194,7 @@ class HeartbeatServer:
         link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one
         self._open.append(Connection(link))
         self._selector.register(link, selectors.EVENT_READ, self._open[-1])
-        for guest in self._from(None)[:-_MOST_GUESTS]:
+        for guest in self._from(None)[:-_MAX_GUESTS]:
             self._drop(guest)
 
     def _from(self, rank: int | None) -> list[Connection]:
@@ -203,7 +203,7 @@ class HeartbeatServer:
 
     def _read(self, connection: Connection) -> None:
         try:
-            lines = connection.receive_lines(_GREETING_BYTES if connection.rank is None else _MOST_BYTES)
+            lines = connection.receive_lines(_GREETING_BYTES if connection.rank is None else _MAX_BYTES)
             if lines and connection.rank is None:
                 self._admit(connection, lines.pop(0))
             for message in parse(lines):
@@ -295,37 +295,49 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
             continue
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(link)
-        connection.send_line(f"{address['token']} {rank}".encode())
-        connection.send({"join": [process.machine, process.pid, process.started]})
+        with contextlib.suppress(ConnectionError):  # whoever receives learns of it
+            connection.send_line(f"{address['token']} {rank}".encode())
+            connection.send({"join": [process.machine, process.pid, process.started]})
         return connection
     assert problem is not None
     raise problem
 
 
 def join(address: Address, rank: int, patience: Patience, missing: Missing) -> Connection:
-    """Connects and waits until every rank has.
+    """Connects, again if the connection breaks, as when strangers take its place, and waits until every rank has.
 
     Raises PipelineFailure if rank 0 cannot be reached, if a rank ends meanwhile, or if it takes more than
     `join_seconds`.
     """
     where = f"{' or '.join(address['hosts'])}, port {address['port']}"
-    try:
-        connection = connect(address, rank, patience.stall_seconds)
-    except OSError as error:
-        raise PipelineFailure(
-            f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
-            f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
-        ) from error
-    try:
-        _await_ready(connection, Process(*address["process"]), rank, patience, missing)
-    except BaseException:
+    server, heard, reached = Process(*address["process"]), time.monotonic(), False
+    while True:
+        try:
+            connection = connect(address, rank, patience.stall_seconds)
+        except OSError as error:
+            if reached:
+                raise PipelineFailure(f"rank {rank} stops: {Failure(0, None, GONE, 'lost')}") from error
+            raise PipelineFailure(
+                f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
+                f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
+            ) from error
+        reached = True
+        try:
+            broke = _await_ready(connection, server, rank, patience, missing, heard)
+        except BaseException:
+            connection.close()
+            raise
+        if broke is None:
+            return connection
+        heard = broke
         connection.close()
-        raise
-    return connection
+        time.sleep(patience.beat_seconds / 4)
 
 
-def _await_ready(connection: Connection, server: Process, rank: int, patience: Patience, missing: Missing) -> None:
-    heard = time.monotonic()
+def _await_ready(
+    connection: Connection, server: Process, rank: int, patience: Patience, missing: Missing, heard: float
+) -> float | None:
+    """None once every rank has come; if the connection broke, when rank 0 was last heard."""
     connection.link.settimeout(patience.beat_seconds)
     while True:
         missing.check()
@@ -335,7 +347,7 @@ def _await_ready(connection: Connection, server: Process, rank: int, patience: P
             messages, heard = connection.receive(), time.monotonic()
             for message in messages:
                 if "ready" in message:
-                    return
+                    return None
                 if "failure" in message:
                     failure = Failure.from_json(message["failure"])
                 missing.ranks = tuple(map(int, message.get("absent", missing.ranks)))
@@ -343,6 +355,8 @@ def _await_ready(connection: Connection, server: Process, rank: int, patience: P
             seconds = time.monotonic() - heard
             lost = silence(seconds, server.state(), patience) if seconds >= patience.stall_seconds else None
         except ConnectionError:
+            if time.monotonic() - heard < patience.stall_seconds:
+                return heard
             lost = GONE
         except OSError as error:
             lost = f"out of reach ({error})"

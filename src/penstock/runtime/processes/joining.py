@@ -30,8 +30,8 @@ _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5
 _SEARCH_SECONDS = 5.0
 _FIRST_SECONDS = 15.0
-_MOST_NAMED = 8
-_MOST_CHARACTERS = 200
+_MAX_NAMED = 8
+_MAX_CHARACTERS = 200
 
 
 class Store(Protocol):
@@ -115,7 +115,7 @@ class Missing:
                 f"another process listens at {where} already: an earlier job, or a second process with "
                 f"RANK={self._rank}; set a free MASTER_PORT, and another RANK for each process"
             )
-        last = line_of(error, _MOST_CHARACTERS)
+        last = line_of(error, _MAX_CHARACTERS)
         return f"the store at {where}, which rank 0 or its agent keeps, is gone; see why that has ended ({last})"
 
     @property
@@ -157,7 +157,7 @@ class Missing:
         come = [rank for rank in self._all if rank not in self.ranks]
         if not (self.address and come):
             return words
-        who = name_ranks(come) if len(come) <= _MOST_NAMED else f"the other {len(come)} ranks"
+        who = name_ranks(come) if len(come) <= _MAX_NAMED else f"the other {len(come)} ranks"
         return f"{words}; with WORLD_SIZE={len(self._all)} {who} came to {self.address[0]}:{self.address[1]}"
 
 
@@ -210,7 +210,7 @@ class Meeting:
         keys = [f"{self._come} entry {entry}" for entry in range(1, entries + 1)]
         came = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         sizes = {size: sorted(rank for rank, its_size in came if its_size == size) for _, size in sorted(came)}
-        told = ", ".join(f"{name_ranks(ranks[:_MOST_NAMED])} with WORLD_SIZE={size}" for size, ranks in sizes.items())
+        told = ", ".join(f"{name_ranks(ranks[:_MAX_NAMED])} with WORLD_SIZE={size}" for size, ranks in sizes.items())
         raise PipelineFailure(f"rank {self._rank} stops: {told}; set the same WORLD_SIZE on every rank")
 
     def _refuse_twin(self) -> None:

@@ -1,6 +1,6 @@
 """Ends this rank when another one fails, and says who waits for whom when a run stalls.
 
-A blocked gloo wait cannot be polled, cancelled or timed out from inside. So a separate thread watches the other ranks
+A blocked gloo wait cannot be polled, canceled or timed out from inside. So a separate thread watches the other ranks
 over its own connections; if the main thread waits in vain, the thread says why and exits the process. The exit is what
 frees the neighbors.
 """

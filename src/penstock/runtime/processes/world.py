@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.runtime.processes import rendezvous
 from penstock.words import counted
 
@@ -99,7 +99,7 @@ class World:
 
 
 def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Sequence[int] = ()) -> World:
-    """Finds the pipeline's processes. Initialises `torch.distributed` if torchrun started us and no one else has yet.
+    """Finds the pipeline's processes. Initializes `torch.distributed` if torchrun started us and no one else has yet.
 
     Args:
         order: without a mesh, which process is each rank, if there are as many; empty: in order.
@@ -127,8 +127,7 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
 
 
 def _check(ranks: object, mesh: object) -> None:
-    if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
-        raise ArgumentError(f"ranks={ranks!r}: expected an integer >= 1")
+    check_counts(required=False, ranks=ranks)
     if not (mesh is None or isinstance(mesh, DeviceMesh)):
         raise ArgumentError(
             f"mesh={mesh!r}: expected a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes, or None"
@@ -255,7 +254,7 @@ def device_of(
     if device.type == "cpu":
         return device
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError(f"devices={devices!r}: CUDA is not available here; give 'cpu', or leave devices out")
+        raise ArgumentError(f"devices={devices!r}: CUDA is not available here; pass 'cpu', or leave devices out")
     if devices is not None and device.index is not None:
         return device
     if world.is_local and devices is None:
@@ -270,7 +269,7 @@ def check_types(kinds: Sequence[str]) -> None:
     if other is not None:
         raise ArgumentError(
             f"devices: rank 0 computes on {kinds[0]!r}, and rank {other} on {kinds[other]!r}. Without devices= a rank "
-            "computes where its model is, or its example if that is on an accelerator: give the same devices= on every "
+            "computes where its model is, or its example if that is on an accelerator: pass the same devices= on every "
             "rank"
         )
 
@@ -280,6 +279,6 @@ def check_backends(backends: Sequence[str]) -> None:
     other = next((rank for rank, backend in enumerate(backends) if backend != backends[0]), None)
     if other is not None:
         raise ArgumentError(
-            f"transport: rank 0 exchanges tensors over {backends[0]}, and rank {other} over {backends[other]}; give "
+            f"transport: rank 0 exchanges tensors over {backends[0]}, and rank {other} over {backends[other]}; pass "
             "the same transport= on every rank"
         )

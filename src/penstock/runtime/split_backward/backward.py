@@ -177,7 +177,7 @@ class SplitBackward:
         elif refused := {key for key in found if key not in self._compiled or _has_hooks(self._uses.candidates[key])}:
             raise PartitionError(
                 f"parameter {self._names[refused.pop()]!r} is used in microbatch {microbatch} as it was not in the "
-                "first one, from which the split of the backward was learned; give a schedule that does not split it: "
+                "first one, from which the split of the backward was learned; pass a schedule that does not split it: "
                 "penstock.schedule.merge_backward makes one"
             )
 
@@ -213,7 +213,7 @@ class SplitBackward:
             raise ScheduleError(
                 f"parameter {self._names[id(hooked)]!r} has a hook that reads accumulated gradients, and the "
                 "schedule's I's are not in ascending order of microbatch, or its microbatches take several branches "
-                "of the forward; put them in order, give a schedule that does not split the backward "
+                "of the forward; put them in order, pass a schedule that does not split the backward "
                 "(penstock.schedule.merge_backward makes one), or remove the hook"
             )
 

@@ -242,7 +242,7 @@ def _refuse_graph_of_gradients() -> None:
     if torch.is_grad_enabled():
         raise PartitionError(
             "the forward of a compiled stage takes a gradient with create_graph=True, which leads to its weights, and "
-            "the schedule splits its backward; leave compile= out, or give a schedule that does not split it: "
+            "the schedule splits its backward; leave compile= out, or pass a schedule that does not split it: "
             "penstock.schedule.merge_backward makes one"
         )
 

@@ -267,7 +267,7 @@ class WeightUses:
         if waiting is not None and self._waiting is waiting:
             raise PartitionError(
                 "the forward runs a backward of its own, but did not in the first microbatch, from which the split of "
-                "the backward was learned; give a schedule that does not split it: penstock.schedule.merge_backward "
+                "the backward was learned; pass a schedule that does not split it: penstock.schedule.merge_backward "
                 "makes one"
             )
 

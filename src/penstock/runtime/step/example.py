@@ -62,7 +62,7 @@ def _difference(given: Example, expected: Example, first: int) -> str | None:
             there = f"is {list(others[name])}" if name in others else "is not there"
             return (
                 f"example: {name} is {list(shape)} on one process, but {there} on process {first}, which gives the "
-                "values; give the same shapes, or no example where the first stage does not run"
+                "values; pass the same shapes, or no example where the first stage does not run"
             )
     return None
 

@@ -175,7 +175,7 @@ TransportFactory = Callable[[Endpoint], PointToPoint]
 
 POINT_TO_POINT = ("connect", "channel", "release", "end_step", "drop_step", "close")
 COLLECTIVES = ("reduce", "broadcast", "close")
-"""The methods of each protocol, by which an object without a base class is recognised."""
+"""The methods of each protocol, by which an object without a base class is recognized."""
 
 
 def missing(given: object, methods: Sequence[str]) -> list[str]:

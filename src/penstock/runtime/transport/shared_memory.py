@@ -54,7 +54,7 @@ Gather = Callable[[Any], list[Any]]
 """Gives every rank each rank's object; every rank calls it."""
 
 
-class Neighbours:
+class Neighbors:
     """Connections to the other ranks on this machine, over which channels hand over their memory.
 
     All ranks of a pipeline create them together. `ranks`: the ranks that can be reached.
@@ -67,7 +67,7 @@ class Neighbours:
         self._rank = rank
         self._connections: dict[int, socket.socket] = {}
         self.lines: dict[int, socket.socket] = {}
-        """A second socket to each neighbour, for `Broadcasts`."""
+        """A second socket to each neighbor, for `Broadcasts`."""
         self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
         name, secret, here = f"\0penstock-{secrets.token_hex(16)}", secrets.token_bytes(16), Process.here()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
@@ -118,11 +118,11 @@ class Neighbours:
         return frozenset(self._connections)
 
     def hand_over(self, peer: int, key: bytes, memory: int, bell: socket.socket) -> None:
-        """Gives a neighbour a channel's memory (a file descriptor) and socket."""
+        """Gives a neighbor a channel's memory (a file descriptor) and socket."""
         socket.send_fds(self._connections[peer], [key], [memory, bell.fileno()])
 
     def take_over(self, peer: int, prefix: bytes) -> tuple[bytes, int, socket.socket]:
-        """Waits for a neighbour's hand-over under a key that begins with `prefix`."""
+        """Waits for a neighbor's hand-over under a key that begins with `prefix`."""
         while True:
             for (sender, key), (memory, bell) in list(self._arrived.items()):
                 if sender == peer and key.startswith(prefix):
@@ -162,13 +162,13 @@ def _hello(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
 class SharedMemoryTransport:
     """A `DistributedTransport` whose channels to ranks of this machine go through shared memory."""
 
-    def __init__(self, inner: DistributedTransport, neighbours: Neighbours) -> None:
+    def __init__(self, inner: DistributedTransport, neighbors: Neighbors) -> None:
         self.rank = inner.rank
         self.ranks = inner.ranks
         self._inner = inner
-        self._neighbours = neighbours
-        one_machine = len(neighbours.ranks) == self.ranks - 1
-        self._broadcasts = Broadcasts(self.rank, neighbours.lines) if one_machine else None
+        self._neighbors = neighbors
+        one_machine = len(neighbors.ranks) == self.ranks - 1
+        self._broadcasts = Broadcasts(self.rank, neighbors.lines) if one_machine else None
         self._channels: dict[int, list[SharedMemoryChannel]] = {}
 
     def connect(self, source_rank: int, target_rank: int) -> None:
@@ -177,9 +177,9 @@ class SharedMemoryTransport:
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
         inner = self._inner.channel(program, link, source_rank, target_rank, backward=backward)
         peer = target_rank if source_rank == self.rank else source_rank
-        if peer not in self._neighbours.ranks:
+        if peer not in self._neighbors.ranks:
             return inner
-        channel = SharedMemoryChannel(inner, self._neighbours, peer, (program, link, backward))
+        channel = SharedMemoryChannel(inner, self._neighbors, peer, (program, link, backward))
         self._channels.setdefault(program, []).append(channel)
         return channel
 
@@ -206,7 +206,7 @@ class SharedMemoryTransport:
             self._broadcasts.close()
         for program in list(self._channels):
             self.release(program)
-        self._neighbours.close()
+        self._neighbors.close()
 
 
 class SharedMemoryChannel:
@@ -215,12 +215,12 @@ class SharedMemoryChannel:
     def __init__(
         self,
         inner: DistributedChannel,
-        neighbours: Neighbours,
+        neighbors: Neighbors,
         peer: int,
         key: tuple[int, Link, bool],
     ) -> None:
         self._inner = inner
-        self._neighbours = neighbours
+        self._neighbors = neighbors
         self._peer = peer
         program, link, backward = key
         self._key = (program, link.source, link.target, int(backward))
@@ -246,7 +246,7 @@ class SharedMemoryChannel:
             return self._inner.receive(microbatch)
         if self._lane is None:
             prefix = _KEY.pack(*self._key, 0)[:-4]
-            key, memory, bell = self._neighbours.take_over(self._peer, prefix)
+            key, memory, bell = self._neighbors.take_over(self._peer, prefix)
             self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement, pinned=self._inner.pinned)
         return self._lane.take(microbatch)
 
@@ -259,7 +259,7 @@ class SharedMemoryChannel:
         os.ftruncate(memory, max(1, size) * SLOTS)
         mine, other = socket.socketpair()
         with other, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have closed already
-            self._neighbours.hand_over(self._peer, _KEY.pack(*self._key, size), memory, other)
+            self._neighbors.hand_over(self._peer, _KEY.pack(*self._key, size), memory, other)
         return _Lane(memory, mine, size, self.agreement)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.schedule.generators.chimera import chimera
 from penstock.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.generators.gpipe import gpipe, looped_bfs
@@ -125,6 +125,11 @@ class Generator:
     def broken(self, numbers: Numbers) -> Rule | None:
         """The first rule that the numbers break."""
         return next((rule for rule in self.rules if not rule.holds(getattr(numbers, rule.argument))), None)
+
+    def refusal(self, numbers: Numbers) -> str:
+        """What it works with and the numbers do not have; empty if they are fine."""
+        rule = self.broken(numbers)
+        return "" if rule is None else f"works with {rule.text}"
 
     def actions(self, numbers: Numbers) -> int:
         """The most F, B, I and W that the schedule can have: one that splits backwards may leave some whole."""
@@ -347,10 +352,7 @@ def generate(
     numbers = Numbers(
         ranks, microbatches, entry.chunks if chunks is None else chunks, entry.slices if slices is None else slices
     )
-    for argument in Numbers.__slots__:
-        value = getattr(numbers, argument)
-        if not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{argument}={value!r}: expected an integer >= 1")
+    check_counts(**{argument: getattr(numbers, argument) for argument in Numbers.__slots__})
     if (rule := entry.broken(numbers)) is not None:
         value = getattr(numbers, rule.argument)
         hint = f" ({CHUNKS})" if rule.argument == "chunks" else ""

@@ -20,11 +20,11 @@ const SLIDERS = [
 ];
 
 /** Fills the panel. `changed` is called after each change. */
-export function controls(panel, catalogue, changed) {
+export function controls(panel, catalog, changed) {
   const sliders = SLIDERS.map((each) => slider(each, changed));
   panel.append(
     make("details", { open: true }, make("summary", {}, "Numbers"), make("div", { className: "numbers" }, ...sliders.map((one) => one.row))),
-    chosen(catalogue, changed),
+    chosen(catalog, changed),
   );
   return { refresh: () => sliders.forEach((one) => one.refresh()) };
 }
@@ -62,8 +62,8 @@ function slider(given, changed) {
   return { row: make("div", { className: `slider${given.cost ? " cost" : ""}` }, label, input, typed), refresh };
 }
 
-function chosen(catalogue, changed) {
-  const boxes = catalogue.schedules.map((one) => {
+function chosen(catalog, changed) {
+  const boxes = catalog.schedules.map((one) => {
     const box = make("input", { type: "checkbox", value: one.name, checked: state.schedules.split(",").includes(one.name) });
     box.addEventListener("change", () => {
       change({ schedules: boxes.filter((each) => each.checked).map((each) => each.value).join(",") });
@@ -71,6 +71,6 @@ function chosen(catalogue, changed) {
     });
     return box;
   });
-  const labels = boxes.map((box, place) => make("label", { title: catalogue.schedules[place].rule }, box, ` ${box.value}`));
+  const labels = boxes.map((box, place) => make("label", { title: catalog.schedules[place].rule }, box, ` ${box.value}`));
   return make("details", { open: true, className: "choose cost" }, make("summary", {}, "Schedules"), make("div", { className: "chips" }, ...labels));
 }

@@ -6,7 +6,7 @@ import { change, state } from "./state.js";
 import { changes, whatIf } from "./whatif.js";
 import { Timeline } from "../web/timeline.js";
 
-export function runs(panel, catalogue) {
+export function runs(panel, catalog) {
   const list = make("div", { className: "library" });
   const title = make("h2", {});
   const now = make("div", {});
@@ -31,7 +31,7 @@ export function runs(panel, catalogue) {
   async function entries() {
     try {
       const { folder, entries: found } = await ask("api/library");
-      list.replaceChildren(...(found.length ? [catalogueOf(found, choose)] : [make("p", { className: "muted" },
+      list.replaceChildren(...(found.length ? [catalogOf(found, choose)] : [make("p", { className: "muted" },
         `Nothing in ${folder}/ yet: penstock.pipeline(..., run="${folder}/NAME") records a run; plans and traces can be put there.`)]));
     } catch (error) {
       tell(error.message);
@@ -60,7 +60,7 @@ export function runs(panel, catalogue) {
   const tryOut = newestOnly(async (text) => {
     change({ what_if: text });
     try {
-      show(await ask("api/open", { name: state.run, step: state.step, what_if: text, picture: "no" }));
+      show(await ask("api/open", { name: state.run, step: state.step, what_if: text }));
     } catch (error) {
       tries.querySelector(".outcome")?.replaceChildren(error.message);
     }
@@ -97,7 +97,7 @@ export function runs(panel, catalogue) {
     }
     if (found.kind === "run") {
       const depth = found.cuts.length + 1;
-      tries.append(whatIf(found.explanation, found.schedule, depth, state.what_if, catalogue.schedules, tryOut));
+      tries.append(whatIf(found.explanation, found.schedule, depth, state.what_if, catalog.schedules, tryOut));
       if (focused) tries.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
       facts.replaceChildren(make("h2", {}, "What to change first"), changes(found.explanation), ...[steps(found.explanation)].filter(Boolean), ...notes(found));
     } else if (found.kind === "plan") facts.replaceChildren(plan(found), ...notes(found));
@@ -140,7 +140,7 @@ let sorted = ["When", -1]; // newest first, until another heading is clicked
 let wanted = "";
 
 /** What can be opened, a row each, sorted by the column whose heading is clicked, and of those only what the filter names. */
-function catalogueOf(entries, choose) {
+function catalogOf(entries, choose) {
   const body = make("tbody");
   const heads = COLUMNS.map(([name]) => make("th", { scope: "col" }, make("button", { on: { click: () => {
     sorted = [name, sorted[0] === name ? -sorted[1] : 1];

@@ -14,13 +14,13 @@ async function begin() {
   await enter();
   read();
   change({});
-  const catalogue = await ask("api/catalogue");
+  const catalog = await ask("api/catalog");
   const views = {
     play: play(byId("play")),
-    walk: walk(byId("walk"), catalogue),
-    runs: runs(byId("runs"), catalogue),
+    walk: walk(byId("walk"), catalog),
+    runs: runs(byId("runs"), catalog),
   };
-  const panel = controls(byId("controls"), catalogue, () => views[state.view].update());
+  const panel = controls(byId("controls"), catalog, () => views[state.view].update());
 
   function show(view) {
     if (state.view === "runs" && view !== "runs") views.runs.stop();

@@ -6,8 +6,8 @@ import { change, question, state } from "./state.js";
 const CELL = 29; // pixels of a slot, and of the names left of them
 const NAMES = 62;
 
-export function walk(panel, catalogue) {
-  const sides = ["left", "right"].map((side) => sideOf(side, catalogue, () => update()));
+export function walk(panel, catalog) {
+  const sides = ["left", "right"].map((side) => sideOf(side, catalog, () => update()));
   const slider = make("input", { type: "range", min: 0, max: 0, value: 0, id: "slot", aria: { label: "Slot" } });
   const button = (text, by, hint) => make("button", { title: hint, on: { click: () => go(Number(state.slot) + by) } }, text);
   const where = make("output", { id: "slot-number", htmlFor: "slot" });
@@ -58,9 +58,9 @@ export function walk(panel, catalogue) {
   return { update };
 }
 
-function sideOf(side, catalogue, changed) {
+function sideOf(side, catalog, changed) {
   const choice = make("select", { aria: { label: "Schedule" }, data: { side } },
-    ...catalogue.schedules.map((one) => make("option", { value: one.name }, one.name)));
+    ...catalog.schedules.map((one) => make("option", { value: one.name }, one.name)));
   choice.value = state[side];
   choice.addEventListener("change", () => {
     change({ [side]: choice.value });

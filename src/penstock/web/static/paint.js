@@ -51,7 +51,7 @@ function paintBoxes(canvas, band, lane, scale, top, height, colors, marks, begin
     canvas.fillRect(from, y, width - gap, own - (half === 1 ? 1 : 0));
     if (width > NAMED && own >= 9) {
       const name = band.label(lane, place);
-      const label = [name, name.replace(/^\D+/, "")].find((one) => one.length * 6.6 < width - 2); // the microbatch at least
+      const label = [name, name.replace(/^.*[A-Z]/, "")].find((one) => one.length * 6.6 < width - 2); // the microbatch at least
       if (label) {
         canvas.fillStyle = kind.inks[lane.variant[place]];
         canvas.fillText(label, from + (width - gap) / 2, y + own / 2 + 0.5);

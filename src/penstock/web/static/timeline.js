@@ -1,7 +1,7 @@
 // The timeline: what each rank did and when, several bands under each other on one time axis. See `Timeline`.
 
 import { AXIS, drawArrows, drawAxis, drawHead, HEAD, memoryLabel, mostOf } from "./around.js";
-import { bandsOf, KINDS } from "./bands.js";
+import { bandsOf, CHUNKS, KINDS } from "./bands.js";
 import { colorsOf } from "./colors.js";
 import { listen } from "./gestures.js";
 import { paintLane, paintMemory, Scale } from "./paint.js";
@@ -287,14 +287,21 @@ export class Timeline {
     for (const [place, op] of this.data.ops.entries()) {
       if (used.has(place)) shown.set(KINDS.includes(op) ? op : "communication", KINDS.includes(op) ? meaning(this.bands[0], op) : "");
     }
-    const sample = (color, text) => {
+    const sample = (backgrounds, text) => made("span", {}, ...backgrounds.map((background) => {
       const swatch = made("i");
-      swatch.style.background = `var(${color})`; // a style attribute would be refused where a page allows none
-      return made("span", {}, swatch, text);
-    };
+      swatch.style.background = background; // a style attribute would be refused where a page allows none
+      return swatch;
+    }), text);
+    const stages = Math.max(1, ...this.bands.flatMap((band) => band.lanes.map((lane) => lane.stages.length)));
+    const chunks = Math.min(CHUNKS, stages);
+    const shades = (kind) => Array.from({ length: chunks }, (_, chunk) => {
+      const [even, odd] = [0, 1].map((parity) => `var(--op-${kind}-${chunk}-${parity})`);
+      return `linear-gradient(90deg, ${even} 50%, ${odd} 50%)`;
+    });
     this.legend.replaceChildren(
-      ...[...shown].map(([kind, words]) => sample(`--op-${kind}`, `${kind} ${words}`.trim())),
-      sample("--op-wait", "idle"),
+      ...[...shown].map(([kind, words]) => sample(kind === "communication" ? [`var(--op-${kind})`] : shades(kind), `${kind} ${words}`.trim())),
+      sample(["var(--op-wait)"], "idle"),
+      made("span", { class: "tl-shades" }, `shades: ${chunks > 1 ? `chunks 0 to ${chunks - 1}${stages > chunks ? " and later" : ""}, ` : ""}even and odd microbatches`),
     );
     this.path.hidden = !this.bands.some((band) => band.hasCritical);
   }

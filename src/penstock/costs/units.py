@@ -1,12 +1,10 @@
-"""Costs that were measured: of a model's units, cut into as many stages as a schedule has."""
+"""A model's units, measured or estimated, cut into as many stages as a schedule has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli._target import loaded
 from penstock.errors import ArgumentError
 from penstock.words import counted
 
@@ -33,16 +31,10 @@ class UnitsToCut:
     said: str
 
     def into(self, stages: int, name: str, link: LinkCost, *, splits: bool = False) -> StagesOfUnits:
-        """The stages of a schedule of that name, cut where the slowest is fastest.
+        """The stages of a schedule of that name, cut where the slowest is fastest. Raises ArgumentError: the model has
+        fewer units.
 
-        Args:
-            stages: how many it has.
-            name: of the schedule.
-            link: what a message between two of them costs.
-            splits: whether the schedule splits backwards.
-
-        Raises:
-            ArgumentError: the model has fewer units.
+        `link`: what a message between two stages costs; `splits`: whether the schedule splits backwards.
         """
         from penstock.plan.stage_costs import stages_of_units
 
@@ -78,33 +70,3 @@ def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
     made = "measured" if profile.source == "measured" else "an estimate"
     where = f"{source.removeprefix('--profile ')}, {made} on {profile.device_name or profile.device}"
     return UnitsToCut(units, profile.action_seconds or 0.0, source, f"{where}, microbatches of {size}")
-
-
-def profile_of(target: str | None, file: Path | None, microbatches: int | None, rows: int | None) -> Profile:
-    """The profile in a file, checked against TARGET if that is given too, or TARGET measured.
-
-    Args:
-        microbatches: how many TARGET's batch is cut into; None: as usual.
-        rows: of a microbatch, instead.
-
-    Raises:
-        ArgumentError: the file has no profile, or it is of another model; TARGET is wrong.
-    """
-    from penstock.balance import read_profile
-
-    found = None if file is None else read_profile(file)
-    if target is None:
-        assert found is not None
-        return found
-    with loaded(target, "the model") as given:
-        if found is not None:
-            from penstock.pipe.profiling import check_profile
-
-            check_profile(found, given.model, given.args, given.kwargs, f"--profile {file}")
-            return found
-        from penstock.pipe.profiling import profile as measured
-
-        example = given.model, given.args, given.kwargs
-        if rows is not None:
-            return measured(*example, microbatch_sizes=[rows], **given.dividing)
-        return measured(*example, microbatches=microbatches, **given.dividing)

@@ -20,16 +20,20 @@ CUT = "Number of pieces that the batch is cut into"
 USUAL = f"default {MICROBATCHES}"
 USUAL_OF_BATCH = f"{USUAL}, or its number of rows if that is less"
 
-Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object.", rich_help_panel=OUTPUT_PANEL)]
 
-
-def options_on(panel: str) -> Callable[..., Any]:
-    """What makes an option, `option(help, *flags, **more)`, on a panel of the help page."""
+def options_on(panel: str | None) -> Callable[..., Any]:
+    """What makes an option, `option(help, *flags, **more)`, on a panel of the help page; None: the first one."""
 
     def option(text: str, *flags: str, **more: Any) -> Any:
         return typer.Option(*flags, help=text, rich_help_panel=panel, **more)
 
     return option
+
+
+option = options_on(None)
+output_option = options_on(OUTPUT_PANEL)
+
+Json = Annotated[bool, output_option("Print only one JSON object.", "--json")]
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
@@ -55,14 +59,14 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-_MOST = {"--devices": 20_000, "--global-batch": 100_000, "--microbatches": 10_000, "--microbatch-sizes": 100_000}
-_MOST |= dict.fromkeys(("--ranks", "--hosts", "--replicas", "--threads", "--chunks", "--stages"), 10_000)
-_MOST_OF_ANYTHING = 1_000_000_000
+_MAX = {"--devices": 20_000, "--global-batch": 100_000, "--microbatches": 10_000, "--microbatch-sizes": 100_000}
+_MAX |= dict.fromkeys(("--ranks", "--hosts", "--replicas", "--threads", "--chunks", "--stages"), 10_000)
+_MAX_OF_ANYTHING = 1_000_000_000
 
 
 def check_count(option: str, count: int) -> int:
     """Returns the number. Raises ArgumentError if it is more than any job has: it would only exhaust time or memory."""
-    most = _MOST.get(option, _MOST_OF_ANYTHING)
+    most = _MAX.get(option, _MAX_OF_ANYTHING)
     if count > most:
         raise ArgumentError(f"{option} {count}: expected at most {most:,}; pass a smaller number")
     return count

@@ -1,80 +1,23 @@
-"""What stages and links cost, as options or files specify it, for any schedule to be simulated with."""
+"""What stages and links cost, as it was given, for any schedule to be simulated with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.cli._measured_costs import UnitsToCut
+from penstock.costs.links import MeasuredLinks
+from penstock.costs.units import UnitsToCut
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import OF_MICROBATCH, LinkCost, OfStage, StageCost, divided, each_of
 from penstock.words import counted
 
-if TYPE_CHECKING:
-    from penstock.balance import Profile
-
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
 """The options for how long a stage works, and the ops they stand for."""
-
-ANY_PAIR = '"all": {"latency": 1e-4, "bandwidth": 1e8}'
-"""For messages: how a links file gives a cost to every pair of ranks that it does not name."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
-    """The measured links between hosts. Host h is rank h.
-
-    Attributes:
-        pairs: link costs by (sending rank, receiving rank).
-        every: the cost for every other pair; None: they have none.
-        source: the file, for messages.
-    """
-
-    pairs: Mapping[tuple[int, int], LinkCost]
-    every: LinkCost | None
-    source: str
-
-    def __getitem__(self, ends: tuple[int, int]) -> LinkCost:
-        found = self.pairs.get(ends, self.every)
-        if found is None:
-            raise KeyError(ends)
-        return found
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self.pairs)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    @property
-    def known(self) -> list[LinkCost]:
-        return [*self.pairs.values(), *([self.every] if self.every else [])]
-
-    @property
-    def has_bandwidth(self) -> bool:
-        return any(link.bytes_per_second < math.inf for link in self.known)
-
-    def check(self, ranks: int, name: str) -> None:
-        """Raises ArgumentError if there are fewer hosts than ranks and no cost for the other pairs."""
-        hosts = max(map(max, self.pairs), default=-1) + 1
-        if self.every is None and hosts < ranks:
-            raise ArgumentError(
-                f"{self.source} has links between {hosts} hosts, but {name} has {ranks} ranks: measure that many, or "
-                f"give {ANY_PAIR} for pairs that were not measured"
-            )
-
-
-def links_in(profile: Profile, source: str) -> MeasuredLinks:
-    """The links that a profile measured; every pair that it did not measure has the slowest of them."""
-    from penstock.plan.stage_costs import link_cost, slowest_link
-
-    pairs = {(link.source, link.target): link_cost(link) for link in profile.links}
-    return MeasuredLinks(pairs, slowest_link(profile), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +85,7 @@ class Costs:
     def with_links(self, links: MeasuredLinks) -> Costs:
         """These costs on a measured network. Raises ArgumentError if they have links already, or no message sizes."""
         if self.links != NO_COST:
-            raise ArgumentError(f"{self.source} and {links.source} both have links: give only one of the two")
+            raise ArgumentError(f"{self.source} and {links.source} both have links: pass only one of the two")
         costs = replace(self, links=links)
         costs.check_sizes(links.source)
         return costs
@@ -154,21 +97,22 @@ class Costs:
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
         if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in each_of(stage)):
             how = "--output-bytes, or output_bytes in the file of --costs"
-            raise ArgumentError(f"{source}: the time of a message depends on its size; give {how}")
+            raise ArgumentError(f"{source}: the time of a message depends on its size; pass {how}")
+
+    @property
+    def _each_link(self) -> list[LinkCost]:
+        if isinstance(self.links, LinkCost):
+            return [self.links]
+        return self.links.known if isinstance(self.links, MeasuredLinks) else [*self.links.values()]
 
     @property
     def _slowest_link(self) -> LinkCost:
-        """By which measured units are cut, whose links are one for all pairs or measured."""
-        links = self.links
-        assert isinstance(links, LinkCost | MeasuredLinks)
-        return LinkCost.slowest(links.known) if isinstance(links, MeasuredLinks) else links
+        """By which measured units are cut."""
+        return LinkCost.slowest(self._each_link)
 
     @property
     def has_bandwidth(self) -> bool:
-        if isinstance(self.links, MeasuredLinks):
-            return self.links.has_bandwidth
-        links = [self.links] if isinstance(self.links, LinkCost) else self.links.values()
-        return any(link.bytes_per_second < math.inf for link in links)
+        return any(link.bytes_per_second < math.inf for link in self._each_link)
 
     def of(self, schedule: Schedule) -> list[OfStage]:
         """The cost of each of the schedule's stages; if it slices microbatches, the cost of slices. Raises
@@ -176,8 +120,8 @@ class Costs:
         stages = self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
         if schedule.slices > 1:
             names = (*OF_MICROBATCH, "output_bytes")
-            parts = [_changed(stage, lambda cost: divided(cost, schedule.slices, names)) for stage in stages]
-            return [one if isinstance(one, StageCost) else _repeated(one, schedule.slices) for one in parts]
+            parts = [tuple(divided(cost, schedule.slices, names) for cost in each_of(stage)) for stage in stages]
+            return [one[0] if len(one) == 1 else tuple(c for c in one for _ in range(schedule.slices)) for one in parts]
         return stages
 
     def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
@@ -190,7 +134,7 @@ class Costs:
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
-            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: give that many")
+            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: pass that many")
         self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
 
@@ -243,14 +187,6 @@ class Costs:
         return self.for_model_of(schedule)
 
 
-def _changed(stage: OfStage, change: Callable[[StageCost], StageCost]) -> OfStage:
-    return change(stage) if isinstance(stage, StageCost) else tuple(map(change, stage))
-
-
-def _repeated(stage: Sequence[StageCost], times: int) -> OfStage:
-    return tuple(cost for cost in stage for _ in range(times))
-
-
 def _joined(stages: Sequence[OfStage]) -> OfStage:
     """Merges neighboring stages into one, for each microbatch if one of them differs by it. Raises ArgumentError: two
     of them have costs for different numbers of microbatches."""
@@ -258,7 +194,7 @@ def _joined(stages: Sequence[OfStage]) -> OfStage:
         return _sum([cost for stage in stages for cost in each_of(stage)])
     lengths = sorted({len(stage) for stage in stages if not isinstance(stage, StageCost)})
     if len(lengths) > 1:
-        raise ArgumentError(f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; give as many")
+        raise ArgumentError(f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; pass as many")
     return tuple(_sum([(each_of(stage) * lengths[0])[k] for stage in stages]) for k in range(lengths[0]))
 
 

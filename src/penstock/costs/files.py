@@ -1,4 +1,4 @@
-"""Reads cost files: costs of stages and links (--costs), and the links of a measured network (--links)."""
+"""Reads files: costs of stages and links, and the links of a measured network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.cli._costs import ANY_PAIR, Costs, MeasuredLinks
+from penstock.costs.costs import Costs
+from penstock.costs.links import ANY_PAIR, MeasuredLinks
 from penstock.errors import ArgumentError
 from penstock.files import STRICT, quoted, read_json, validate
 from penstock.simulate.costs import LinkCost, OfStage, StageCost, check_bandwidth, check_cost
@@ -87,7 +88,7 @@ def read_links(path: Path) -> MeasuredLinks:
     given = validate(_LinksFile, read_json(path, where), where)
     every = None if given.all is None else _link(given.all, f"{where}, all")
     if not given.links and every is None:
-        raise ArgumentError(f"{where} has no links: give some, or {ANY_PAIR}")
+        raise ArgumentError(f"{where} has no links: pass some, or {ANY_PAIR}")
     return MeasuredLinks(_links(given.links, where), every, where)
 
 
@@ -135,7 +136,7 @@ def _link_between(entry: Any, where: str) -> tuple[tuple[int, int], LinkCost]:
             raise ArgumentError(f"{where}: {key}={quoted(entry[key])}: expected a rank, an integer >= 0")
     start, end = entry["from"], entry["to"]
     if start == end:
-        raise ArgumentError(f"{where}: from and to are both rank {quoted(start)}; give two ranks or leave it out")
+        raise ArgumentError(f"{where}: from and to are both rank {quoted(start)}; pass two ranks or leave it out")
     return (start, end), _link({key: value for key, value in entry.items() if key not in ("from", "to")}, where)
 
 

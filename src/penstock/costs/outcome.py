@@ -1,0 +1,87 @@
+"""A schedule simulated with `Costs`, and the figures that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.costs.costs import Costs
+from penstock.errors import ArgumentError
+from penstock.schedule import Op, Schedule
+from penstock.simulate import memory
+from penstock.simulate.costs import each_of
+from penstock.simulate.figures import Figures
+from penstock.simulate.simulator import timed
+
+
+@dataclass(frozen=True)
+class Outcome(Figures):
+    """A schedule simulated with `costs`, which say where its numbers come from and what their units are."""
+
+    costs: Costs = field(kw_only=True)
+
+    @classmethod
+    def simulated(cls, schedule: Schedule, costs: Costs) -> Outcome:
+        """Simulates a schedule. Raises ArgumentError if the costs do not fit its stages and links."""
+        by_stage = costs.of(schedule)
+        if any(cost.unsharded_bytes for stage in by_stage for cost in each_of(stage)) and not _gathers(schedule):
+            raise ArgumentError(
+                f"schedule {schedule.name!r} has no UNSHARD, so nothing says when whole parameters take memory; pass "
+                "--unshard-window, which adds them"
+            )
+        return cls(schedule, by_stage, *timed(schedule, by_stage, costs.links, contended=costs.contended), costs=costs)
+
+    @property
+    def memory_by_kind(self) -> list[dict[str, float]]:
+        """For each rank, the most that it needs of each kind, and at once."""
+        kinds = ["parameters", "gradients", "optimizer", "activations", *["unsharded"] * _gathers(self.schedule)]
+        return [{kind: getattr(held, kind) for kind in kinds} | {"peak": held.at_once} for held in self.peaks]
+
+    @property
+    def memory_curves(self) -> list[dict[str, list[tuple[float, float]]]]:
+        """Each rank's memory by kind over time, for a trace; none if sizes were not given."""
+        if not self.costs.has_memory:
+            return []
+        found = []
+        for held in memory(self.schedule, self.by_stage, self.timeline):
+            constant = held.parameters + held.gradients + held.optimizer
+            curves = {"parameters, gradients, optimizer": [(0.0, constant)]} if constant else {}
+            curves["activations"] = [(0.0, 0.0), *zip(held.seconds, held.activations, strict=True)]
+            if held.peak_unsharded:
+                curves["gathered parameters"] = [(0.0, 0.0), *zip(held.seconds, held.unsharded, strict=True)]
+            found.append(curves)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        found = super().to_dict()
+        if self.costs.are_measured:
+            found["costs"] = self.costs.origin(self.schedule.placement)
+            found["cuts"] = list(self.costs.cuts(self.schedule.placement))
+        if self.costs.assumed:
+            found["assumed"] = dict(self.costs.assumed)
+        if self.costs.has_memory:
+            found["memory"] = self.memory_by_kind
+        return found
+
+
+def _gathers(schedule: Schedule) -> bool:
+    """Whether the schedule gathers the parameters of sharded stages."""
+    return any(code == Op.UNSHARD.code for row in schedule.rows for _, code in row.kinds)
+
+
+def with_one_model(
+    costs: Costs, schedules: Sequence[Schedule], left_out: Mapping[str, str]
+) -> tuple[list[Outcome], dict[str, str]]:
+    """Schedules that train the same model, simulated, and why others are left out, by name: as in `left_out`, or since
+    the costs do not fit them. Raises ArgumentError if they fit none."""
+    found, reasons = [], dict(left_out)
+    for schedule in schedules:
+        try:
+            found.append(Outcome.simulated(schedule, costs.for_model_of(schedule)))
+        except ArgumentError as error:
+            reasons[schedule.name] = str(error)
+    if not found:
+        raise ArgumentError(next(iter(reasons.values())))
+    return found, reasons

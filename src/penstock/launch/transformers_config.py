@@ -1,0 +1,75 @@
+"""A TARGET that is a configuration of transformers: `hf:path/to/config.json`, a model of it and a made-up batch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import ArgumentError
+
+PREFIX = "hf:"
+_FORM = f"{PREFIX}path/to/config.json, or {PREFIX}path/to/config.json:ROWSxLENGTH"
+_SIZES = re.compile(r"(?P<path>.+):(?P<rows>[1-9]\d{0,5})(x(?P<length>[1-9]\d{0,6}))?")
+_ROWS, _LENGTH = 8, 128
+_OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")
+"""The ends of the names of architectures whose labels are tokens."""
+
+
+def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
+    """Returns (model, args, target, loss) of `hf:PATH` or `hf:PATH:ROWSxLENGTH`, as a TARGET's function does.
+
+    The model is the first of the configuration's `architectures` (a causal language model, if it names none), with
+    random weights. It computes its own loss, of tokens or pixels drawn at random.
+
+    Args:
+        text: the TARGET. By default 8 rows of 128 tokens, or as many as the model has positions for.
+        weights: False builds the model on the meta device, where it takes no memory.
+
+    Raises:
+        ArgumentError: transformers is not installed, there is no such file, or no batch is known for such a model.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ArgumentError(
+            f"TARGET {text!r} needs the package transformers ({error}): pip install 'penstock[transformers]'"
+        ) from error
+    found = _SIZES.fullmatch(text.removeprefix(PREFIX))
+    path = Path(found["path"] if found else text.removeprefix(PREFIX))
+    if not path.exists():
+        raise ArgumentError(f"TARGET {text!r}: there is no file {str(path)!r} in {Path.cwd()}; expected {_FORM}")
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    name = next(iter(config.architectures or ()), None)
+    kind: Any = transformers.AutoModelForCausalLM if name is None else getattr(transformers, name, None)
+    if name is not None and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ArgumentError(f"TARGET {text!r}: transformers {transformers.__version__} has no architecture {name!r}")
+    with torch.device("cpu" if weights else "meta"):
+        model = kind.from_config(config) if name is None else kind(config)
+    rows = int(found["rows"]) if found else _ROWS
+    length = int(found["length"]) if found and found["length"] else None
+    return model, ((), _batch(text, model, rows, length)), None, None
+
+
+def _batch(text: str, model: Any, rows: int, length: int | None) -> dict[str, Any]:
+    """What the model's forward takes, labels included. Raises ArgumentError: only the model's authors know."""
+    config, kind = model.config, type(model).__name__
+    classes = torch.randint(max(getattr(config, "num_labels", 2), 1), (rows,))
+    if model.main_input_name == "input_ids":
+        text_config = config.get_text_config()
+        usual = min(_LENGTH, getattr(text_config, "max_position_embeddings", None) or _LENGTH)
+        tokens = torch.randint(text_config.vocab_size, (rows, length or usual))
+        if kind.endswith(_OF_TOKENS):
+            return {"input_ids": tokens, "labels": tokens}
+        if kind.endswith("ForSequenceClassification"):
+            return {"input_ids": tokens, "labels": classes}
+    elif model.main_input_name == "pixel_values" and kind.endswith("ForImageClassification"):
+        size = config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return {"pixel_values": torch.randn(rows, config.num_channels, height, width), "labels": classes}
+    raise ArgumentError(
+        f"TARGET {text!r}: no batch is known for {kind}; expected a language model, or a classifier of sequences or "
+        "images. Write a function that returns (model, args, target, loss), and pass file.py:function"
+    )
