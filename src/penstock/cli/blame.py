@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from penstock.cli._spread import Json, spread
+from penstock.cli._options import Json, spread
 from penstock.cli._target import TargetName, loaded
 from penstock.errors import VerificationError
 from penstock.files import finite
