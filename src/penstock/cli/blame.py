@@ -15,9 +15,6 @@ from penstock.errors import VerificationError
 from penstock.files import finite
 from penstock.words import counted
 
-SETTINGS = {"allow_interspersed_args": False}
-"""What follows the command that starts the ranks is its own."""
-
 
 @spread
 def blame(
