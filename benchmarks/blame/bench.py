@@ -21,11 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.blame.capture import watching
 from penstock.blame.data import Feed
 from penstock.blame.judge import judge
 from penstock.blame.names import read
 from penstock.blame.pipelining import Schedules
+from penstock.blame.watch import watching
 from penstock.launch.rank import main as run_rank
 from penstock.launch.target import load
 

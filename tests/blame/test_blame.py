@@ -14,6 +14,7 @@ from torch import nn
 from penstock.blame.command import watched
 from penstock.blame.names import Part, name_parts
 from penstock.errors import ArgumentError
+from penstock.testing import assert_same_training
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
 CASES = json.loads((BENCH / "cases.json").read_text())
@@ -56,6 +57,16 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "4 times what it should be: the number of microbatches" in finding["text"]
     assert "penstock: error: gradient scale: all gradients" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long  # the command above does the same
+def test_in_a_test_the_first_wrong_action_is_an_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ["torchrun", "--standalone", "--nproc-per-node", "2", str(BENCH / "with_send_recv.py")]
+    monkeypatch.setenv("CASE", "")
+    assert assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=2).steps == 2
+    monkeypatch.setenv("FAULT", "labels swapped")
+    with pytest.raises(AssertionError, match="labels: the loss of microbatch 0 takes the labels of microbatch 1"):
+        assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=1)
 
 
 def test_commands_that_start_ranks_are_known() -> None:

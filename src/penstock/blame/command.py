@@ -10,11 +10,11 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from penstock.blame.capture import FOLDER, STEPS
 from penstock.blame.data import Feed
 from penstock.blame.finding import Blame
 from penstock.blame.judge import judge
 from penstock.blame.names import read
+from penstock.blame.watch import FOLDER, STEPS
 from penstock.errors import ArgumentError
 from penstock.launch.processes import QUIET, supervise
 from penstock.launch.target import Target

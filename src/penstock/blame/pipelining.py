@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from penstock.blame.capture import Watch
+from penstock.blame.watch import Watch
 
 _WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 _FIRST = "_penstock_stages"

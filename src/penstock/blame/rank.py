@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.blame.capture import watching
 from penstock.blame.pipelining import Schedules
+from penstock.blame.watch import watching
 from penstock.launch import rank
 
 if __name__ == "__main__":
