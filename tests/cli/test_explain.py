@@ -527,7 +527,7 @@ def test_a_trace_without_actions_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_rank_is_refused(tmp_path: Path) -> None:
     files = ranges_of_torch(tmp_path)
-    assert "give the trace of every rank" in refusal("explain", *map(str, files[:2] + files[3:]))
+    assert "pass the trace of every rank" in refusal("explain", *map(str, files[:2] + files[3:]))
 
 
 def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> None:

@@ -107,5 +107,5 @@ def test_what_shows_no_actions_is_refused_in_a_line(tmp_path: Path) -> None:
 def test_a_rank_whose_file_is_missing_is_named(tmp_path: Path) -> None:
     folder(tmp_path)
     next(tmp_path.glob("*rank-1*")).unlink()
-    with pytest.raises(ArgumentError, match="no rank has stage 1, and there are stages up to 2; give the trace"):
+    with pytest.raises(ArgumentError, match="no rank has stage 1, and there are stages up to 2; pass the trace"):
         explain(read_run([tmp_path]))

@@ -512,9 +512,9 @@ def test_slow_devices_get_less_and_small_ones_are_not_overfilled() -> None:
 
 
 def test_bad_numbers_get_one_clear_error() -> None:
-    with pytest.raises(ArgumentError, match="at least 2 replicas; give 6 or 8"):
+    with pytest.raises(ArgumentError, match="at least 2 replicas; pass 6 or 8"):
         choices(ALIKE, Cluster(16), 7)
-    with pytest.raises(ArgumentError, match="at least 2 replicas; give 2 or 4"):
+    with pytest.raises(ArgumentError, match="at least 2 replicas; pass 2 or 4"):
         make_plans(Sizes({1: _profile([1.0])}), Cluster(2), 3)
     with pytest.raises(ArgumentError, match="global_batch=0"):
         choices(ALIKE, Cluster(2), 0)

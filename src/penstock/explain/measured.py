@@ -173,7 +173,7 @@ def _refuse_without_backward(recording: Recording) -> None:
     if ops and not any(op in (Op.B, Op.I) for op in ops):
         raise ArgumentError(
             f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
-            "forwards only; give that of a training step"
+            "forwards only; pass that of a training step"
         )
 
 
@@ -211,10 +211,10 @@ def _missing(events: Sequence[Event], stages: int) -> str:
     ranks = {event.rank or 0 for event in events}
     if lacking := sorted(set(range(max(ranks))) - ranks):
         named = ", ".join(map(str, lacking))
-        return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; give the trace of every rank"
+        return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; pass the trace of every rank"
     if lacking := list(islice((stage for stage in range(stages) if stage not in present), _MAX_NAMED)):
         named = ", ".join(map(str, lacking))
-        return f"no rank has stage {named}, and there are stages up to {stages - 1}; give the trace of every rank"
+        return f"no rank has stage {named}, and there are stages up to {stages - 1}; pass the trace of every rank"
     return ""
 
 

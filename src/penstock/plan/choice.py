@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.files import STRICT
 from penstock.plan.cluster import Cluster
 from penstock.plan.sizes import Sizes
@@ -43,10 +43,8 @@ class Choice:
     rows: int
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "ranks", "chunks", "microbatches", "rows"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
+        counts = ("replicas", "ranks", "chunks", "microbatches", "rows")
+        check_counts(**{name: getattr(self, name) for name in counts})
         if not isinstance(self.schedule, str):
             raise ArgumentError(f"schedule={self.schedule!r}: expected a name")
 
@@ -75,16 +73,11 @@ class Wanted:
     pipeline: int | None = None
     microbatches: int | None = None
 
-    @property
-    def numbers(self) -> dict[str, int]:
-        """Those that are given, by name."""
-        every = {"replicas": self.replicas, "pipeline": self.pipeline, "microbatches": self.microbatches}
-        return {name: number for name, number in every.items() if number is not None}
-
     def misses(self, choice: Choice) -> list[float]:
-        """By what factor each given number is missed, as logarithms."""
-        numbers = {"replicas": choice.replicas, "pipeline": choice.ranks, "microbatches": choice.microbatches}
-        return [abs(math.log2(number / numbers[name])) for name, number in self.numbers.items()]
+        """By what factor each number that is given is missed, as logarithms."""
+        numbers = choice.replicas, choice.ranks, choice.microbatches
+        pairs = zip((self.replicas, self.pipeline, self.microbatches), numbers, strict=True)
+        return [abs(math.log2(one / number)) for one, number in pairs if one is not None]
 
 
 ANY = Wanted()
@@ -119,7 +112,8 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
             "from all"
         )
     if not fitting:
-        given = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items())
+        numbers = [*asdict(wanted).items()][1:]
+        given = ", ".join(f"{name}={number}" for name, number in numbers if number is not None)
         near = sorted(found, key=lambda one: (sum(by > 0 for by in wanted.misses(one)), sum(wanted.misses(one))))
         texts = dict.fromkeys(f"{one.replicas} x {one.ranks} x {one.microbatches}" for one in near)
         raise ArgumentError(
@@ -162,7 +156,7 @@ def _nothing_divides(sizes: Sizes, cluster: Cluster, global_batch: int) -> str:
     near = sorted({global_batch // least * least, -(-global_batch // least) * least} - {0})
     return (
         f"global_batch={global_batch} cannot be divided over {counted(cluster.devices, 'device')}: a pipeline has at "
-        f"most {counted(units, 'unit')}, so there are at least {least} replicas; give {' or '.join(map(str, near))}"
+        f"most {counted(units, 'unit')}, so there are at least {least} replicas; pass {' or '.join(map(str, near))}"
     )
 
 

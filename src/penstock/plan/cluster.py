@@ -32,7 +32,7 @@ class Kind:
     def __post_init__(self) -> None:
         of = f" of {self.name!r}" if self.name else ""
         if self.devices < 1:
-            raise ArgumentError(f"devices={self.devices}{of}: expected at least 1")
+            raise ArgumentError(f"devices={self.devices}{of}: expected an integer >= 1")
         if not self.memory_bytes > 0:
             raise ArgumentError(f"memory_bytes={self.memory_bytes}{of}: expected what each device has, more than 0")
         if not 0 < self.speed < math.inf:
@@ -81,10 +81,12 @@ class Cluster:
         if not 0 <= self.action_seconds < math.inf:
             raise ArgumentError(f"action_seconds={self.action_seconds}: expected seconds, 0 or more")
         if self.devices_per_host is not None and self.devices_per_host < 1:
-            raise ArgumentError(f"devices_per_host={self.devices_per_host}: expected at least 1, or None for one host")
+            raise ArgumentError(
+                f"devices_per_host={self.devices_per_host}: expected an integer >= 1, or None for one host"
+            )
         if self.between_hosts is not None and self.hosts == 1:
             raise ArgumentError(
-                f"between_hosts is given, but one host has all of {counted(self.devices, 'device')}: give "
+                f"between_hosts is given, but one host has all of {counted(self.devices, 'device')}: pass "
                 "devices_per_host= too, or leave it out"
             )
 

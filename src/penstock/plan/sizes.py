@@ -78,7 +78,7 @@ class Sizes:
             rows = rows_of(profile)
             if rows in by_rows:
                 raise ArgumentError(
-                    f"profiles: two are of microbatches of {counted(rows, 'row')}; give one of each size"
+                    f"profiles: two are of microbatches of {counted(rows, 'row')}; pass one of each size"
                 )
             by_rows[rows] = profile
         return cls(by_rows)
