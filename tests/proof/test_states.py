@@ -22,7 +22,7 @@ SEEN: list[float] = []
 
 
 def unwatched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SideChannels, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs)[0])
+    patch.setattr(SideChannels, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs))
     patch.setattr(SideChannels, "check_units", lambda self, known: None)
     patch.setattr(SideChannels, "check_call", lambda self, call: None)
     patch.setattr(attempt, "carried", lambda *_: {})

@@ -306,9 +306,9 @@ def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
         package = target[0].partition(".")[0]
         if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
             raise ArgumentError(f"no module {target[0]!r}: it is neither in {os.getcwd()} nor installed")
-    elif Path(target[0]).is_dir() and not (Path(target[0]) / "__main__.py").exists():
+    elif Path(target[0]).is_dir() and not (Path(target[0]) / "__main__.py").is_file():
         raise ArgumentError(
             f"{target[0]!r} is a folder without a __main__.py: name the script in it, or -m and a module"
         )
-    elif not Path(target[0]).exists():
+    elif not (Path(target[0]).is_dir() or Path(target[0]).is_file()):  # each rank would read all of /dev/zero
         raise ArgumentError(f"no script {target[0]!r} in {os.getcwd()}: pass its path, or -m and a module")

@@ -225,7 +225,7 @@ class Reads(Measures):
 def test_a_number_found_from_data_does_not_leave_a_block() -> None:
     shared = SimpleNamespace(calls=0)
     model = nn.Sequential(Measures(shared), Reads(shared), Measures(shared), Reads(shared))
-    with pytest.raises(PartitionError, match=r"'0' leaves a number in .*shared\.calls"):
+    with pytest.raises(PartitionError, match=r"changes '0\.shared\.calls' before it runs '1'.* in module '0'"):
         inspect(model, (torch.randn(4, WIDTH),), stages=2)
 
 

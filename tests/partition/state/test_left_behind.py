@@ -276,7 +276,7 @@ def test_a_failed_recording_leaves_no_fake_tensors() -> None:
 
 def test_without_the_watch_a_flag_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
-    monkeypatch.setattr(SideChannels, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs)[0])
+    monkeypatch.setattr(SideChannels, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs))
     x, y = batch()
     assert not verify(
         seeded(lambda: Telling("context")), (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=4

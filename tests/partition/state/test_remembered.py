@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,17 +151,6 @@ def looks(self: Any, h: Any) -> Any:
 @pytest.mark.parametrize("options", [{"schedule": "dualpipe"}, {"recompute": "always"}, {"recompute": 1}])
 def test_what_no_forward_depends_on_is_no_matter(act: Any, state: Any, options: Any) -> None:
     prove(act, state, **options)
-
-
-def leaves_an_array(self: Any, h: Any) -> Any:
-    y = h + float(self.shared.found[0])
-    self.shared.found = np.array([h.mean().item()])
-    return y
-
-
-def test_numbers_found_from_data_do_not_leave_a_unit_in_an_array() -> None:
-    with pytest.raises(PartitionError, match=r"'0' leaves a number in 0.shared.found"):
-        inspect(model(leaves_an_array, found=np.zeros(1)), (X,), stages=2)
 
 
 def test_a_number_found_from_made_up_values_is_not_given_to_the_loss() -> None:

@@ -28,6 +28,7 @@ from penstock.partition.chance.foreign import States
 from penstock.partition.obstacle import rates_here
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.recording import Ask
+from penstock.partition.units.units import Learned
 from penstock.partition.watch.observer import Observer
 from penstock.trees import Leaf
 
@@ -337,7 +338,7 @@ class Chance:
             if value.dtype.kind not in "biufc":
                 self.refuse("a random choice among objects")
             if target is foreign.draw and (function := foreign.enclosing_function()) is not None:
-                raise foreign.WholeFunction(function, f"{self._book.here()} draws an array")
+                raise Learned(f"{self._book.here()} draws an array", function=function)
             return DrawnArray(self, self._book.write_number(op, target, args, kwargs, draws=True), value)
         if isinstance(value, (bool, int, float)) or (numpy and isinstance(value, numpy.generic)):
             return Drawn(self, self._book.write_number(op, target, args, kwargs, draws=True), low, high)
@@ -346,7 +347,7 @@ class Chance:
     def refuse(self, what: str) -> NoReturn:
         refusal = f"{self._book.here()} uses {what}, which a recording cannot follow. {REMEDY}"
         if (function := foreign.enclosing_function()) is not None and not self._book.is_paused:
-            raise foreign.WholeFunction(function, refusal)
+            raise Learned(refusal, function=function)
         raise PartitionError(refusal)
 
 

@@ -27,17 +27,6 @@ FRESH = "numpy.random.default_rng"
 """Makes a separate generator; without a seed, a different one each time."""
 
 
-class WholeFunction(BaseException):
-    """A library function draws in a way that can only be recorded as one call: record again with it as one call.
-
-    Not an Exception, so that the model's own `except` clauses do not catch it.
-    """
-
-    def __init__(self, function: FunctionType, refusal: str) -> None:
-        super().__init__(refusal)
-        self.function, self.refusal = function, refusal
-
-
 @cache
 def sources() -> Mapping[str, Callable[..., Any]]:
     """The functions that draw from Python's and numpy's global generators, by qualified name."""

@@ -37,8 +37,8 @@ from penstock.partition.state.left_behind import Behind, gather
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.remembered import Remembered, draws_alone
 from penstock.partition.units.chain import Chain
-from penstock.partition.units.opening import Opening, StayWhole
-from penstock.partition.units.units import Grain, Regroup, Unit, canonical_names, intercepted
+from penstock.partition.units.opening import Opening
+from penstock.partition.units.units import Grain, Learned, Unit, canonical_names, intercepted
 from penstock.partition.values.leaves import leaves_of
 from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path, tensors_in
 from penstock.trees import Flat, flatten, unflatten
@@ -51,7 +51,6 @@ class Attempt:
     Attributes:
         units: the modules that run as a whole, by their `id`.
         opening, grain: what led to these units.
-        functions: functions recorded as one call each, since they draw from Python's or numpy's generators.
         sees_saved: look at what is saved for backward.
     """
 
@@ -61,7 +60,6 @@ class Attempt:
     units: dict[int, Unit]
     opening: Opening
     grain: Grain
-    functions: frozenset[FunctionType]
     sees_saved: bool
 
     def way(self, choices: Mapping[int, bool]) -> Recording:
@@ -100,11 +98,10 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
             stack.callback(recorder.observer.saved.release)
             inputs = _inputs(recorder, mode, given)
             with _staying_whole(recorder):
-                result = _run_checked(recorder, mode, inputs, given.structure, attempt.functions)
+                result = _run_checked(recorder, mode, inputs, given.structure, attempt.grain.functions)
                 _check_leftovers(snapshot, loan, recorder, names)
                 left = gather(
-                    *(reach, recorder.is_seen, loan.names, provenance, attempt.grain, units.values(), recorder.real),
-                    gone=recorder.observer.gone,
+                    *(reach, recorder.is_seen, loan.names, provenance, attempt.grain, units.values(), recorder.real)
                 )
                 recording = _finish(recorder, loan, result, left, attempt.grain)
                 _check_stateless(recorder)
@@ -129,7 +126,7 @@ def _run_checked(
     try:
         with recorder.chance.replaced(functions):
             result = _run(recorder, mode, inputs, structure)
-    except (PartitionError, Regroup):
+    except (PartitionError, Learned):
         recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         raise
     recorder.side_channels.check_units(recorder.on_memory)
@@ -179,7 +176,7 @@ def _staying_whole(recorder: Recorder) -> Iterator[None]:
         yield
     except Exception as error:
         if opening.tried:
-            raise StayWhole(opening.around(recorder.scope)) from error
+            raise Learned(stays=opening.around(recorder.scope)) from error
         name = opening.cut_inside(recorder.scope)
         if name and isinstance(error, PartitionError):
             why = error.why if isinstance(error, Obstacle) else str(error)
@@ -246,7 +243,7 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
     for module, attribute, value in snapshot.changed():
         path = f"{names[id(module)]}.{attribute}".lstrip(".")
         if id(module) not in inside and (name := recorder.opening.around(names[id(module)])):
-            raise StayWhole(name)
+            raise Learned(stays=name)
         if id(module) not in inside and not attribute.startswith("_") and attribute != "training":
             if holds_tensors(value, fake_only=True):
                 recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")

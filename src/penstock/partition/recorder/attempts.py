@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.chance.branches import with_branches
-from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempt import Attempt
 from penstock.partition.recording.recording import Recording
 from penstock.partition.state.left_behind import EVERY
-from penstock.partition.units.opening import NOTHING, Opening, StayWhole
-from penstock.partition.units.units import NO_GRAIN, Grain, Regroup, find_units
+from penstock.partition.units.opening import NOTHING, Opening
+from penstock.partition.units.units import NO_GRAIN, Grain, Learned, find_units
 
 
 def record(
@@ -41,29 +39,29 @@ def record(
 
     Raises PartitionError, with the line of the user's code, for anything that a stage could not replay.
     """
-    reason, taught, functions = "", False, frozenset[FunctionType]()  # reason: why modules were opened, for messages
+    reason, taught = "", False  # reason: why modules were opened, for messages
     without: Grain | None = None  # to go back to if opening more modules does not help
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        attempt = Attempt(model, args, kwargs, units, opening, grain, functions, sees_saved)
+        attempt = Attempt(model, args, kwargs, units, opening, grain, sees_saved)
         try:
             found = attempt.way({})
             if found.asks and any(entry.is_carried for entry in found.left):
                 grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
                 continue  # a randomly skipped module leaves no value to carry
             return replace(with_branches(found, attempt.way) if found.asks else found, opening=opening)
-        except WholeFunction as whole:
-            if whole.function in functions:
-                raise PartitionError(whole.refusal) from None
-            functions |= {whole.function}
-        except StayWhole as refusal:
-            opening = opening.without(_alike(model, refusal.name, opening.tried))
-        except Regroup as wish:
-            if opening.names == opening.asked:
-                if not wish.needed:
-                    without = replace(without or grain, shut=grain.shut | wish.opened)
+        except Learned as learned:
+            if learned.stays is not None:
+                opening = opening.without(_alike(model, learned.stays, opening.tried))
+            elif learned.function is not None:
+                if learned.function in grain.functions:
+                    raise PartitionError(learned.refusal) from None
+                grain = replace(grain, functions=grain.functions | {learned.function})
+            elif opening.names == opening.asked:
+                if not learned.needed:
+                    without = replace(without or grain, shut=grain.shut | learned.opened)
                 try:
-                    reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
+                    reason, grain = learned.refusal, _regrouped(grain, learned, leaves)
                 except PartitionError:
                     if without is None:
                         raise
@@ -73,7 +71,7 @@ def record(
             elif opening.tried:
                 opening = opening.without(opening.tried)
             else:
-                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], wish.refusal)) from None
+                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], learned.refusal)) from None
         except Exception as error:
             if without is not None:
                 grain, without, reason = without, None, ""
@@ -85,18 +83,20 @@ def record(
                 raise PartitionError(f"{reason}. Recording it call by call does not help: {error}") from error
 
 
-def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
+def _regrouped(grain: Grain, learned: Learned, leaves: Sequence[str]) -> Grain:
     """The grain with more modules opened or kept whole. Raises PartitionError if the user asked for the opposite."""
-    if wish.exposed is not None:
-        if wish.exposed in grain.exposed:
-            raise PartitionError(wish.refusal)
-        return replace(grain, exposed=grain.exposed | {wish.exposed})
-    opened, whole = grain.opened | wish.opened, grain.whole | wish.whole
-    kept = sorted(wish.opened & {*leaves})
+    if learned.exposed is not None:
+        if learned.exposed in grain.exposed:
+            raise PartitionError(learned.refusal)
+        return replace(grain, exposed=grain.exposed | {learned.exposed})
+    opened, whole = grain.opened | learned.opened, grain.whole | learned.whole
+    kept = sorted(learned.opened & {*leaves})
     if kept:
-        raise PartitionError(f"{wish.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call")
+        raise PartitionError(
+            f"{learned.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call"
+        )
     if opened & whole or (whole <= grain.whole and opened <= grain.opened):
-        raise PartitionError(f"{wish.refusal}{_NOT_ENOUGH if wish.whole else ''}")
+        raise PartitionError(f"{learned.refusal}{_NOT_ENOUGH if learned.whole else ''}")
     return replace(grain, opened=opened, whole=whole)
 
 

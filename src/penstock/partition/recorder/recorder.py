@@ -40,7 +40,7 @@ from penstock.partition.state.attribute_outputs import attributes_of, taken
 from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
 from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Call, Regroup, Unit
+from penstock.partition.units.units import Call, Learned, Unit
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
@@ -237,7 +237,7 @@ class Recorder(Writer, TorchFunctionMode):
             leaves = flatten((args, kwargs)).leaves
             for leaf in leaves:
                 if (refusal := self._hidden(leaf)) is not None:
-                    raise Regroup(refusal, opened=[unit.name])
+                    raise Learned(refusal, opened=[unit.name])
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
@@ -277,7 +277,7 @@ class Recorder(Writer, TorchFunctionMode):
                     why, self.scope, otherwise="Call it in a module of its own, and name that in leaves=[...]"
                 )
             if unit:
-                raise Regroup(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+                raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
             self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _take_out(self, fact: Fact, unit: Unit) -> None:
@@ -325,18 +325,16 @@ class Recorder(Writer, TorchFunctionMode):
         finally:
             self._paused = False
 
-    def _run_unit(
-        self, original: Call, unit: Unit, args: Any, kwargs: Any
-    ) -> tuple[tuple[Any, list[Any], frozenset[int]], bool]:
+    def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
         """Runs a unit on fake tensors or, if that fails, for real.
 
-        Returns its result, which of its modules drew, and what it wrote; and whether it could run on fake tensors.
+        Returns its result, which of its modules drew, and what it wrote.
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
             # Outside any checkpoint: its hooks would hide what a stage saves, and stages do not rerun anything for it.
             with quiet(), self.observer.saved.watching():
-                return (original(unit.module, *args, **kwargs), *self.observer.take()), True
+                return original(unit.module, *args, **kwargs), *self.observer.take()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
@@ -351,7 +349,7 @@ class Recorder(Writer, TorchFunctionMode):
             self.real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
             self._why_real.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
-            return (result, may_draw(unit.module, drew), writes), False
+            return result, may_draw(unit.module, drew), writes
 
     def _shapes_read(self, args: Any, kwargs: Any) -> None:
         if self.real or self.sized:

@@ -25,7 +25,7 @@ from penstock.partition.recording.modes import EntryModes
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Regroup, Unit
+from penstock.partition.units.units import Learned, Unit
 from penstock.partition.values.objects import (
     CONSTANTS,
     OPAQUE,
@@ -274,7 +274,7 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise Regroup(refusal, exposed=type(self.observer.returned[id(tensor)][1]))
+                raise Learned(refusal, exposed=type(self.observer.returned[id(tensor)][1]))
             self.side_channels.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)
         made = self.observer.provenance.maker(tensor)

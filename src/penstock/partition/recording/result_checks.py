@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact, Pattern
-from penstock.partition.units.opening import Opening, StayWhole
+from penstock.partition.units.opening import Opening
+from penstock.partition.units.units import Learned
 from penstock.trees import LEAF, flatten
 
 CONTAINERS = ("items", "keys", "leaves")
@@ -68,7 +69,7 @@ class Returned:
         ran_for_real = fact.depends_on_values
         pattern = pattern_of(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
-            raise StayWhole(around)  # a module that stays whole has no such constants
+            raise Learned(stays=around)  # a module that stays whole has no such constants
         if ran_for_real:
             self._ran_for_real.append(fact)
         if ran_for_real or _holds_values(pattern):

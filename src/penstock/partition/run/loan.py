@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from penstock.compat import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from penstock.partition.state.containers import is_container, refill
-from penstock.partition.state.reach import is_of_others
 
 
 class Snapshot:
@@ -25,33 +24,16 @@ class Snapshot:
         self._attributes = [dict(m.__dict__) for m in self._modules]
         self._contents = [{k: (v, v.copy()) for k, v in m.__dict__.items() if is_container(v)} for m in self._modules]
 
-    def restore(self) -> None:
+    def restore(self, keeps: Callable[[Any], bool] = lambda value: False) -> None:
+        """Restores everything except attributes whose new value `keeps` accepts."""
+        kept = [(vars(module), name, value) for module, name, value in self.changed() if keeps(value)]
         for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, copy in contents.values():
                 refill(container, copy)
-
-    def restore_tensors(self, keeps: Callable[[Any], bool]) -> list[tuple[nn.Module, str]]:
-        """Restores everything except numbers that have changed and attributes whose new value `keeps` accepts.
-
-        Returns the attributes that were set to something else.
-        """
-        now = list(self.changed())
-        changed = [(m.__dict__, name, v) for m, name, v in now if _is_plain(v) or keeps(v)]
-        gone = [(m, name) for m, name, v in now if not (_is_plain(v) or keeps(v))]
-        filled = [
-            (container, container.copy())
-            for contents in self._contents
-            for container, copy in contents.values()
-            if _is_plain(container) and container != copy
-        ]
-        self.restore()
-        for attributes, name, value in changed:
-            attributes[name] = value
-        for container, items in filled:
-            refill(container, items)
-        return gone
+        for entries, name, value in kept:
+            entries[name] = value
 
     def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
         """Module, attribute and new value of each plain attribute that has changed."""
@@ -59,18 +41,6 @@ class Snapshot:
             for name, value in module.__dict__.items():
                 if name not in attributes or attributes[name] is not value:
                     yield module, name, value
-
-
-def _is_plain(value: Any, depth: int = 4) -> bool:
-    """Whether a value is a number, a text, or a container or object with nothing else in it."""
-    if isinstance(value, (tuple, frozenset)) or is_container(value):
-        return all(_is_plain(item, depth) for item in (value.values() if isinstance(value, dict) else value))
-    if isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy":
-        return True
-    if depth == 0 or isinstance(value, (Tensor, nn.Module, type)) or is_of_others(type(value).__module__):
-        return False
-    held = getattr(value, "__dict__", {}).values()
-    return bool(held) and all(_is_plain(item, depth - 1) for item in held)
 
 
 class Loan:

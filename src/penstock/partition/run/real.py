@@ -26,6 +26,8 @@ from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
 from penstock.trees import map_tensors
 
+PLAIN = (bool, int, float, complex, str)
+
 
 def run_for_real(
     original: Call,
@@ -65,8 +67,8 @@ def run_for_real(
             ) from error
         finally:
             wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
-            observer.gone += snapshot.restore_tensors(
-                lambda value: id(value) in wanted or _is_made_to_learn(observer, value)
+            snapshot.restore(
+                lambda value: isinstance(value, PLAIN) or id(value) in wanted or _is_made_to_learn(observer, value)
             )
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written = stand_ins.written(observer, seen)

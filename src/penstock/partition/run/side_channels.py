@@ -22,7 +22,7 @@ from penstock.partition.state.carried_over import carried
 from penstock.partition.state.provenance import Call, Foreign
 from penstock.partition.state.reach import Holder, Reach
 from penstock.partition.state.remembered import Remembered
-from penstock.partition.units.units import Regroup, Unit
+from penstock.partition.units.units import Learned, Unit
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Observer
 from penstock.trees import flatten, map_tensors
@@ -50,7 +50,7 @@ class SideChannels:
         return self._held[unit.name]
 
     def check_call(self, call: Call) -> None:
-        """Raises Regroup or PartitionError if a call that is not a unit read what it was not given."""
+        """Raises Learned or PartitionError if a call that is not a unit read what it was not given."""
         read = [f for f in self._observer.provenance.foreign.values() if f.reader is call]
         if not read:
             return
@@ -62,14 +62,14 @@ class SideChannels:
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
             if name and held <= _memory_of(module):
-                raise Regroup(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
+                raise Learned(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
         raise PartitionError(
             f"{refusal}, and no module but the model encloses it. Give the part of the model that makes this call a "
             "module of its own, with these layers in it: it runs as a whole then"
         )
 
-    def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
-        """Calls `run(args, kwargs)` for a unit and returns its result; `run` also says whether fake tensors sufficed.
+    def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Run) -> Any:
+        """Calls `run(args, kwargs)` for a unit and returns its result.
 
         Notes what it finds that others have set since the forward began, and what it leaves for its next call.
         """
@@ -79,22 +79,18 @@ class SideChannels:
         finally:
             self._reach.cached.forget()
 
-    def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
+    def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Run) -> Any:
         places = self._reach.of(unit.name)
         now = [(place, place.copied()) for place in places]
         found = [(place, key, value) for place in places if place.is_changed() for key, value in place.changes()]
         if names := [place.name(key) for place, key, value in found if self._reads(unit, place, key, value)]:
             self._swayed[unit.name] = shortened(names)
-        result, on_fakes = run(args, kwargs)
+        result = run(args, kwargs)
         changes = [(p, k, v) for p, then in now if p.differs(then) for k, v in p.changes() if _differs(then, k, v)]
-        written = list({id(place): place for place, *_ in changes}.values())
         self._setters |= {(id(place), key): unit.name for place, key, _ in changes}
-        own = [place for place in written if not self._reach.belongs_to(place, unit.name)]
-        if own:
+        if not all(self._reach.belongs_to(place, unit.name) for place, *_ in changes):
             self._writers.add(unit.name)
-        if not on_fakes:
-            _refuse_numbers(unit, own)
-        if written and unit.name not in self.remembered:
+        if changes and unit.name not in self.remembered:
             self._look_for_state(unit, changes, args, kwargs, run)
         return result
 
@@ -165,11 +161,11 @@ class SideChannels:
         return frozenset(n for one, other in pairs for n, m in zip(one, other, strict=False) if n != m)
 
     def check_units(self, known: Collection[int]) -> None:
-        """Raises Regroup if a unit read what it was not given. `known`: the memory of what has a node."""
+        """Raises Learned if a unit read what it was not given. `known`: the memory of what has a node."""
         read = [f for f in self._observer.provenance.foreign.values() if f.reader.unit]
         if not read:
             for name, places in self._swayed.items():
-                raise Regroup(
+                raise Learned(
                     f"the forward changes {places} before it runs {name!r}, but its stage would not see that change. "
                     "Pass what it needs as an argument",
                     opened={*self._swayed, *self._writers},
@@ -177,13 +173,13 @@ class SideChannels:
             return
         opened = {f.reader.scope for f in read} | set(self._swayed) | (self._writers if self._swayed else set())
         opened |= {f.made.unit for f in read if f.made is not None and f.made.unit and f.storage not in known}
-        raise Regroup("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
+        raise Learned("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
 
     def open_maker(self, tensor: Tensor, refusal: str) -> None:
-        """Raises Regroup if a unit made a tensor that has no node and is used by a call outside it."""
+        """Raises Learned if a unit made a tensor that has no node and is used by a call outside it."""
         made = self._observer.provenance.maker(tensor)
         if made is not None and made.unit in self._units:
-            raise Regroup(f"{refusal}. It was made in {made}", opened=[made.unit])
+            raise Learned(f"{refusal}. It was made in {made}", opened=[made.unit])
 
 
 def _differs(before: Any, key: Any, value: Any) -> bool:
@@ -202,26 +198,6 @@ def _refusal(read: Foreign) -> str:
         f"{read.at} uses a tensor of shape {read.shape} that was made in {made} and was not passed to it as an "
         "argument. Pass it as an argument and return it from where it is made"
     )
-
-
-def _refuse_numbers(unit: Unit, places: Collection[Holder]) -> None:
-    """Raises PartitionError if a unit that ran on made-up inputs left numbers that it computed from them."""
-    for place in places:
-        for key, value in place.changes():
-            if _holds_numbers(value):
-                raise PartitionError(
-                    f"{unit.name!r} leaves a number in {place.name(key)}, computed from the values of its inputs: "
-                    "blocks on other stages would not see it. Return it as a tensor, or name a module that encloses "
-                    "all that use it in leaves=[...]"
-                )
-
-
-def _holds_numbers(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_numbers, value))
-    if isinstance(value, dict):
-        return any(map(_holds_numbers, value.values()))
-    return isinstance(value, (bool, int, float, complex)) or type(value).__module__ == "numpy"
 
 
 def _memory_of(module: nn.Module) -> frozenset[int]:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import INTERNAL, Holder, Reach, is_below
-from penstock.partition.units.units import Grain, Regroup, Unit
+from penstock.partition.state.reach import Holder, Reach, is_below
+from penstock.partition.units.units import Grain, Learned, Unit
 from penstock.partition.values.objects import CONSTANTS, tensors_in
 
 SMALL = 1024
@@ -92,15 +92,13 @@ class Left:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Behind:
-    """An entry of a place that the forward has changed, with its own tensors; `small` are those to carry. `made_up`: a
-    unit that ran on made-up inputs left it, so that its numbers are meaningless."""
+    """An entry of a place that the forward has changed, with its own tensors; `small` are those to carry."""
 
     place: Holder
     key: Any
     value: Any
     units: frozenset[str]
     small: tuple[Tensor, ...] = ()
-    made_up: bool = False
 
     @property
     def text(self) -> str:
@@ -113,7 +111,7 @@ class Behind:
         def carried(tensor: Tensor) -> Carried | None:
             return Carried(index_of(tensor)) if id(tensor) in wanted else None
 
-        template = template_of(self.value, self.text, carried, made_up=self.made_up)
+        template = template_of(self.value, self.text, carried)
         return Left(self.place, self.key, template, self.units, bool(self.small))
 
 
@@ -125,7 +123,6 @@ def gather(
     grain: Grain,
     units: Iterable[Unit],
     real: Collection[str],
-    gone: Iterable[tuple[nn.Module, str]] = (),
 ) -> list[Behind]:
     """What the forward left, while it is still there.
 
@@ -133,10 +130,9 @@ def gather(
         has_node: whether a tensor is recorded.
         held: `id` of each of the model's own parameters and buffers.
         provenance, grain, units: the recording's.
-        real: the units that ran on made-up inputs: numbers that they leave are meaningless.
-        gone: attributes that they set to tensors, which are meaningless too and were removed again.
+        real: the units that ran on made-up inputs: a number that one leaves in an attribute is meaningless.
 
-    Raises Regroup if units must be opened to carry what they left.
+    Raises Learned if units must be opened to carry what they left.
     """
     names = {unit.name for unit in units}
     found, to_open = [], set()
@@ -145,12 +141,12 @@ def gather(
             made = {id(t): m for t in tensors_in(value) if id(t) not in held and (m := provenance.maker(t)) is not None}
             plain = type(value) in SCALARS
             text = place.name(key)
-            owner = {name for name in names if not place.outside and is_below(place.text, name)}
-            made_up = not {*owner, *(m.unit for m in made.values())}.isdisjoint(real)
-            if not (made or plain or made_up):
+            if not (made or plain):
                 continue
-            if not (made_up or place.module):
-                owner = set()
+            inside = place.module and not place.outside
+            owner = {name for name in names if inside and is_below(place.text, name)}
+            if plain and not owner.isdisjoint(real):
+                value = Absent.at(text)
             makers = {m.unit for m in made.values()} if made else owner
             wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and _nested(value, t)]
             if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):
@@ -158,16 +154,10 @@ def gather(
             small = [t for t in wanted if has_node(t)]
             to_open |= {u for t in wanted if not has_node(t) and (u := made[id(t)].unit) in names - grain.shut}
             whole = makers and all(makers)
-            found.append(Behind(place, key, value, frozenset(makers if whole else ()), tuple(small), made_up))
-    attributes = {id(place.entries): place for place in reach.places if place.module}
-    there = {(id(entry.place), entry.key) for entry in found}
-    for module, name in dict.fromkeys(gone):
-        around = attributes.get(id(vars(module)))
-        if around is not None and (id(around), name) not in there and name not in INTERNAL:
-            found.append(Behind(around, name, Absent.at(around.name(name)), frozenset()))
+            found.append(Behind(place, key, value, frozenset(makers if whole else ()), tuple(small)))
     if to_open:
         texts = ", ".join(sorted(to_open)[:4])
-        raise Regroup(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
+        raise Learned(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
     return found
 
 
@@ -204,15 +194,14 @@ def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
     return template
 
 
-def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | None], *, made_up: bool = False) -> Any:
-    """A value with its tensors replaced: by what `replace` returns, otherwise by `Absent`; so is, if it is `made_up`,
-    what is a number or may contain one."""
+def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | None]) -> Any:
+    """A value with its tensors replaced: by what `replace` returns, otherwise by `Absent`."""
     if isinstance(value, Tensor):
         return replace(value) or Absent.at(text)
     if type(value) in SEQUENCES:
-        return type(value)(template_of(v, f"{text}[{i}]", replace, made_up=made_up) for i, v in enumerate(value))
+        return type(value)(template_of(v, f"{text}[{i}]", replace) for i, v in enumerate(value))
     if type(value) is dict:
-        return {k: template_of(v, f"{text}[{k!r}]", replace, made_up=made_up) for k, v in value.items()}
-    if value is None or isinstance(value, nn.Module) or (type(value) in CONSTANTS and not made_up):
+        return {k: template_of(v, f"{text}[{k!r}]", replace) for k, v in value.items()}
+    if value is None or isinstance(value, nn.Module) or type(value) in CONSTANTS:
         return value
-    return Absent.at(text) if made_up or any(True for _ in tensors_in(value)) else value
+    return Absent.at(text) if any(True for _ in tensors_in(value)) else value

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from penstock.errors import PartitionError
+from penstock.partition.units.units import Learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +58,13 @@ class Opening:
     def refuse_draw(self, scope: str, source_line: str) -> None:
         """Refuses, or leaves whole, a module that was opened unasked and draws random numbers in its own forward."""
         if name := self.around(scope):
-            raise StayWhole(name)
+            raise Learned(stays=name)
         if name := self.cut_inside(scope):
             raise PartitionError(
                 f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "
                 f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass opens=[{name!r}] for "
                 "any number of stages"
             )
-
-
-class StayWhole(BaseException):
-    """A module that was tried cannot be recorded call by call: record again with it whole (with no name: with all).
-
-    Not an Exception, so that the model's own `except` clauses do not catch it.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
 
 
 NOTHING = Opening()

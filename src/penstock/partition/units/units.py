@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Grain:
         carried: names of the places whose contents are carried to the last stage for the loss function.
         taken: names of attributes that are read after the calls of units that depend on values; see
             `state/attribute_outputs.py`.
+        functions: functions that are recorded as one call each, since they draw from Python's or numpy's generators.
     """
 
     exposed: frozenset[type[nn.Module]] = frozenset()
@@ -57,13 +59,14 @@ class Grain:
     shut: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
     taken: frozenset[str] = frozenset()
+    functions: frozenset[FunctionType] = frozenset()
 
 
 NO_GRAIN = Grain()
 
 
-class Regroup(BaseException):
-    """Modules must be opened, or run as a whole: record again.
+class Learned(BaseException):
+    """The forward has shown what must be recorded otherwise: record again.
 
     Not an Exception, so that the model's own `except` clauses do not catch it.
 
@@ -71,20 +74,24 @@ class Regroup(BaseException):
         refusal: what to say if that is impossible.
         opened, whole: their names.
         exposed: a class whose modules' results are used outside the units that they are in.
+        function: a function that can only be recorded as one call.
+        stays: the name of a module that was opened for balance, but cannot be recorded call by call; empty for all.
         needed: whether the model is then refused; otherwise it is recorded with these modules shut.
     """
 
     def __init__(
         self,
-        refusal: str,
+        refusal: str = "",
         opened: Iterable[str] = (),
         whole: Iterable[str] = (),
         *,
         exposed: type[nn.Module] | None = None,
+        function: FunctionType | None = None,
+        stays: str | None = None,
         needed: bool = True,
     ) -> None:
         super().__init__(refusal)
-        self.refusal, self.exposed, self.needed = refusal, exposed, needed
+        self.refusal, self.exposed, self.function, self.stays, self.needed = refusal, exposed, function, stays, needed
         self.opened, self.whole = frozenset(opened), frozenset(whole)
 
 

@@ -60,7 +60,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
         self.kept: list[Any] = []
-        self.gone: list[tuple[nn.Module, str]] = []  # attributes that real runs set, removed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
