@@ -22,7 +22,7 @@ def build(net: Net, rank: int, world: int) -> nn.Sequential:
         layers = layers[::-1]
     if rank == 0:
         return nn.Sequential(net.embed, *layers)
-    return nn.Sequential(*layers, net.norm, net.head)
+    return nn.Sequential(*layers, net.norm, net.head) if rank == world - 1 else nn.Sequential(*layers)
 
 
 def run(stage: nn.Sequential, x: Tensor) -> Tensor:
