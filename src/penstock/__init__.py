@@ -77,7 +77,7 @@ _HOMES = {
 
 _SUBPACKAGES = frozenset(
     (
-        *("balance", "checkpoint", "errors", "explain", "fabric", "hardware", "integrations"),
+        *("balance", "blame", "checkpoint", "errors", "explain", "fabric", "hardware", "integrations"),
         *("plan", "report", "runs", "schedule", "search", "simulate", "testing"),
     )
 )

@@ -368,3 +368,9 @@ def in_checkpoint() -> bool:
     """Whether the running code is inside torch's checkpointing (`use_reentrant=False`), so backward will rerun it."""
     hooks = saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def in_backward() -> bool:
+    """Whether this thread computes a backward, where a checkpoint runs forwards again; torch's own asks so."""
+    task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+    return task() != -1

@@ -40,6 +40,7 @@ CPU_SECONDS = {
     "tests/integrations/test_trainer.py": 20,
     "tests/test_examples_transformers.py": 15,
     "tests/distributed/test_checkpoint.py": 40,
+    "tests/blame/test_blame.py": 100,
     "tests/distributed/test_waiting.py": 35,
     "tests/distributed/test_combined.py": 45,
     "tests/distributed/test_falling.py": 35,

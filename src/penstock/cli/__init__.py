@@ -24,8 +24,8 @@ from penstock.second_names import of_peer
 from penstock.words import printable
 
 VERBS = (
-    *("run", "demo", "init", "inspect", "profile", "verify", "export", "schedules", "simulate", "search", "show"),
-    *("plan", "explain", "report", "top", "runs", "compare", "devices", "fabric", "studio"),
+    *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),
+    *("show", "plan", "explain", "report", "top", "runs", "compare", "devices", "fabric", "studio"),
 )
 """In the order of `--help`."""
 

@@ -10,7 +10,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +46,7 @@ class Target:
         loss: `loss(output, target)`, a scalar; None where the model computes its own.
         cutting: of `batch_dims`, `split` and `merge` those that are given, as `penstock.pipeline` takes them.
         again: calls the function once more, as it was called.
+        training: of `batches`, `optimizer` and `clip_grad_norm` those that are given, for `penstock blame`.
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -55,6 +56,7 @@ class Target:
     loss: Callable[..., Any] | None
     cutting: Mapping[str, Any]
     again: Callable[[], Target]
+    training: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dividing(self) -> dict[str, Any]:
@@ -75,8 +77,8 @@ def load(text: str, *, weights: bool = True) -> Target:
         ArgumentError: there is no such module, file or function, it raises, or it returns something else.
     """
     if text.startswith(transformers_config.PREFIX):
-        return _call(text, partial(transformers_config.case, text, weights=weights))
-    return _call(text, function_named(text if ":" in text else _with_usual(text)))
+        return call(text, partial(transformers_config.case, text, weights=weights))
+    return call(text, function_named(text if ":" in text else _with_usual(text)))
 
 
 def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
@@ -117,13 +119,14 @@ def _bound(statement: ast.stmt) -> list[str]:
     return [statement.name] if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else []
 
 
-def _call(text: str, function: Callable[[], Any]) -> Target:
+def call(text: str, function: Callable[[], Any]) -> Target:
+    """`load` of a function, which `text` names in messages."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     numpy.random.seed(SEED)
     with user_code(f"TARGET {text!r}"):
         returned = function()
-    return _check(text, returned, partial(_call, text, function))
+    return _check(text, returned, partial(call, text, function))
 
 
 @contextlib.contextmanager
@@ -183,12 +186,13 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
         given = f"{len(returned)} values" if isinstance(returned, tuple) else a(type(returned).__name__)
         raise ArgumentError(f"TARGET {text!r} returned {given}; {_RETURNS}")
     model, args, target, loss, *rest = returned
-    cutting = rest[0] if rest else {}
-    if not isinstance(cutting, dict) or not cutting.keys() <= _CUTTING:
+    more = rest[0] if rest else {}
+    if not isinstance(more, dict) or not more.keys() <= _CUTTING | _TRAINING:
         raise ArgumentError(
-            f"TARGET {text!r} returned {cutting!r} after the loss; expected a dict with any of "
-            f"{', '.join(sorted(_CUTTING))}"
+            f"TARGET {text!r} returned {more!r} after the loss; expected a dict with any of "
+            f"{', '.join(sorted(_CUTTING))}; for penstock blame, also {', '.join(sorted(_TRAINING))}"
         )
+    cutting, training = ({key: more[key] for key in keys & more.keys()} for keys in (_CUTTING, _TRAINING))
     if not isinstance(model, nn.Module) and not _is_layers(model):
         raise ArgumentError(
             f"TARGET {text!r} returned {a(type(model).__name__)} as the model; {_RETURNS}, model: a module"
@@ -206,10 +210,11 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
             f"TARGET {text!r} returned {a(type(loss).__name__)} as the loss; {_RETURNS}, "
             "loss: a function of output and target, or None"
         )
-    return Target(model, args, kwargs, target, loss, cutting, again)
+    return Target(model, args, kwargs, target, loss, cutting, again, training)
 
 
 _CUTTING = {"batch_dims", "split", "merge"}
+_TRAINING = {"batches", "optimizer", "clip_grad_norm"}
 
 
 def _is_layers(model: Any) -> bool:

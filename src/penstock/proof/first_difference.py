@@ -39,23 +39,13 @@ def first_difference(
         rows: what was compared in the end.
         factors: see `describe_difference`.
     """
-    position = {name: index for index, name in reversed([*enumerate(mine.order)])}
-
-    def in_order(place: Place) -> tuple[int, ...]:
-        what, name, call, leaf, microbatch = place
-        if what == BACKWARD:
-            return 1, -position[name], -call, 0, microbatch, leaf
-        return 0, position[name], call, FORWARD.index(what), microbatch, leaf
-
-    for place in sorted(mine.values, key=in_order):
-        value, expected = mine.values[place], other.values.get(_in_reference(place))
-        if expected is None:
-            continue
-        row = compare("gradient" if place.what == BACKWARD else "output", place.module, (), value, expected, exact)
-        if not row.ok and row.verdict != "undefined":
-            shape = describe_difference(value, expected, factors, _confusable_values(place, mine, other))
-            at = place.microbatch, mine.stages[place]
-            return Difference(mine.step, place.text, *at, row.max_difference, row.max_reference, shape)
+    if (found := first_value(mine, other, exact)) is not None:
+        place, row = found
+        shape = describe_difference(
+            mine.values[place], other.values[in_reference(place)], factors, confusable_values(place, mine, other)
+        )
+        at = place.microbatch, mine.stages[place]
+        return Difference(mine.step, place.text, *at, row.max_difference, row.max_reference, shape)
     wrong = [row for row in rows if row.kind == "gradient" and not row.ok and row.stages and row.name in gradients]
     for row in sorted(wrong, key=lambda row: -max(row.stages)):
         terms = {f"the term of microbatch {k}": term for k, term in other.terms.get(row.name, {}).items()}
@@ -70,14 +60,34 @@ def first_difference(
     return None
 
 
-def _in_reference(place: Place) -> Place:
+def first_value(mine: Trail, other: Trail, exact: bool) -> tuple[Place, Comparison] | None:
+    """The first value that modules take or leave, or gradient that reaches them, that differs; None if none does."""
+    position = {name: index for index, name in reversed([*enumerate(mine.order)])}
+
+    def in_order(place: Place) -> tuple[int, ...]:
+        what, name, call, leaf, microbatch = place
+        if what == BACKWARD:
+            return 1, -position[name], -call, 0, microbatch, leaf
+        return 0, position[name], call, FORWARD.index(what), microbatch, leaf
+
+    for place in sorted(mine.values, key=in_order):
+        value, expected = mine.values[place], other.values.get(in_reference(place))
+        if expected is None:
+            continue
+        row = compare("gradient" if place.what == BACKWARD else "output", place.module, (), value, expected, exact)
+        if not row.ok and row.verdict != "undefined":
+            return place, row
+    return None
+
+
+def in_reference(place: Place) -> Place:
     """The same value of the unsplit model, in which a module that runs again leaves what it left."""
     return place._replace(what=FORWARD[1]) if place.what == FORWARD[2] else place
 
 
-def _confusable_values(place: Place, mine: Trail, other: Trail) -> dict[str, Tensor]:
+def confusable_values(place: Place, mine: Trail, other: Trail) -> dict[str, Tensor]:
     """What a value may have been taken for: the same of another microbatch, or what another module takes or leaves."""
-    k, place, found = place.microbatch, _in_reference(place), dict[str, Tensor]()
+    k, place, found = place.microbatch, in_reference(place), dict[str, Tensor]()
     for known, value in other.values.items():
         j = known.microbatch
         if j != k and known == place._replace(microbatch=j):

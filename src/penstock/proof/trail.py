@@ -9,12 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from penstock.partition.chance.gate import Gate
-from penstock.runtime.features.context import MakeFeature, StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature
-from penstock.schedule import Action, Op
 from penstock.trees import leaf_tensors
 
 FORWARD = ("what enters {}", "what leaves {}", "what leaves {} when it runs again")
@@ -46,6 +42,7 @@ class Trail:
         terms: for each parameter, each microbatch's term of its gradient.
         uses: for each tied parameter, the sum of each use's terms; the last use comes first.
         stages: where a module's call was made.
+        active: whether forwards and terms are noted.
     """
 
     step: int
@@ -54,6 +51,7 @@ class Trail:
     terms: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     uses: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
     stages: dict[Place, int] = field(default_factory=dict)
+    active: bool = True
     _microbatch: int = 0
     _stage: int = 0
     _again: bool = False
@@ -85,15 +83,18 @@ class Trail:
             for handle in handles:
                 handle.remove()
 
-    def by_stage(self) -> MakeFeature:
-        """A feature that notes which microbatch each stage computes."""
-        return lambda stage: _Noting(self, stage)
+    def forget(self) -> None:
+        """Begins anew, with the next step."""
+        self.step += 1
+        self.values, self.terms, self.stages, self._calls, self._begun = {}, {}, {}, {}, {}
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._again:
+        if self.active and not self._again:
             self._note(FORWARD[0], name, (args, kwargs))
 
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
+        if not self.active:
+            return
         for place, tensor in self._note(FORWARD[1 + self._again], name, result):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._keep, place._replace(what=BACKWARD)))  # type: ignore[no-untyped-call]
@@ -112,25 +113,7 @@ class Trail:
         self.values[place] = tensor.detach().clone()
 
     def _add(self, name: str, term: Tensor) -> None:
+        if not self.active:
+            return
         terms, dense = self.terms.setdefault(name, {}), term.detach().clone()
         terms[self._microbatch] = terms[self._microbatch] + dense if self._microbatch in terms else dense
-
-
-class _Noting(Feature):
-    def __init__(self, trail: Trail, stage: StageContext) -> None:
-        self._trail, self._stage = trail, stage.index
-
-    def around(self, action: Action) -> Context:
-        """Notes the action before it begins."""
-        assert action.microbatch is not None
-        self._trail.begin(action.microbatch, self._stage, backward=action.op is not Op.F)
-        return NOTHING
-
-
-def units_of(codes: Sequence[nn.Module]) -> Iterator[str]:
-    """The names of the modules that stages' code runs as a whole, in order; one may come again."""
-    for code in codes:
-        for node in code.graph.nodes if isinstance(code, fx.GraphModule) else ():
-            if node.op == "call_module":
-                module = code.get_submodule(str(node.target))
-                yield from units_of([module.inside]) if isinstance(module, Gate) else [str(node.target)]

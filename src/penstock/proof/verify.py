@@ -15,10 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PartitionError
+from penstock.partition.chance.gate import Gate
 from penstock.pipe import verified
 from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import pipeline
@@ -29,13 +30,15 @@ from penstock.proof.comparison import Comparison, Difference, Report, compare, m
 from penstock.proof.first_difference import ROUNDING, first_difference, usual_factors
 from penstock.proof.reference import IN_EVALUATION, Expected, Reference, Rule, compiles, inputs_of, reference, trained
 from penstock.proof.states import States
-from penstock.proof.trail import Trail, units_of
+from penstock.proof.trail import Trail
 from penstock.proof.twins import Made, set_values, twins, values_of
 from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.features.context import MakeFeature, StageContext
+from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.runtime.gradients.distribution import copy_into, whole
 from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
 from penstock.runtime.step.example import is_whole
-from penstock.schedule import MICROBATCHES, Schedule
+from penstock.schedule import MICROBATCHES, Action, Op, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also, nearest
 from penstock.stages import ties
@@ -162,14 +165,14 @@ class Verification:
         options |= {"cuts": self.cuts[depth]} if depth in self.cuts else {}
         given = self.taken.get(m) or self.taken.setdefault(m, list(_batches(self.first, self.batches, cutting, m)))
         with States(self.mine) as states:
-            options["features"] = (*own, states.by_rank(), *([trails[0].by_stage()] if trails else ()))
+            options["features"] = (*own, states.by_rank(), *([_noting(trails[0])] if trails else ()))
             with pipeline(self.mine.model, args, kwargs, **options, verify=False) as pipe:
                 rule, rank = Rule(pipe), pipe.world.rank
                 key = pipe.schedule.microbatches, rule.key
                 self.cuts |= {depth: pipe.cuts} if depth else {}
                 states.home = pipe.schedule.placement.rank_of[-1] if rank is None else rank
                 for trail in trails or ():
-                    trail.order = list(units_of([stage.module for stage in pipe.session.partition.stages]))
+                    trail.order = list(_units_of([stage.module for stage in pipe.session.partition.stages]))
                 states.enter(states.home)
                 expected = None if trails else self.references.get(key)
                 if expected is None:
@@ -334,3 +337,28 @@ def _given_to_all(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[
     line = pipe.session.engine.control.gather_line(there)
     args, kwargs = next(inputs for inputs, _ in line if inputs is not None)
     return args, kwargs, next((label for _, label in line if label is not None), None)
+
+
+def _noting(trail: Trail) -> MakeFeature:
+    """A feature that notes which microbatch each stage computes."""
+    return lambda stage: _Noting(trail, stage)
+
+
+class _Noting(Feature):
+    def __init__(self, trail: Trail, stage: StageContext) -> None:
+        self._trail, self._stage = trail, stage.index
+
+    def around(self, action: Action) -> Context:
+        """Notes the action before it begins."""
+        assert action.microbatch is not None
+        self._trail.begin(action.microbatch, self._stage, backward=action.op is not Op.F)
+        return NOTHING
+
+
+def _units_of(codes: Sequence[nn.Module]) -> Iterator[str]:
+    """The names of the modules that stages' code runs as a whole, in order; one may come again."""
+    for code in codes:
+        for node in code.graph.nodes if isinstance(code, fx.GraphModule) else ():
+            if node.op == "call_module":
+                module = code.get_submodule(str(node.target))
+                yield from _units_of([module.inside]) if isinstance(module, Gate) else [str(node.target)]

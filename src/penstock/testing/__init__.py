@@ -3,6 +3,7 @@
 check_factory     checks that your own transport conforms, in one process
 check_transport   the same for transports already made, in one process or in two
 nccl_rules        imposes NCCL's rules on gloo, to show how GPUs would treat the messages that processes exchange
+assert_same_training  runs a pipeline, written with anything, and compares it with the unsplit model
 bad_network       hosts joined by links with delay, jitter, loss and stalls, for torchrun jobs (does not import torch)
 
 As pytest fixtures: `pytest_plugins = ["penstock.testing.fixtures"]`.
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.testing.network import Finished as Finished
     from penstock.testing.network import bad_network as bad_network
     from penstock.testing.network import why_no_bad_network as why_no_bad_network
+    from penstock.testing.training import assert_same_training as assert_same_training
     from penstock.testing.transports import check_factory as check_factory
     from penstock.testing.transports import check_transport as check_transport
 
@@ -31,6 +33,7 @@ _HOMES = {
     "Finished": "network",
     "bad_network": "network",
     "why_no_bad_network": "network",
+    "assert_same_training": "training",
 }
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)

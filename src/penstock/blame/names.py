@@ -1,0 +1,235 @@
+"""What ranks left in files, under the names of the unsplit model.
+
+A stage's layers are often numbered anew. So a tensor is known by its shape and values in the first step; those that
+several share, as fresh layer norms do, by what is next to them. If no values agree, since the pipeline drew its own,
+the order of names and shapes decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError, PipelineFailure
+from penstock.proof.comparison import Comparison
+from penstock.proof.trail import Place
+
+_TRACED = ("InterpreterModule", "GraphModule")
+"""Classes of modules that `torch.export` makes."""
+
+
+@dataclass(slots=True)
+class Part:
+    """A root of one rank: a stage, or a part of one.
+
+    Attributes:
+        steps: what it did in each.
+        tensors: the unsplit model's name of each parameter and buffer; none if it has no such.
+        modules: that of each module.
+        place: its number in the order of dataflow.
+        stage: its number among stages; consecutive parts of a rank are one, unless the pipeline says otherwise.
+    """
+
+    rank: int
+    index: int
+    steps: list[dict[str, Any]]
+    tensors: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    place: int = 0
+    stage: int = 0
+
+    def where(self, row: Comparison | None = None, **more: Any) -> dict[str, Any]:
+        """What a finding says of it, and of a difference in it."""
+        size = {} if row is None else {"difference": row.max_difference, "largest": row.max_reference}
+        return {"stage": self.stage, "rank": self.rank, **size, **more}
+
+    def values(self, step: int) -> dict[Place, Tensor]:
+        """What its modules took and left, and the gradients that reached them."""
+        return {Place(*place): value for place, value in self.steps[step]["values"]}
+
+    def outside(self, step: int, what: str) -> dict[tuple[int, int], Tensor]:
+        """What it takes or leaves as a whole, by microbatch and leaf."""
+        return {(p.microbatch, p.leaf): v for p, v in self.values(step).items() if p[:3] == (what, "", 0)}
+
+    def of(self, step: int, what: str) -> dict[str, Tensor]:
+        """Its tensors `before` or `after` a step, or `grads`, by the unsplit model's names."""
+        found: Mapping[str, Tensor] = self.steps[step][what]
+        return {self.tensors[name]: value for name, value in found.items() if name in self.tensors}
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A job.
+
+    Attributes:
+        steps: how many all ranks left.
+        files: by rank, those of each step.
+    """
+
+    parts: list[Part]
+    steps: int
+    files: Mapping[int, Sequence[Mapping[str, Any]]]
+
+    @property
+    def microbatches(self) -> int:
+        return max((part.steps[0]["count"] for part in self.parts), default=0)
+
+
+def read(folder: Path, *, ended_well: bool = True) -> Noted:
+    """What ranks left. Of a job that failed, only steps that all of them took.
+
+    Raises:
+        ArgumentError: no rank left anything.
+        PipelineFailure: the job failed in its first step.
+    """
+    files: dict[int, list[Any]] = defaultdict(list)
+    for file in sorted(folder.glob("step-*.pt"), key=lambda file: int(file.stem.split("-")[1])):
+        noted = torch.load(file, weights_only=True)
+        files[noted["rank"]].append(noted)
+    if not files and not ended_well:
+        raise PipelineFailure("the command failed before its first step; see what it printed")
+    if not files:
+        raise ArgumentError(
+            "no rank computed a module with gradients before the job ended; check that the command trains, and wrap "
+            "its loop in penstock.blame.capture(stage_module) if stages are not called as modules"
+        )
+    steps = min(map(len, files.values()))
+    if not ended_well:
+        steps = min(sum(step["is_complete"] for step in found) for found in files.values())
+    if not steps:
+        raise PipelineFailure(
+            "the command failed in its first step; see what it printed, and make it run without penstock blame first"
+        )
+    parts = [
+        Part(rank, index, [step["roots"][index] for step in found[:steps]])
+        for rank, found in sorted(files.items())
+        for index in range(len(found[0]["roots"]))
+        if found[0]["roots"][index]["count"] and all(index < len(step["roots"]) for step in found[:steps])
+    ]
+    return Noted(parts, steps, files)
+
+
+def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
+    """Finds the unsplit model's names."""
+    reference = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
+    held = [(part, name, value) for part in parts for name, value in part.steps[0]["before"].items()]
+    if not _by_name(held, reference) and not _by_value(held, reference, classes):
+        _by_order(held, reference)
+    for part in parts:
+        pairs, owners = _prefixes(part), {name.rpartition(".")[0] for name in part.tensors}
+        for name, kind in part.steps[0]["modules"].items():
+            given = _given(part.steps[0]["names"], name)
+            found = _through(pairs, name) if given is None else given
+            if found is None or found not in classes:
+                continue
+            inside = {other for other in reference if f".{other}".startswith(f".{found}." if found else ".")}
+            is_whole = kind in (classes[found], *_TRACED) and inside <= {*part.tensors.values()}
+            if name in owners or is_whole:
+                part.modules[name] = found
+
+
+def _by_name(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
+    """Whether names are the unsplit model's own, and each is held once."""
+    seen: dict[int, tuple[Part, str]] = {}
+    for part, name, value in held:
+        name = _given(part.steps[0]["names"], name) or name
+        other = reference.get(name)
+        if other is None or other.shape != value.shape:
+            return False
+        first = seen.setdefault(id(other), (part, name))
+        if first[0] is not part and first[1] == name and other.requires_grad:
+            return False
+        part.tensors[name] = name
+    return True
+
+
+def _by_value(
+    held: Sequence[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor], classes: Mapping[str, str]
+) -> bool:
+    """Whether most tensors were found by their values."""
+    known: dict[str, list[str]] = defaultdict(list)
+    for name, tensor in reference.items():
+        known[_digest(tensor)].append(name)
+    several, found = list[tuple[Part, str, list[str]]](), 0
+    for part, name, value in held:
+        part.tensors.pop(name, None)
+        names, kind = known.get(_digest(value), []), part.steps[0]["modules"][name.rpartition(".")[0]]
+        names = [n for n in names if classes[n.rpartition(".")[0]] == kind] or names
+        if len({id(reference[n]) for n in names}) == 1:
+            part.tensors[name], found = (name if name in names else names[0]), found + 1
+        else:
+            several.append((part, name, names))
+    used = {part.tensors.get(name, "") for part, name, _ in held}
+    for part, name, names in several:
+        near = _through(_prefixes(part), name)
+        left = next((n for n in names if n not in used), None)
+        best = near if near in reference else name if name in names else left
+        if best is not None and (best in names or not names):
+            part.tensors[name] = best
+            used.add(best)
+    return found * 2 >= len(held) - sum(bool(names) for *_, names in several)
+
+
+def _by_order(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> None:
+    """Aligns kinds of names and shapes in order."""
+    mine = sorted(held, key=lambda one: (one[0].steps[0]["stage"] or 0, one[0].rank, one[0].index))
+    keys = [(_kind(name), tuple(value.shape)) for _, name, value in mine]
+    others = [(_kind(name), tuple(tensor.shape)) for name, tensor in reference.items()]
+    if [shape for _, shape in keys] == [shape for _, shape in others]:
+        keys = others
+    names = [*reference]
+    for part, name, _ in mine:
+        part.tensors.pop(name, None)
+    for block in SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks():
+        for (part, name, _), other in zip(mine[block.a :][: block.size], names[block.b :][: block.size], strict=True):
+            part.tensors[name] = other
+
+
+def _prefixes(part: Part) -> dict[str, str]:
+    """Modules' names in the unsplit model, from those of their tensors, and of modules around them."""
+    pairs: dict[str, str] = {}
+    for name, other in part.tensors.items():
+        mine, theirs = name.rpartition("."), other.rpartition(".")
+        while mine[2] == theirs[2] and mine[0] not in pairs:
+            pairs[mine[0]] = theirs[0]
+            mine, theirs = mine[0].rpartition("."), theirs[0].rpartition(".")
+    return pairs
+
+
+def _through(pairs: Mapping[str, str], name: str) -> str | None:
+    """A name below the longest module that is known."""
+    if name in pairs:
+        return pairs[name]
+    above, _, last = name.rpartition(".")
+    if not name or (above not in pairs and not above):
+        return None
+    found = _through(pairs, above)
+    return None if found is None else f"{found}.{last}".strip(".")
+
+
+def _given(names: Mapping[str, str], name: str) -> str | None:
+    at = max((prefix for prefix in names if f"{name}.".startswith(f"{prefix}.")), key=len, default=None)
+    return None if at is None else names[at] + name[len(at) :]
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name.rpartition(".")[2])
+
+
+def _digest(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    content = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return f"{plain.dtype}{tuple(plain.shape)}{hashlib.sha1(content, usedforsecurity=False).hexdigest()}"

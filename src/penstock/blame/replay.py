@@ -1,0 +1,225 @@
+"""One step of the unsplit model, microbatch by microbatch, from what the pipeline had before it.
+
+Its loss is that of the whole batch, so no rule for weights of microbatches is assumed. Backward begins with the
+pipeline's own gradient of the last module's output, once that is known to be the right one but for its scale: so all
+that follows is compared to the bit, and rounding of the loss does not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.proof.comparison import compare
+from penstock.proof.term_sizes import TermSizes
+from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
+from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
+
+SCALE = 1e-3
+"""How far the scales of two microbatches' losses may be apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a step trains on, cut into microbatches; `target` is None if unknown."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    rows: Sequence[Tensor]
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.rows))
+
+    def inputs(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of one microbatch."""
+        args, kwargs = self._cut((self.args, dict(self.kwargs)), microbatch)
+        return args, kwargs
+
+    def target_of(self, microbatch: int) -> Any:
+        return self._cut(self.target, microbatch)
+
+    def _cut(self, tree: Any, microbatch: int) -> Any:
+        rows = self.rows[microbatch]
+        return map_tensors(lambda x: x[rows.to(x.device)] if x.dim() and len(x) == self.count else x, tree)
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What the unsplit model computes in a step.
+
+    Attributes:
+        trail: of all its modules, in dataflow order.
+        scales: for each microbatch, what the pipeline's gradient of the loss is times the right one; None if it is
+            another gradient, or none was noted.
+        right: the right gradient at `last`, by microbatch.
+        buffers: after the step.
+    """
+
+    trail: Trail
+    last: Place | None
+    scales: dict[int, float | None]
+    right: dict[int, Tensor]
+    outputs: list[Any]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The sum of its microbatches' terms, by the right weights."""
+        terms = self.trail.terms.get(name, {})
+        scaled = [term.double() / (self.scales.get(k) or 1.0) for k, term in terms.items()]
+        return torch.stack(scaled).sum(0) if scaled else None
+
+
+class Replay:
+    """The unsplit model and its loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
+        self.model, self._loss = model, loss
+        self._names = dict.fromkeys(name for name, _ in model.named_modules())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        return found | dict(self.model.named_buffers(remove_duplicate=False))
+
+    def step(
+        self,
+        data: Data,
+        before: Mapping[str, Tensor],
+        gradients: Mapping[Place, Tensor],
+        random: Mapping[tuple[str, int, int], Tensor],
+        autocast: str = "",
+    ) -> Replayed:
+        """Args: `before`: parameters and buffers; `gradients`: the pipeline's; `random`: states of the generator with
+        which calls of modules begin; `autocast`: its dtype, if it is on."""
+        parameters = dict(self.model.named_parameters())
+        order = self.order(data)
+        places = [place for place in gradients if place.what == BACKWARD and place.module in order]
+        last = max(places, key=lambda p: (order.index(p.module), p.call), default=None)
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.grad = None
+                if name in before:
+                    tensor.copy_(before[name])
+        tied = {name for name in parameters if len(self.aliases(name)) > 1}
+        sizes = TermSizes({name: parameters[name] for name in tied}, tied)
+        device = next(iter(parameters.values())).device.type
+        cast = torch.autocast(device, getattr(torch, autocast.rpartition(".")[2])) if autocast else nullcontext()
+        found = Replayed(Trail(0, order), last, {}, {}, [])
+        trail, kept = found.trail, dict[int, dict[int, Tensor]]()
+        with ExitStack() as stack:
+            stack.enter_context(trail.following(self.model, parameters))
+            stack.enter_context(sizes.measuring())
+            now = stack.enter_context(_drawing(self.model, random))
+            if last is not None:
+                module = self.model.get_submodule(last.module)
+                hook = lambda _, __, out: kept.setdefault(now[0], {}).update({len(kept.get(now[0], {})): out})  # noqa: E731
+                stack.callback(module.register_forward_hook(hook).remove)
+            with cast:
+                for now[0] in range(len(data.rows)):
+                    trail.begin(now[0])
+                    args, kwargs = data.inputs(now[0])
+                    found.outputs.append(self.model(*args, **kwargs))
+                roots, grads = self._gradients(found.outputs, data)
+            found.buffers = {name: value.detach().clone() for name, value in self.model.named_buffers()}
+            for k, (root, grad) in enumerate(zip(roots, grads, strict=True)):
+                if last is not None:
+                    ends = _trained(kept[k][last.call])
+                    right = torch.autograd.grad(root, ends, grad, retain_graph=True, allow_unused=True)
+                    grad = [_or_zeros(g, end) for g, end in zip(right, ends, strict=True)]
+                    root, found.right[k] = ends, grad[0]
+                    given = [gradients.get(last._replace(microbatch=k, leaf=i)) for i in range(len(ends))]
+                    found.scales[k] = None if given[0] is None else scale_of(given[0], grad[0])
+                    if found.scales[k] is not None:
+                        grad = [one if mine is None else mine.to(one) for mine, one in zip(given, grad, strict=True)]
+                trail.begin(k, backward=True)
+                for tensor in root:
+                    sizes.watch(tensor)
+                torch.autograd.backward(root, grad)
+        trail.uses = sizes.uses
+        return found
+
+    def order(self, data: Data) -> list[str]:
+        """The modules in the order in which they end."""
+        trail, args = Trail(0, [*self._names]), data.inputs(0)
+        with torch.no_grad(), trail.following(self.model, {}):
+            self.model(*args[0], **args[1])
+        return [*dict.fromkeys(place.module for place in trail.values if place.what == FORWARD[1])]
+
+    def aliases(self, name: str) -> list[str]:
+        """All names of a tensor."""
+        tensors = self.tensors
+        return [other for other, tensor in tensors.items() if tensor is tensors[name]]
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        if self._loss is not None:
+            return self._loss(output, target)
+        own = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        found: Tensor = leaf_tensors(output)[0] if own is None else own
+        return found
+
+    def right_gradients(self, outputs: Sequence[Any], target: Any, data: Data) -> list[list[Tensor]]:
+        """Gradients of the whole batch's loss by the floating-point leaves of each microbatch's output."""
+        leaves = [[t.detach().requires_grad_() for t in _trained(output)] for output in outputs]
+        whole = [torch.cat(one) if one[0].dim() else torch.stack(one).mean() for one in zip(*leaves, strict=True)]
+        flat = flatten(outputs[0])
+        values = iter(whole)
+        joined = [next(values) if isinstance(x, Tensor) and x.requires_grad else x for x in flat.leaves]
+        rows = torch.cat(list(data.rows))
+        target = map_tensors(lambda x: x[rows] if x.dim() and x.shape[0] == data.count else x, target)
+        total = self.loss(unflatten(joined, flat.structure), target)
+        flat_leaves = [leaf for one in leaves for leaf in one]
+        found = iter(torch.autograd.grad(total, flat_leaves, allow_unused=True))
+        return [[_or_zeros(next(found), leaf) for leaf in one] for one in leaves]
+
+    def _gradients(self, outputs: Sequence[Any], data: Data) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        roots = [_trained(output) for output in outputs]
+        if data.target is None and self._loss is not None:  # not known: whatever the pipeline's gradients are
+            return roots, [[torch.ones_like(tensor) for tensor in root] for root in roots]
+        return roots, self.right_gradients(outputs, data.target, data)
+
+
+def scale_of(given: Tensor, right: Tensor) -> float | None:
+    """By what one is the other's multiple, but for rounding; None if it is not."""
+    given, right = given.detach().cpu(), right.detach().cpu()
+    if given.shape != right.shape or not right.any():
+        return 1.0 if given.shape == right.shape and not given.any() else None
+    one, other = given.double(), right.double()
+    scale = float((one * other).sum() / (other * other).sum())
+    row = compare("gradient", "", (), given, (other * scale).to(given.dtype), exact=False)
+    is_close = (one - other * scale).abs().max() <= SCALE / 10 * one.abs().max()
+    return scale if scale and (row.ok or is_close) else None
+
+
+def _trained(output: Any) -> list[Tensor]:
+    return [tensor for tensor in leaf_tensors(output) if tensor.requires_grad]
+
+
+def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+@contextmanager
+def _drawing(model: nn.Module, states: Mapping[tuple[str, int, int], Tensor]) -> Iterator[list[int]]:
+    """Begins calls of modules with the generator's state that they had in the pipeline, so that dropout is the same.
+    Yields where to put the number of the microbatch that runs."""
+    calls, now = Counter[tuple[str, int]](), [0]
+
+    def begin(name: str) -> None:
+        key = name, calls[name, now[0]], now[0]
+        calls[name, now[0]] += 1
+        if key in states:
+            torch.set_rng_state(states[key])
+
+    with ExitStack() as hooks:
+        for name in {name for name, *_ in states}:
+            handle = model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: begin(name))
+            hooks.callback(handle.remove)
+        yield now

@@ -1,0 +1,120 @@
+"""`penstock blame` names faults that are planted in pipelines written without Penstock, and accuses no right one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from penstock.blame.command import watched
+from penstock.blame.names import Part, name_parts
+from penstock.errors import ArgumentError
+from penstock.testing import assert_same_training
+
+BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
+CASES = json.loads((BENCH / "cases.json").read_text())
+QUICK = (
+    *("with_pipelining.py - labels of the batch before", "with_pipelining.py dropout,recompute right"),
+    *("with_send_recv.py - stale buffer", "with_send_recv.py - not zeroed", "with_send_recv.py short right"),
+)
+"""Of each script, a fault of each kind of place (loss, message, sum), and what is most likely to be accused."""
+
+
+def verdicts(only: str) -> dict[str, str]:
+    command = [sys.executable, "-W", "ignore", str(BENCH / "bench.py"), "--only", only]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=True)
+    lines = [line for line in done.stdout.splitlines() if "with_" in line[:30]]
+    return {line[14:]: line[:14].strip() for line in lines}
+
+
+def test_planted_faults_are_named_and_right_scripts_are_not_accused() -> None:
+    found = verdicts(";".join(QUICK))
+    assert found == {title: "right" if title.endswith("right") else "named" for title in QUICK}
+
+
+@pytest.mark.long
+def test_all_planted_faults_are_named() -> None:
+    found = verdicts("with_")
+    assert len(found) == len(CASES) > 50
+    assert {title: verdict for title, verdict in found.items() if verdict not in ("named", "right")} == {}
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    ranks = ["torchrun", "--standalone", "--nproc-per-node", "2", str(BENCH / "with_send_recv.py")]
+    command = [sys.executable, "-m", "penstock", "blame", f"{BENCH / 'model.py'}:make", "--json", "--steps", "1", "--"]
+    environment = {**os.environ, "FAULT": "not scaled", "CASE": ""}
+    done = subprocess.run(
+        [*command, *ranks], capture_output=True, text=True, timeout=280, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    finding = json.loads(done.stdout)["finding"]
+    assert (finding["kind"], finding["action"], finding["step"]) == ("gradient scale", "gradients", 1)
+    assert "4 times what it should be: the number of microbatches" in finding["text"]
+    assert "penstock: error: gradient scale: all gradients" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long  # the command above does the same
+def test_in_a_test_the_first_wrong_action_is_an_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ["torchrun", "--standalone", "--nproc-per-node", "2", str(BENCH / "with_send_recv.py")]
+    monkeypatch.setenv("CASE", "")
+    assert assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=2).steps == 2
+    monkeypatch.setenv("FAULT", "labels swapped")
+    with pytest.raises(AssertionError, match="labels: the loss of microbatch 0 takes the labels of microbatch 1"):
+        assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=1)
+
+
+def test_commands_that_start_ranks_are_known() -> None:
+    ours = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--module", "penstock.blame.rank"]
+    assert watched(["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"])[1:] == [
+        *ours,
+        "train.py",
+        "--lr",
+        "1",
+    ]
+    module = ["python3", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "my.train", "-m"]
+    assert watched(module)[1:] == [*ours, "-m", "my.train", "-m"]
+    of_penstock = watched(["penstock", "run", "-n", "2", "train.py"])[3:]
+    assert of_penstock == ["--standalone", "--nproc-per-node=2", "--module", "penstock.blame.rank", "train.py"]
+    with pytest.raises(ArgumentError, match="expected a command that starts ranks: torchrun"):
+        watched(["bash", "train.sh"])
+
+
+def part(rank: int, stage: nn.Module) -> Part:
+    """A stage of one rank, as it would be read from a file."""
+    before = {name: value.detach() for name, value in stage.named_parameters()}
+    modules = {name: type(module).__name__ for name, module in stage.named_modules()}
+    return Part(rank, 0, [{"stage": None, "names": {}, "before": before, "modules": modules}])
+
+
+def test_renumbered_layers_are_known_by_their_weights() -> None:
+    model = nn.ModuleDict(
+        {"layers": nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(4)))}
+    )
+    layers = [*model["layers"]]
+    parts = [part(0, nn.ModuleList(layers[:2])), part(1, nn.Sequential(layers[3], layers[2]))]
+    name_parts(parts, model)
+    assert parts[0].modules | {"": "", "2": ""} == {
+        "": "",
+        "0": "layers.0",
+        "0.0": "layers.0.0",
+        "0.1": "layers.0.1",
+        "1": "layers.1",
+        "1.0": "layers.1.0",
+        "1.1": "layers.1.1",
+        "2": "",
+    }
+    assert parts[1].tensors["0.1.weight"] == "layers.3.1.weight"  # all layer norms start alike
+    assert parts[1].tensors["1.0.bias"] == "layers.2.0.bias"
+
+
+def test_weights_that_the_script_drew_itself_are_named_by_order() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    parts = [part(rank, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for rank in range(2)]
+    name_parts(parts, model)
+    assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
