@@ -88,7 +88,7 @@ class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (it happens t
 
 
 def check_counts(*, required: bool = True, **counts: object) -> None:
-    """Raises ArgumentError if one of these is not an integer >= 1. `required`: None is none, either."""
+    """Raises ArgumentError if one of these is not an integer >= 1. If `required`, None is refused, too."""
     for name, value in counts.items():
         if (required or value is not None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")

@@ -20,6 +20,15 @@ KINDS = {
     "of sequences": SMALL
     | {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 50}
     | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "of sequences, without a token for padding": LLAMA | {"architectures": ["LlamaForSequenceClassification"]},
+    "of images, whose size the configuration leaves open": {
+        "model_type": "resnet",
+        "architectures": ["ResNetForImageClassification"],
+        "embedding_size": 8,
+        "hidden_sizes": [8, 8],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    },
     "of images": SMALL
     | {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 16, "patch_size": 8}
     | {"hidden_dropout_prob": 0.0},
@@ -52,6 +61,11 @@ def test_what_needs_shapes_alone_makes_no_weights(tmp_path: Path) -> None:
     found = json.loads(output("inspect", f"{target}:4x2048", "-n", "2", "--balance", "flops", "--json"))
     assert found["parameters"] > 17e9
     assert "an estimate" in output("profile", f"{target}:4x2048", "--device", "h100")
+
+
+def test_a_device_that_is_here_measures(tmp_path: Path) -> None:
+    found = output("profile", written(tmp_path, LLAMA), "--device", "cpu", "--budget-seconds", "0.01")
+    assert "1 run each" in found
 
 
 @pytest.mark.parametrize(

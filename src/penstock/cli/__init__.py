@@ -63,7 +63,7 @@ class _Verbs(Commands):
         except KeyboardInterrupt as stopped:
             number = stopped.args[0] if stopped.args and isinstance(stopped.args[0], int) else signal.SIGINT
             text, status = stopped_by(number), 128 + number
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a second one nothing is said
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends without a word
         except (PenstockError, OSError) as error:
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise

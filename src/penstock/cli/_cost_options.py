@@ -74,7 +74,7 @@ class CostOptions:
         str | None,
         typer.Argument(
             metavar="[TARGET]",
-            help="Instead of costs: a model to be measured here, module:function or file.py:function.",
+            help="Instead of costs: a model to be measured here, module:function, file.py:function or hf:config.json.",
         ),
     ] = None
     profile: Annotated[
@@ -182,7 +182,7 @@ class CostOptions:
         weight_gradient = given.get("memory_weight_grad", activation)
         if weight_gradient and "memory_activation" not in given:
             raise ArgumentError(
-                f"--memory-weight-grad {weight_gradient:g} of --memory-activation not given: pass what F keeps, too"
+                f"--memory-weight-grad {weight_gradient:g} has no effect without --memory-activation; pass both"
             )
         said = [name for name in WORK if name in given]
         usual = given[said[0]] if said else 1.0

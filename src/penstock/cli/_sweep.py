@@ -18,7 +18,7 @@ from penstock.schedule import Schedule, generate
 from penstock.schedule.generators import Numbers
 from penstock.simulate import NO_COST, simulate
 
-_TOLD = ("name", "ranks", "microbatches", "makespan", "one_device", "speedup", "efficiency", "bubble_rate")
+_JSON_FIELDS = ("name", "ranks", "microbatches", "makespan", "one_device", "speedup", "efficiency", "bubble_rate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Cell:
         return self.speedup / self.ranks
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _TOLD}
+        return {name: getattr(self, name) for name in _JSON_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,9 @@ def profile(
     With `--device h100` nothing is run: times are estimated from the operations
     and bytes of each part and the device's specifications, and marked so.
     """
-    with loaded(target, "the model", weights=device is None) as given:
+    from penstock.pipe.profiling import specified
+
+    with loaded(target, "the model", weights=specified(device) is None) as given:
         import torch
 
         if threads is not None:

@@ -21,7 +21,7 @@ _SYMBOLS = (
     "numbers and costs."
 )
 
-_TOLD = (
+_JSON_FIELDS = (
     *("name", "aliases", "rule", "placement", "chunks", "slices", "splits", "rules"),
     *("memory", "idle", "bubble"),
 )
@@ -57,7 +57,7 @@ def schedules(
 def describe(entry: Generator) -> dict[str, Any]:
     """An entry of the registry, for JSON. Formulas are Python expressions."""
     rules = [{"argument": rule.argument, "text": rule.text} for rule in entry.rules]
-    return {name: getattr(entry, name) for name in _TOLD} | {"aliases": list(entry.aliases), "rules": rules}
+    return {name: getattr(entry, name) for name in _JSON_FIELDS} | {"aliases": list(entry.aliases), "rules": rules}
 
 
 def formula(text: str | None) -> str:

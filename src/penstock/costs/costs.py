@@ -121,7 +121,10 @@ class Costs:
         if schedule.slices > 1:
             names = (*OF_MICROBATCH, "output_bytes")
             parts = [tuple(divided(cost, schedule.slices, names) for cost in each_of(stage)) for stage in stages]
-            return [one[0] if len(one) == 1 else tuple(c for c in one for _ in range(schedule.slices)) for one in parts]
+            return [
+                one[0] if isinstance(stage, StageCost) else tuple(cost for cost in one for _ in range(schedule.slices))
+                for stage, one in zip(stages, parts, strict=True)
+            ]
         return stages
 
     def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
@@ -134,7 +137,7 @@ class Costs:
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
-            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: pass that many")
+            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}")
         self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
 
@@ -194,7 +197,9 @@ def _joined(stages: Sequence[OfStage]) -> OfStage:
         return _sum([cost for stage in stages for cost in each_of(stage)])
     lengths = sorted({len(stage) for stage in stages if not isinstance(stage, StageCost)})
     if len(lengths) > 1:
-        raise ArgumentError(f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; pass as many")
+        raise ArgumentError(
+            f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; expected as many in each"
+        )
     return tuple(_sum([(each_of(stage) * lengths[0])[k] for stage in stages]) for k in range(lengths[0]))
 
 

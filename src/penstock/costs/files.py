@@ -88,7 +88,7 @@ def read_links(path: Path) -> MeasuredLinks:
     given = validate(_LinksFile, read_json(path, where), where)
     every = None if given.all is None else _link(given.all, f"{where}, all")
     if not given.links and every is None:
-        raise ArgumentError(f"{where} has no links: pass some, or {ANY_PAIR}")
+        raise ArgumentError(f"{where} has no links: add some, or {ANY_PAIR}")
     return MeasuredLinks(_links(given.links, where), every, where)
 
 
@@ -136,7 +136,7 @@ def _link_between(entry: Any, where: str) -> tuple[tuple[int, int], LinkCost]:
             raise ArgumentError(f"{where}: {key}={quoted(entry[key])}: expected a rank, an integer >= 0")
     start, end = entry["from"], entry["to"]
     if start == end:
-        raise ArgumentError(f"{where}: from and to are both rank {quoted(start)}; pass two ranks or leave it out")
+        raise ArgumentError(f"{where}: from and to are both rank {quoted(start)}; name two ranks, or leave it out")
     return (start, end), _link({key: value for key, value in entry.items() if key not in ("from", "to")}, where)
 
 

@@ -52,7 +52,7 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
         if self.every is None and hosts < ranks:
             raise ArgumentError(
                 f"{self.source} has links between {hosts} hosts, but {name} has {ranks} ranks: measure that many, or "
-                f"pass {ANY_PAIR} for pairs that were not measured"
+                f"add {ANY_PAIR} for pairs that were not measured"
             )
 
 

@@ -310,5 +310,7 @@ def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
         raise ArgumentError(
             f"{target[0]!r} is a folder without a __main__.py: name the script in it, or -m and a module"
         )
-    elif not (Path(target[0]).is_dir() or Path(target[0]).is_file()):  # each rank would read all of /dev/zero
+    elif not Path(target[0]).exists():
         raise ArgumentError(f"no script {target[0]!r} in {os.getcwd()}: pass its path, or -m and a module")
+    elif not (Path(target[0]).is_dir() or Path(target[0]).is_file()):  # each rank would read all of /dev/zero
+        raise ArgumentError(f"{target[0]!r} is no regular file: pass the path of a script, or -m and a module")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, require
 
 PREFIX = "hf:"
 _FORM = f"{PREFIX}path/to/config.json, or {PREFIX}path/to/config.json:ROWSxLENGTH"
 _SIZES = re.compile(r"(?P<path>.+):(?P<rows>[1-9]\d{0,5})(x(?P<length>[1-9]\d{0,6}))?")
-_ROWS, _LENGTH = 8, 128
+_ROWS, _LENGTH, _IMAGE = 8, 128, 224
 _OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")
 """The ends of the names of architectures whose labels are tokens."""
 
@@ -29,14 +29,12 @@ def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
         weights: False builds the model on the meta device, where it takes no memory.
 
     Raises:
-        ArgumentError: transformers is not installed, there is no such file, or no batch is known for such a model.
+        MissingExtraError: transformers is not installed.
+        ArgumentError: there is no such file, or no batch is known for such a model.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ArgumentError(
-            f"TARGET {text!r} needs the package transformers ({error}): pip install 'penstock[transformers]'"
-        ) from error
+    require("transformers", "transformers", for_what=f"TARGET {text!r}")
+    import transformers
+
     found = _SIZES.fullmatch(text.removeprefix(PREFIX))
     path = Path(found["path"] if found else text.removeprefix(PREFIX))
     if not path.exists():
@@ -64,9 +62,11 @@ def _batch(text: str, model: Any, rows: int, length: int | None) -> dict[str, An
         if kind.endswith(_OF_TOKENS):
             return {"input_ids": tokens, "labels": tokens}
         if kind.endswith("ForSequenceClassification"):
+            if config.pad_token_id is None:  # without it, only a single row has a last token
+                config.pad_token_id = text_config.vocab_size - 1
             return {"input_ids": tokens, "labels": classes}
     elif model.main_input_name == "pixel_values" and kind.endswith("ForImageClassification"):
-        size = config.image_size
+        size = getattr(config, "image_size", None) or _IMAGE
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         return {"pixel_values": torch.randn(rows, config.num_channels, height, width), "labels": classes}
     raise ArgumentError(

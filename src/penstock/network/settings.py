@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.errors import ArgumentError
 
-MAX_WINDOW_BYTES = 64 * 1024 * 1024
+WINDOW_LIMIT_BYTES = 64 * 1024 * 1024
 """The least limit on a TCP connection's window each way: several times what 1 Gbit/s has in flight in 100 ms."""
 
 
@@ -27,7 +27,7 @@ def with_large_windows() -> None:
     for name in ("tcp_wmem", "tcp_rmem"):
         setting = Path("/proc/sys/net/ipv4") / name
         least, usual, most = setting.read_text().split()
-        setting.write_text(f"{least} {usual} {max(int(most), MAX_WINDOW_BYTES)}")
+        setting.write_text(f"{least} {usual} {max(int(most), WINDOW_LIMIT_BYTES)}")
 
 
 def check_congestion_control(name: str) -> None:

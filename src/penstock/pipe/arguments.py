@@ -62,10 +62,3 @@ def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
             "pass it by position in args, or wrap the model in a module that names it otherwise"
         )
     return tuple(args), dict(kwargs or {})
-
-
-def check_numbers(**numbers: int | None) -> None:
-    """Raises ArgumentError if one that is given is not an integer >= 1."""
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")

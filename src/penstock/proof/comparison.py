@@ -220,7 +220,7 @@ class Report:
             how = f"{first.verdict} in the pipeline"
         elif math.isinf(first.max_difference) and math.isfinite(first.max_reference):
             how = "one is NaN or infinite where the other is not, or NaN where it is infinite"
-            remedy = ". If values overflow, pass a smaller loss, or a wider dtype"
+            remedy = ". If values overflow, scale the loss down, or use a wider dtype"
         text = f"{text}: {how}{step}{remedy}"
         return text if self.first is None else f"{self.first.text}. Downstream, {text}"
 

@@ -206,7 +206,8 @@ def _limits(
             if least > limit * (1 + _SLACK):
                 raise ArgumentError(
                     f"memory limit {limit:g} of rank {rank}: a single microbatch holds {least:g} on its "
-                    f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}; give it that at least"
+                    f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}; raise "
+                    "the limit to that or more"
                 )
     return tuple(limit * (1 + _SLACK) for limit in limits)
 

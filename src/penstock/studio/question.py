@@ -62,7 +62,7 @@ class Question:
             if not 0 <= value <= _LARGEST:
                 raise ArgumentError(f"{name}={value:g}: expected a number from 0 to {_LARGEST:,.0f}")
         if not self.forward + self.backward_input + self.backward_weight:
-            raise ArgumentError("forward, backward_input and backward_weight are all 0: give one of them some time")
+            raise ArgumentError("forward, backward_input and backward_weight are all 0: make one of them longer")
         if self.memory_limit is not None and not 1 <= self.memory_limit <= _LARGEST:
             raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; pass a number >= 1")
         entries = self.entries()

@@ -126,8 +126,9 @@ def _run_checked(
     try:
         with recorder.chance.replaced(functions):
             result = _run(recorder, mode, inputs, structure)
-    except (PartitionError, Learned):
-        recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
+    except (PartitionError, Learned) as error:
+        if not (isinstance(error, Learned) and (error.stays is not None or error.function is not None)):
+            recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         raise
     recorder.side_channels.check_units(recorder.on_memory)
     return result
