@@ -33,7 +33,7 @@ def test_hosts_of_one_machine_are_told_apart() -> None:
 
 
 def test_without_tc_and_interface_there_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "tool", lambda name: None)
+    monkeypatch.setattr(record, "tool", "/nowhere/{}".format)
     found = json.loads(json.dumps(environment("nothing0")))
     assert found["qdiscs"] is None
     assert found["offloads"] is None
