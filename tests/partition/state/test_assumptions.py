@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from decimal import Decimal
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,15 @@ def test_what_changes_between_steps_takes_effect(
         assert parameter.grad is None if wanted is None else torch.equal(parameter.grad, wanted), name
 
 
+class Numbers(deque[float]):
+    pass
+
+
 class Floats(list[float]):
+    pass
+
+
+class Words(set[str]):
     pass
 
 
@@ -159,10 +168,23 @@ def set_first(held: Any) -> Any:
     return held
 
 
+VIEWED = {0: 1.0}
+
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], float]]] = {
     "a list subclass": (lambda: Floats([1.0]), set_first, first_of),
+    "a deque subclass": (lambda: Numbers([1.0]), set_first, first_of),
+    "a long list": (lambda: [1.0] * 1000, set_first, first_of),
+    "a long dict": (lambda: dict.fromkeys(range(99, -1, -1), 1.0), set_first, first_of),
     "an array": (lambda: np.ones(2000), set_first, first_of),
+    "a set subclass": (lambda: Words(["on"]), lambda held: held.clear() or held, lambda held: 1.0 if held else 3.0),
+    "a long set": (
+        lambda: {*range(99)},
+        lambda held: held.discard(0) or held.add(99) or held,
+        lambda held: 1.0 if 0 in held else 3.0,
+    ),
+    "True for 1": (lambda: {1}, lambda _: {True}, lambda held: 3.0 if True is next(iter(held)) else 1.0),
     "a sign of zero": (lambda: 0.0, lambda _: -0.0, lambda held: 1.0 if math.copysign(1, held) > 0 else 3.0),
+    "a view of a dict": (lambda: MappingProxyType(VIEWED), lambda held: VIEWED.update({0: 3.0}) or held, first_of),
 }
 
 

@@ -30,7 +30,9 @@ COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torc
 DEPTH = 4
 """How deep to look into nested objects."""
 LENGTH = 64
-"""Longer containers, and sets, are compared by identity only."""
+"""Longer containers are compared only if they hold nothing but plain values."""
+LONGEST = 4096
+"""Containers with more entries are compared by identity and length only."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 NEW = object()
 """Stands for something that was not there before a step."""
@@ -185,12 +187,28 @@ def _look(
         found[path] = kind, _hashable(value)
     elif isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.nbytes <= LARGEST_ARRAY):
         found[path] = kind, value.dtype.str, value.shape, value.tobytes()
+    elif isinstance(value, (set, frozenset)) and len(value) <= LONGEST:
+        found[path] = (
+            kind,
+            frozenset((type(i), _hashable(i) if isinstance(i, COMPARABLE) else number(i)) for i in value),
+        )
+    elif (plain := _long_plain(value)) is not None:
+        found[path] = kind, plain
     elif depth and id(value) not in above and (parts := _parts(value)) is not None:
         found[path] = kind, len(parts), len(value) if isinstance(value, dict) else 0
         for key, part in parts:
             _look(found, (*path, key), part, number, depth - 1, {*above, id(value)})
     else:
         found[path] = kind, number(value)
+
+
+def _long_plain(value: Any) -> Hashable:
+    """The contents of a container with more than `LENGTH` entries, if these are plain values; otherwise None."""
+    if not isinstance(value, (list, tuple, deque, dict, MappingProxyType)) or not LENGTH < len(value) <= LONGEST:
+        return None
+    entries = (*value, *value.values()) if isinstance(value, (dict, MappingProxyType)) else tuple(value)
+    kinds = tuple(map(type, entries))
+    return (kinds, tuple(map(_hashable, entries))) if all(issubclass(k, COMPARABLE) for k in {*kinds}) else None
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
