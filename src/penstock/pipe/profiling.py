@@ -117,7 +117,7 @@ def profile(
         # other devices compute while the runtime goes on
         return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
-    return _with_links(units, there or _device_of(example, model)) if links else units()
+    return _with_links(units, there or input_device(example, model)) if links else units()
 
 
 def _measured(
@@ -196,7 +196,7 @@ def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
         control.close()
 
 
-def _device_of(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.device:
+def input_device(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.device:
     """Where an example is; if it has no tensors, where the model is."""
     tensors = (*tensors_in(example), *as_module(model).parameters())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -212,7 +212,7 @@ def check_profile(
     """
     module = as_module(model)
     mine = identity(module)
-    device = _device_of((args, kwargs), module)
+    device = input_device((args, kwargs), module)
     found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
 
 
