@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.errors import PartitionError as PartitionError
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import PipelineFailure as PipelineFailure
+    from penstock.errors import PlanError as PlanError
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import ShapeError as ShapeError
     from penstock.errors import VerificationError as VerificationError
@@ -57,6 +58,7 @@ _HOMES = {
     "PartitionError": "errors",
     "PenstockError": "errors",
     "PipelineFailure": "errors",
+    "PlanError": "errors",
     "ScheduleError": "errors",
     "ShapeError": "errors",
     "VerificationError": "errors",

@@ -105,8 +105,16 @@ def test_what_a_plan_must_have(profile: str) -> None:
     assert {(one["choice"]["ranks"], one["choice"]["microbatches"]) for one in plans} == {(4, 8)}
     assert {one["choice"]["replicas"] for one in as_json(*JOB, "--profile", profile, "--replicas", "2")["plans"]} == {2}
     assert "--replicas 3: no plan for 4 devices" in refusal(*JOB, "--profile", profile, "--replicas", "3")
+    for option in ("--replicas", "--pipeline", "--microbatches"):
+        assert refusal(*JOB, "no:file", option, "0") == f"{option} 0: expected an integer >= 1"
+
+
+def test_what_only_a_transformer_on_paper_takes(profile: str) -> None:
     said = refusal(*JOB, "--profile", profile, "--tensor-parallel", "2")
-    assert "--tensor-parallel 2 is for a --transformer" in said
+    assert said == "--tensor-parallel 2 requires --transformer; layers of a measured model stay whole; omit it"
+    for option, value in (("--sequence", "2048"), ("--optimizer-shards", "dp")):
+        said = refusal(*JOB, "--profile", profile, option, value)
+        assert said == f"{option} {value} requires --transformer; omit it"
 
 
 def test_the_optimizers_step_counts_as_the_profile_measured_it(tmp_path: Path) -> None:
@@ -192,6 +200,24 @@ def make():
     layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
     return nn.Sequential(*layers), (torch.randn(16, 64),), torch.randn(16, 64), nn.functional.mse_loss
 """
+
+
+@pytest.mark.parametrize(
+    ("options", "on", "ranks"),
+    [((), "cpu", [2]), (("--per-host", "1"), "cpu", [1]), (("--per-host", "8"), "cpu", [2]), ((), "meta", [])],
+    ids=["one host", "several hosts", "a host with room", "no CPU"],
+)
+def test_a_cpu_measures_with_the_threads_of_a_rank(
+    options: tuple[str, ...], on: str, ranks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(TARGET.replace("(16, 64)", f"(16, 64, device={on!r})"))
+    counted: list[int] = []
+    monkeypatch.setattr("penstock.cli.plan.compute_as_ranks", counted.append)
+    monkeypatch.setattr("penstock.cli.plan.profile_target", lambda *_, **__: PROFILE)
+    penstock(
+        "plan", f"{tmp_path / 'model.py'}:make", "--devices", "2", "--global-batch", "16", "--search", "0", *options
+    )
+    assert counted == ranks
 
 
 @pytest.mark.long

@@ -64,6 +64,7 @@ def test_as_many_share_the_optimizer_as_there_are_replicas() -> None:
     fixed = as_json(*job, "--optimizer-shards", str(replicas))["plans"]
     same = next(plan for plan in fixed if plan["choice"] == best["choice"])
     assert same["memory_bytes"] == pytest.approx(best["memory_bytes"], rel=1e-6)
+    assert same["optimizer_seconds"] == pytest.approx(best["optimizer_seconds"], rel=1e-6)
     assert "'many': expected a number, or dp" in refusal(*job, "--optimizer-shards", "many")
 
 

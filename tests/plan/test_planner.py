@@ -134,6 +134,7 @@ CLUSTERS = {
     "tight": Cluster(4, 11 * MB, LinkCost(0.01, 10 * MB)),
     "offload": Cluster(4, 11 * MB, LinkCost(0.01, 10 * MB), host_link=LinkCost(0.01, 4 * MB)),
     "two hosts": Cluster(4, 14 * MB, LinkCost(0, 50 * MB), 2, LinkCost(0.1, MB)),
+    "updates": Cluster(4, 16 * MB, optimizer_byte_seconds=1 / MB),
     "two kinds": Cluster(kinds=(Kind("old", 2, 9 * MB, 0.5), Kind("new", 2, 30 * MB)), link=LinkCost(0.01, 10 * MB)),
 }
 
@@ -154,7 +155,8 @@ def _all_plans(cluster: Cluster, sizes: Sizes, global_batch: int) -> list[Plan]:
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_choice_is_better_than_the_best(name: str) -> None:
     cluster = CLUSTERS[name]
-    sizes = Sizes({2: _profile([1, 1, 1, 2, 1, 3], activation=MB, parameter=MB, gradient=MB, boundary=MB // 10)})
+    held = {"activation": MB, "parameter": MB, "gradient": MB, "optimizer": MB // 8}
+    sizes = Sizes({2: _profile([1, 1, 1, 2, 1, 3], **held, boundary=MB // 10)})
     tried = _all_plans(cluster, sizes, 8)
     fitting: dict[tuple[Choice, tuple[int, ...]], float] = {}
     for plan in (plan for plan in tried if not plan.lacking_bytes):
@@ -246,6 +248,18 @@ def test_no_schedule_of_those_named_works() -> None:
         choices(Sizes({1: _profile([1.0, 1.0])}), Cluster(2), 3, Wanted(["chimera"]))
 
 
+def test_a_schedule_and_a_number_that_do_not_go_together_are_both_named() -> None:
+    with pytest.raises(ArgumentError, match=r"^pipeline=2, microbatches=3: none of chimera works with 2 devices, "):
+        choices(Sizes({1: _profile([1.0, 1.0])}), Cluster(2), 3, Wanted(["chimera"], pipeline=2, microbatches=3))
+
+
+@pytest.mark.parametrize("name", ["replicas", "pipeline", "microbatches"])
+def test_a_number_that_is_wanted_is_a_count(name: str) -> None:
+    for value in (0, -1, True):
+        with pytest.raises(ArgumentError, match=f"^{name}={value}: expected an integer >= 1"):
+            Wanted(**{name: value})
+
+
 def test_numbers_that_are_wanted_hold() -> None:
     def numbers(**wanted: int) -> set[tuple[int, int, int]]:
         found = choices(ALIKE, Cluster(4), 16, Wanted(**wanted))
@@ -289,6 +303,15 @@ def test_the_optimizers_step_is_in_a_plans() -> None:
         without = predict(choice, sizes.at(1), Cluster(kinds=kinds), where)
         assert plan.optimizer_seconds == pytest.approx(seconds)
         assert plan.step_seconds == pytest.approx(without.step_seconds + seconds)
+
+
+def test_the_least_time_of_a_choice_has_the_optimizers_step() -> None:
+    sizes = Sizes({1: _profile([1.0] * 4, activation=MB, optimizer=2 * MB)})
+    without, with_it = (
+        [one.at_least for one in open_candidates(sizes, Cluster(2, optimizer_byte_seconds=rate), 4, Wanted(pipeline=2))]
+        for rate in (0.0, 1 / MB)
+    )
+    assert with_it == pytest.approx([seconds + 4 for seconds in without])
 
 
 def test_a_plan_says_what_the_simulator_says() -> None:

@@ -159,7 +159,7 @@ class SplitOptions:
 
 
 def compute_as_ranks(ranks: int) -> None:
-    """Computes from now on with as many threads as each of so many ranks gets under `penstock run` on this machine."""
+    """Sets the number of threads that `penstock run` gives each rank when it starts this many on this machine."""
     import torch
 
     from penstock.launch.processes import cores_for

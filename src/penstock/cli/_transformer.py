@@ -45,10 +45,9 @@ class TransformerOptions:
         """Refuses what only a transformer on paper can be asked for. Raises ArgumentError: names it."""
         for each in fields(self):
             if getattr(self, each.name) != each.default:
-                name = f"--{each.name.replace('_', '-')} {getattr(self, each.name)}"
-                raise ArgumentError(
-                    f"{name} is for a --transformer; a model that is measured is planned with whole layers: omit it"
-                )
+                given = f"--{each.name.replace('_', '-')} {getattr(self, each.name)} requires --transformer"
+                whole = "; layers of a measured model stay whole" if each.name == "tensor_parallel" else ""
+                raise ArgumentError(f"{given}{whole}; omit it")
 
     def read(self, cluster: Cluster, per_host: int | None, kind: Device | None) -> Paper:
         """The job, on these devices; `kind`: whose specifications to estimate with.

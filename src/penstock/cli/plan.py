@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
 Times are simulated from those of the profile; a stage's gradients are summed over replicas from the end of its last \
-backward, beside what is left. A step ends with the optimizer's, as long as the profile measured AdamW's."""
+backward, beside what is left. A step includes the time of AdamW's update, if the profile has it."""
 """Printed below the options."""
 
 
@@ -51,9 +51,9 @@ def plan(
         ),
     ] = None,
     schedule: Annotated[str | None, option("Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
-    replicas: Annotated[int | None, option("Data-parallel replicas; by default any number.", min=1)] = None,
-    pipeline: Annotated[int | None, option("Ranks of each pipeline; by default any number.", min=1)] = None,
-    microbatches: Annotated[int | None, option("Microbatches of each replica; by default any number.", min=1)] = None,
+    replicas: Annotated[int | None, option("Data-parallel replicas; by default any number.")] = None,
+    pipeline: Annotated[int | None, option("Ranks of each pipeline; by default any number.")] = None,
+    microbatches: Annotated[int | None, option("Microbatches of each replica; by default any number.")] = None,
     search: Annotated[
         float,
         option(
@@ -70,16 +70,17 @@ def plan(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
-    of it as microbatches, and on a CPU with as many threads as each of so many
-    ranks gets. To plan for another device, profile there, and pass
-    the files, or name it (--device h100) for an estimate. For a transformer that
-    is only numbers yet, pass --transformer.
+    of it as microbatches. On a CPU it runs with the threads that each rank will
+    have. To plan for another device, profile there, and pass the files, or name
+    it (--device h100) for an estimate. For a transformer that is only numbers yet,
+    pass --transformer.
     """
     from penstock.balance import Profile
     from penstock.plan import Sizes, Wanted, make_plans
     from penstock.plan.remedies import remedies
     from penstock.plan.stage_costs import assumed, slowest_link, usual_link
 
+    wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)  # raises before anything is measured
     paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:
         if target is not None or profile:
@@ -99,7 +100,6 @@ def plan(
                 f"Nobody measured links: {assumed(known.link)}, sums likewise. Pass --link, or a profile made with "
                 "--links."
             )
-    wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)
     found = make_plans(sizes, known, global_batch, wanted, search_seconds=search)
     if out is not None and found.best:
         found.best[0].save(out)
@@ -166,15 +166,16 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     """Those in the files, or measured, or estimated for the device that was named."""
     if target is None and not files:
         raise ArgumentError("pass a TARGET to measure, or --profile with what was measured")
+    from penstock.pipe.profiling import input_device
     from penstock.plan.sizes import rows_of
 
-    kind = cluster.kind
+    kind, devices = cluster.kind, cluster.specified.read().devices
 
     def measure(given: Target) -> list[Profile]:
         estimate = {} if kind is None else {"device": kind, "calibrate": cluster.calibrate or ()}
         options = {"budget_seconds": 1.0, "target": given.target, **estimate}
-        if kind is None:
-            compute_as_ranks(cluster.per_host or cluster.read().devices)
+        if kind is None and input_device((given.args, given.kwargs), given.model).type == "cpu":
+            compute_as_ranks(min(cluster.per_host or devices, devices))
         whole = profile_target(given, microbatches=1, **options)
         pieces = min(8, rows_of(whole))
         return [whole] if pieces == 1 else [whole, profile_target(given, microbatches=pieces, **options)]

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from penstock import owner
-from penstock.balance import OPTIMIZER_VALUES
 from penstock.errors import ArgumentError, warn
 from penstock.gradients import gradient_bytes
 from penstock.partition.chance.gate import Gate
 from penstock.partition.units.chain import unwrapped
-from penstock.pipe.forecast import activation_bytes, memory_after_actions, predicted, to_file
+from penstock.pipe.forecast import activation_bytes, memory_after_actions, optimizer_bytes, predicted, to_file
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.session import Session
 from penstock.pipe.verified import passed
@@ -74,10 +73,7 @@ def _before(session: Session, about: About, plan: Plan | None) -> dict[str, Any]
     if (step := predicted(session, plan)) is not None:
         files[PREDICTED] = to_file(step)
     if about.activation_bytes:
-        states = [
-            OPTIMIZER_VALUES * sum(one.nbytes for one in stage.parameters.values() if one.requires_grad)
-            for stage in session.partition.stages
-        ]
+        states = [optimizer_bytes(stage.parameters.values()) for stage in session.partition.stages]
         held = [sum(each) for each in zip(about.parameter_bytes, about.gradient_bytes, states, strict=True)]
         files[PREDICTED_MEMORY] = memory_after_actions(session.steps.schedule, about.activation_bytes, held)
     return files

@@ -5,12 +5,13 @@ Memory is what forwards and backwards make on fake tensors, added up by the simu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.balance import OPTIMIZER_VALUES
 from penstock.gradients import gradient_bytes
@@ -52,6 +53,11 @@ class RankMemory:
         """The most at once. If the backward is split, W is taken to need as much as the forward keeps."""
         held = self.parameters + self.gradients + self.optimizer
         return held + self.activations + self.working + self.batch
+
+
+def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
+    """The size of AdamW's state for those that are trained, as plans count it."""
+    return OPTIMIZER_VALUES * sum(one.nbytes for one in parameters if one.requires_grad)
 
 
 def memory_of_ranks(
@@ -103,7 +109,7 @@ def memory_of_ranks(
             RankMemory(
                 sum(tensor.nbytes for tensor in (*parameters.values(), *buffers.values())),
                 gradient_bytes(trained, asked),
-                OPTIMIZER_VALUES * sum(p.nbytes for p in trained),
+                optimizer_bytes(trained),
                 int(peak),
                 int(besides_it.working),
                 int(besides_it.batch) + targets,

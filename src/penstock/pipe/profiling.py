@@ -42,8 +42,11 @@ FEW, MANY = 2, 10
 
 STEPS = 10
 
-OPTIMIZED = 2**21
-"""Values of the parameter with which an optimizer is timed: with gradient and state more than most caches hold."""
+FEWER_VALUES, MORE_VALUES = 2**21, 2**22
+"""Of a parameter that AdamW updates on a CPU. A longer step has so many more values, and nothing else more."""
+
+ACCELERATOR_FACTOR = 8
+"""So many times these on an accelerator: 64 and 128 MB of parameters, more than its caches hold."""
 
 
 def profile(
@@ -114,7 +117,7 @@ def profile(
         # other devices compute while the runtime goes on
         return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
-    return _with_links(units, there or _device_of(example, model)) if links else units()
+    return _with_links(units, there or input_device(example, model)) if links else units()
 
 
 def _measured(
@@ -193,7 +196,7 @@ def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
         control.close()
 
 
-def _device_of(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.device:
+def input_device(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.device:
     """Where an example is; if it has no tensors, where the model is."""
     tensors = (*tensors_in(example), *as_module(model).parameters())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -209,7 +212,7 @@ def check_profile(
     """
     module = as_module(model)
     mine = identity(module)
-    device = _device_of((args, kwargs), module)
+    device = input_device((args, kwargs), module)
     found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
 
 
@@ -246,8 +249,16 @@ def action_seconds() -> float:
 
 
 def optimizer_byte_seconds(device: torch.device) -> float:
-    """What a step of AdamW takes on this device per byte of its state, which is more than caches hold."""
-    weight = nn.Parameter(torch.zeros(OPTIMIZED, device=device, dtype=torch.float32))
+    """What a step of AdamW takes on this device for each further byte of its state."""
+    factor = 1 if device.type == "cpu" else ACCELERATOR_FACTOR
+    fewer, more = FEWER_VALUES * factor, MORE_VALUES * factor
+    seconds = _update_seconds(more, device) - _update_seconds(fewer, device)
+    return max(0.0, seconds) / (OPTIMIZER_VALUES * torch.float32.itemsize * (more - fewer))
+
+
+def _update_seconds(values: int, device: torch.device) -> float:
+    """A step of AdamW with so many values."""
+    weight = nn.Parameter(torch.zeros(values, device=device, dtype=torch.float32))
     weight.grad = torch.zeros_like(weight)
     optimizer = torch.optim.AdamW([weight])
 
@@ -256,7 +267,7 @@ def optimizer_byte_seconds(device: torch.device) -> float:
         weight[0].item()  # waits for the device
 
     step()  # makes its state
-    return _least(step) / (OPTIMIZER_VALUES * weight.nbytes)
+    return _least(step)
 
 
 def _step_seconds(microbatches: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from penstock.errors import ArgumentError, check_counts
 from penstock.files import STRICT
@@ -66,6 +66,9 @@ class Wanted:
     Attributes:
         schedules: the names to choose from.
         replicas, pipeline, microbatches: dp, p, and the microbatches of each replica.
+
+    Raises:
+        ArgumentError: a number is less than 1.
     """
 
     schedules: Sequence[str] | None = None
@@ -73,10 +76,17 @@ class Wanted:
     pipeline: int | None = None
     microbatches: int | None = None
 
+    def __post_init__(self) -> None:
+        check_counts(required=False, **self.numbers)
+
+    @property
+    def numbers(self) -> dict[str, int | None]:
+        """Those that a plan must have, by name."""
+        return {"replicas": self.replicas, "pipeline": self.pipeline, "microbatches": self.microbatches}
+
     def misses(self, choice: Choice) -> list[float]:
         """By what factor each number that is given is missed, as logarithms."""
-        numbers = choice.replicas, choice.ranks, choice.microbatches
-        pairs = zip((self.replicas, self.pipeline, self.microbatches), numbers, strict=True)
+        pairs = zip(self.numbers.values(), (choice.replicas, choice.ranks, choice.microbatches), strict=True)
         return [abs(math.log2(one / number)) for one, number in pairs if one is not None]
 
 
@@ -104,16 +114,15 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
         raise ArgumentError(_nothing_divides(sizes, cluster, global_batch))
     of = f"{counted(cluster.devices, 'device')}, {counted(units, 'unit')} and {counted(global_batch, 'row')}"
     fitting = [one for one in found if not any(wanted.misses(one))]
+    given = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items() if number is not None)
     if wanted.schedules is not None and not fitting:
         every = choices(sizes, cluster, global_batch, replace(wanted, schedules=None))
         why = "; ".join(dict.fromkeys(_broken(name, every) for name in wanted.schedules))
         raise ArgumentError(
-            f"none of {', '.join(wanted.schedules)} works with {of}: {why}; name more schedules, or none to choose "
-            "from all"
+            f"{given}{': ' if given else ''}none of {', '.join(wanted.schedules)} works with {of}: {why}; name more "
+            "schedules, or none to choose from all"
         )
     if not fitting:
-        numbers = [*asdict(wanted).items()][1:]
-        given = ", ".join(f"{name}={number}" for name, number in numbers if number is not None)
         near = sorted(found, key=lambda one: (sum(by > 0 for by in wanted.misses(one)), sum(wanted.misses(one))))
         texts = dict.fromkeys(f"{one.replicas} x {one.ranks} x {one.microbatches}" for one in near)
         raise ArgumentError(

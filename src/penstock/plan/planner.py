@@ -28,6 +28,7 @@ from penstock.plan.predict import (
     speeds_of,
 )
 from penstock.plan.sizes import Sizes
+from penstock.plan.stage_costs import stage_cost
 from penstock.schedule import Schedule
 from penstock.search import search
 
@@ -177,12 +178,13 @@ def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: W
 
 def _at_least(choice: Choice, shape: Shape, units: Sequence[UnitCost], where: Cut, cluster: Cluster) -> float:
     """What no plan with this choice is below: with these cuts, and, if memory is limited, with others, too."""
-    pipelines = shape.placement.pipelines
+    pipelines, speeds = shape.placement.pipelines, speeds_of(cluster, where.kinds)
     sums = [cluster.least_ring_seconds(cost.gradient_bytes, choice.replicas) for cost in where.costs]
     least = least_seconds(shape, [*where.costs] * pipelines, sums * pipelines)
     if cluster.has_limit:
-        least = min(least, least_seconds_anyhow(shape, units, speeds_of(cluster, where.kinds)))
-    return least * (1 - ROUNDING)
+        least = min(least, least_seconds_anyhow(shape, units, speeds))
+    updated = pipelines * stage_cost(units, 0).optimizer_bytes / sum(speeds)  # of some rank at least the mean
+    return (least + cluster.optimizer_byte_seconds * updated) * (1 - ROUNDING)
 
 
 def _finer(

@@ -118,8 +118,8 @@ def reduce_seconds(job: Job, machine: Machine, layout: Layout, parameters: float
 
 
 def optimizer_seconds(job: Job, machine: Machine, parameters: float) -> float:
-    """Adam reads and writes parameters, reads gradients, and reads and writes its state."""
-    moved = 2 * PARAMETER_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_BYTES / job.optimizer_shards
+    """Adam reads and writes parameters, reads gradients, and reads and writes its state, all for its own shard."""
+    moved = (2 * PARAMETER_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_BYTES) / job.optimizer_shards
     return parameters * moved / (machine.device.bytes_per_second * machine.efficiency.bandwidth_fraction)
 
 
