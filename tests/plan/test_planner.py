@@ -308,10 +308,12 @@ def test_the_optimizers_step_is_in_a_plans() -> None:
 def test_the_least_time_of_a_choice_has_the_optimizers_step() -> None:
     sizes = Sizes({1: _profile([1.0] * 4, activation=MB, optimizer=2 * MB)})
     without, with_it = (
-        [one.at_least for one in open_candidates(sizes, Cluster(2, optimizer_byte_seconds=rate), 4, Wanted(pipeline=2))]
+        [*open_candidates(sizes, Cluster(2, optimizer_byte_seconds=rate), 4, Wanted(pipeline=2))]
         for rate in (0.0, 1 / MB)
     )
-    assert with_it == pytest.approx([seconds + 4 for seconds in without])
+    for before, after in zip(without, with_it, strict=True):
+        copies = order_of(after.choice).placement.pipelines
+        assert after.at_least == pytest.approx(before.at_least + 4 * copies)
 
 
 def test_a_plan_says_what_the_simulator_says() -> None:
