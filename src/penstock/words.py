@@ -76,3 +76,12 @@ def line_of(text: str, most_characters: int) -> str:
 def printable(text: str) -> str:
     """Text without what a terminal would take as orders: what came from elsewhere is shown, never obeyed."""
     return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
+def all_printable(value: Any) -> Any:
+    """Plain values of a file with each text in them printable."""
+    if isinstance(value, dict):
+        return {key: all_printable(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [all_printable(one) for one in value]
+    return printable(value) if isinstance(value, str) else value

@@ -17,7 +17,6 @@ from penstock.errors import ArgumentError
 from penstock.testing import assert_same_training
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
-CASES = json.loads((BENCH / "cases.json").read_text())
 QUICK = (
     *("with_pipelining.py - labels of the batch before", "with_pipelining.py dropout,recompute right"),
     *("with_send_recv.py - stale buffer", "with_send_recv.py - not zeroed", "with_send_recv.py short right"),
@@ -35,13 +34,6 @@ def verdicts(only: str) -> dict[str, str]:
 def test_planted_faults_are_named_and_right_scripts_are_not_accused() -> None:
     found = verdicts(";".join(QUICK))
     assert found == {title: "right" if title.endswith("right") else "named" for title in QUICK}
-
-
-@pytest.mark.long
-def test_all_planted_faults_are_named() -> None:
-    found = verdicts("with_")
-    assert len(found) == len(CASES) > 50
-    assert {title: verdict for title, verdict in found.items() if verdict not in ("named", "right")} == {}
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:

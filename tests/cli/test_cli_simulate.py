@@ -290,7 +290,7 @@ def test_contended_links(write: Any) -> None:
         ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, "the time of a message depends on its size; pass"),
         ({"stages": [STAGE], "links": [{"from": 0, "latency": 2}]}, "link 0: expected ranks, as in "),
         ({"stages": [STAGE, STAGE], "links": [{"from": 0, "to": 1}]}, "links has no cost from rank 1 to rank 0"),
-        ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b needs 2: pass that many"),
+        ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b needs 2: list that many"),
         ("[\n1,", " is not JSON: EOF while parsing a value at line 2 column 2"),
         ("[NaN]", "numbers must be finite, without NaN or Infinity"),
     ],
@@ -443,7 +443,10 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
             ["--schedule", "1f1b", *NUMBERS, "--contended"],
             "--contended: without a bandwidth, no message holds up another",
         ),
-        (["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"], "--memory-weight-grad 1 of --memory-activ"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"],
+            "--memory-weight-grad 1 has no effect without --memory-activation; pass both",
+        ),
         (["--schedule", "all", *NUMBERS, "--perfetto", "x.json"], "--perfetto: a trace shows one schedule"),
         (
             ["--schedule", "1f1b", *NUMBERS, "--perfetto", "no/such/folder"],

@@ -113,7 +113,7 @@ def test_bandwidth_and_latency_are_checked_too(write: Write) -> None:
         ({"from": -1, "to": 0}, "link 2: from=-1: expected a rank, an integer >= 0"),
         ({"from": 0, "to": 1.0}, "link 2: to=1.0: expected a rank, an integer >= 0"),
         ({"from": "0", "to": 1}, "link 2: from='0': expected a rank, an integer >= 0"),
-        ({"from": 1, "to": 1}, "link 2: from and to are both rank 1; pass two ranks or leave it out"),
+        ({"from": 1, "to": 1}, "link 2: from and to are both rank 1; name two ranks, or leave it out"),
         ({"to": 1}, "link 2: expected ranks, as in "),
         (3, "link 2: expected ranks, as in "),
         ({"from": 5, "to": 9}, "has a link from rank 5 to rank 9, but the last rank of 1f1b is 1: correct the link"),
@@ -143,15 +143,15 @@ def test_search_and_show_refuse_the_rank_as_well(write: Write) -> None:
 
 def test_one_stage_is_one(write: Write) -> None:
     path = write([STAGE])
-    says = f"--costs {path} has 1 stage, but 1f1b needs 4: pass that many"
+    says = f"--costs {path} has 1 stage, but 1f1b needs 4: list that many"
     assert refusal("simulate", "--schedule", "1f1b", "--ranks", "4", "--costs", path) == says
 
 
 def test_too_few_stages(write: Write) -> None:
     path, four = write([STAGE] * 4), ("--ranks", "4", "--microbatches", "4")
-    says = f"--costs {path} has 4 stages, but this placement of 4 ranks needs 8: pass that many"
+    says = f"--costs {path} has 4 stages, but this placement of 4 ranks needs 8: list that many"
     assert refusal("search", *four, "--placement", "v", "--costs", path) == says
-    says = f"--costs {path} has 4 stages, but zb-v needs 8: pass that many"
+    says = f"--costs {path} has 4 stages, but zb-v needs 8: list that many"
     assert refusal("simulate", "--schedule", "zb-v", *four, "--costs", path) == says
     assert output("simulate", "--schedule", "1f1b", *four, "--costs", path)
 

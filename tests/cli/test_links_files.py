@@ -77,7 +77,7 @@ def test_pairs_that_were_not_measured_take_that_of_all(write: Write) -> None:
 def test_a_network_with_fewer_hosts_than_ranks_is_refused(write: Write) -> None:
     path = write({"links": BETWEEN})
     line = refusal(*FOUR, *SIZED, "--links", path)
-    assert f'{path} has links between 2 hosts, but 1f1b has 4 ranks: measure that many, or pass "all": ' in line
+    assert f'{path} has links between 2 hosts, but 1f1b has 4 ranks: measure that many, or add "all": ' in line
 
 
 def test_a_network_with_more_hosts_than_ranks_is_taken(write: Write) -> None:
@@ -130,8 +130,8 @@ def test_all_schedules_search_and_show_take_it(write: Write) -> None:
         ({"links": 3}, "links=3: expected a valid array"),
         ("{", "is not JSON"),
         ("[" * 100_000, "its values are nested too deeply"),
-        ({}, "has no links: pass some"),
-        ({"links": []}, "has no links: pass some"),
+        ({}, "has no links: add some"),
+        ({"links": []}, "has no links: add some"),
         ({"link": BETWEEN}, "link is unknown to this version"),
         ({"links": [BETWEEN[0]] * 2}, "link 1: link 0 is also from rank 0 to rank 1"),
         ({"links": [{"from": 0, "to": 1, "latency": -1}]}, "latency=-1.0: expected a cost of 0 or more"),

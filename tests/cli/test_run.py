@@ -198,7 +198,7 @@ def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[s
             "--nnodes is an option of torchrun; this command is for one machine: run `t",
         ),
         (["--ranks", "2", "shwo.py"], "no script 'shwo.py' in "),
-        (["--ranks", "2", "/dev/zero"], "no script '/dev/zero' in "),
+        (["--ranks", "2", "/dev/zero"], "'/dev/zero' is no regular file"),
         (["--ranks", "2", "."], "'.' is a folder without a __main__.py: name the script in it, or -m and a module"),
         (["--ranks", "2", "-m", "shwo.py"], "no module 'shwo.py': it is neither in "),
     ],

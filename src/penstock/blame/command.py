@@ -19,6 +19,7 @@ from penstock.errors import ArgumentError
 from penstock.launch.processes import QUIET, supervise
 from penstock.launch.target import Target
 from penstock.partition.units.chain import as_module
+from penstock.words import counted
 
 RANK = "penstock.blame.rank"
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -29,10 +30,19 @@ class _EnoughError(Exception):
 
 
 def blame(command: Sequence[str], given: Target, steps: int) -> Blame:
-    """Runs a job and compares its steps with the unsplit model. Raises what `run`, `read` and `judge` do."""
+    """Runs a job and compares its steps with the unsplit model.
+
+    Raises:
+        ArgumentError: the job failed, and the steps before that are right; or what `run`, `read` and `judge` raise.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-blame-") as name:
-        noted = read(Path(name), ended_well=run(command, Path(name), steps))
-    return judge(noted, as_module(given.model), Feed.of(given))
+        ended_well = run(command, Path(name), steps)
+        noted = read(Path(name), ended_well=ended_well)
+    found = judge(noted, as_module(given.model), Feed.of(given))
+    if found.ok and not ended_well:
+        taken = counted(found.steps, "step")
+        raise ArgumentError(f"the job failed after {taken} that equal the unsplit model's: see what it printed")
+    return found
 
 
 def run(command: Sequence[str], folder: Path, steps: int) -> bool:

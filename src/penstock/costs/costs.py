@@ -137,7 +137,7 @@ class Costs:
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
-            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}")
+            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: list that many")
         self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
 

@@ -25,7 +25,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.ports import topology_of
 from penstock.fabric.record_file import RecordFile
 from penstock.files import MAX_QUOTED, MAX_VALUES, quoted, read_bytes, read_json, validate
-from penstock.words import line_of
+from penstock.words import all_printable, line_of
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
@@ -83,7 +83,7 @@ class Run:
                 f"{folder} holds no run of penstock fabric: {reason}. Pass a folder that a run was written to, such as "
                 "runs/fabric-1"
             )
-        given = read_json(folder / RUN)
+        given = all_printable(read_json(folder / RUN))
         found = validate(RecordFile, given, f"{folder} holds no run of penstock fabric: {RUN}")
         record = {**asdict(found), **given, "workload": found.workload.to_dict()}
         record["happened"] = [asdict(one) for one in found.happened]  # without entries of later versions

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import ArgumentError
 from penstock.files import MAX_QUOTED, STRICT, quoted, validate
 from penstock.schedule import Placement
-from penstock.words import printable
+from penstock.words import all_printable, printable
 
 FORMAT = "penstock run"
 VERSION = 1
@@ -115,7 +115,7 @@ class About:
                 f"the penstock that wrote it ({printable(str(given.get('penstock', 'not known')))[:MAX_QUOTED]})"
             )
         values = {key: value for key, value in given.items() if key not in ("format", "version")}
-        found = validate(cls, _printable(values), f"{what} is damaged")
+        found = validate(cls, all_printable(values), f"{what} is damaged")
         for name in ("ranks", "replicas", "processes", "chunks", "microbatches", "rows"):
             if getattr(found, name) < 1:
                 raise ArgumentError(f"{what} is damaged: {name}={getattr(found, name)}: expected 1 or more")
@@ -140,11 +140,3 @@ def moment(iso: str) -> datetime:
     if not 1970 <= at.year < 9999:  # so that any time zone has a name for it
         raise ValueError(f"year {at.year}")
     return at
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _printable(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_printable(one) for one in value]
-    return printable(value) if isinstance(value, str) else value

@@ -57,8 +57,13 @@ export function runs(panel, catalog) {
     }
   });
 
-  const tryOut = newestOnly(async (text) => {
+  /** Remembers a what-if at once, so that an answer to an older one does not take it back, and asks what it brings. */
+  function tryOut(text) {
     change({ what_if: text });
+    answer(text);
+  }
+
+  const answer = newestOnly(async (text) => {
     try {
       show(await ask("api/open", { name: state.run, step: state.step, what_if: text }));
     } catch (error) {
