@@ -6,7 +6,6 @@ how long its microbatch, and a rest that is its own. Medians, so that a few slow
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,8 +72,7 @@ class Factors:
 def factors_of(replicas: Sequence[Replica]) -> Factors:
     """What explains the times of one step."""
     seconds = seconds_of(replicas)
-    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # a stage without an op has only NaN
+    with np.errstate(divide="ignore", invalid="ignore"):
         microbatch = _microbatches(seconds)
         base = _usual(seconds / microbatch[:, None, None, :], axis=3)
         typical = _usual(base, axis=0)
@@ -84,8 +82,15 @@ def factors_of(replicas: Sequence[Replica]) -> Factors:
 
 
 def _usual(values: Floats, axis: int | tuple[int, ...], *, keepdims: bool = False) -> Floats:
-    """The median; of two in the middle the lower one, so that of two values one that was held up does not count."""
-    return np.asarray(np.nanquantile(values, 0.5, axis=axis, method="lower", keepdims=keepdims))
+    """The median of what is there, NaN where nothing is; of two in the middle the lower one, so that of two values one
+    that was held up does not count. (numpy's warns of a stage without an op, and a warning cannot be silenced in one
+    thread alone.)"""
+    axes = (axis,) if isinstance(axis, int) else axis
+    last = np.moveaxis(values, axes, range(-len(axes), 0))
+    ordered = np.sort(last.reshape(*last.shape[: -len(axes)], -1), axis=-1)  # NaN sorts last
+    there = np.count_nonzero(~np.isnan(ordered), axis=-1, keepdims=True)
+    found = np.take_along_axis(ordered, np.maximum(there - 1, 0) // 2, axis=-1)[..., 0]
+    return np.expand_dims(found, axes) if keepdims else found
 
 
 def _microbatches(seconds: Floats) -> Floats:
