@@ -128,7 +128,6 @@ class _Merger:
             scope=next((u for u in units if u in base.blocks), units[0]) if units else first.scope,
             storages=frozenset(s for n in outputs for s in facts[n].storages),
             writes=frozenset(s for f in facts.values() for s in f.writes if s in base.memory),
-            saved_sizes={s: size for f in facts.values() for s, size in f.saved_sizes.items()},
             takes_gradient=any(f.takes_gradient for f in facts.values()),
             source_line=branch.source_line,
             work=sum(f.work for f in facts.values()),
@@ -142,7 +141,6 @@ class _Merger:
                 kind="call",
                 draws=False,
                 writes=frozenset(),
-                saved_sizes={},
                 work=0,
             )
 

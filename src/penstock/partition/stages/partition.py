@@ -47,8 +47,6 @@ class Partition:
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
         work: each stage's work, including its backward; see `work_of`.
-        saved: for each stage, the bytes that a microbatch's forward keeps for its backward, besides parameters and
-            buffers; empty if that was not looked at, or cannot be seen.
         costs: what a microbatch costs on each stage, by the profile that decided where to cut; empty if none did.
         link: what a message between two stages was taken to cost.
         notes: what the user should know about the recording.
@@ -78,7 +76,6 @@ class Partition:
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
     leaves_here: bool = False
-    saved: tuple[int, ...] = ()
     costs: tuple[StageCost, ...] = ()
     link: LinkCost | None = None
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
