@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
-from scaffolding.models import llama
 
 WIDTH = 4
 
@@ -242,14 +241,6 @@ def test_nothing_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
 
     refusal(Model(Unknown(), nn.Linear(3, 3)))
     assert capfd.readouterr().err == ""
-
-
-def test_another_attention_is_offered_where_there_is_one() -> None:
-    mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    assert Partitioner(mlp, 2, streams=NoStreams())((torch.randn(2, WIDTH),)).other_way == ""
-    case = llama()
-    made = Partitioner(case.model, 2, streams=NoStreams())(case.args, case.kwargs)
-    assert made.other_way == " (attn_implementation='eager')"
 
 
 class Chain(nn.Sequential):

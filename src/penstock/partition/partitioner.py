@@ -35,7 +35,7 @@ from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Grain, find_units, public_name, refuse_compiled, refuse_lazy
-from penstock.partition.values.defaults import default_kwargs, other_way
+from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.objects import input_path
 from penstock.trees import Flat, flatten, unflatten
 
@@ -294,9 +294,6 @@ class Partitioner:
             origins=origins(recording, stages),
             guards=recording.guards,
             is_foreign=recording.is_foreign,
-            input_structure=given.structure,
-            input_paths=tuple(map(input_path, given.paths)),
-            input_leaves=tuple(describe(leaf) for leaf in given.leaves),
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
@@ -304,7 +301,6 @@ class Partitioner:
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
             leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
-            other_way=other_way(model),
         )
 
     def _make(
