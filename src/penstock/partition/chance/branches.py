@@ -33,8 +33,7 @@ def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recor
             f"{where} branches on a random number at {ask.source_line}, and its two ways differ in more than the "
             f"modules that one leaves out: {error}",
             ask.scope,
-            ask.rates,
-            "Set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
+            "set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
         ) from None
 
 

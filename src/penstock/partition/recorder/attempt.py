@@ -23,7 +23,7 @@ from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, has_global_b
 from penstock.errors import PartitionError
 from penstock.marks import calling_at_marks
 from penstock.partition.chance.draws import node_of_drawn
-from penstock.partition.obstacle import Obstacle, rates_read
+from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recording.guards import is_readable
@@ -213,7 +213,7 @@ def _quiet_about_hooks() -> Iterator[None]:
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
     where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope, rates_read(error))
+    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope)
 
 
 def _module(recorder: Recorder) -> str:
