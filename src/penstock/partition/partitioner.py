@@ -30,7 +30,6 @@ from penstock.partition.stages.origins import not_on_the_last, origins
 from penstock.partition.stages.partition import Leaf, Partition, describe
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
-from penstock.partition.stages.totals import draw_offsets, work_of_stages
 from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
@@ -277,7 +276,7 @@ class Partitioner:
         if (recording.grain, recording.opening) != (self._grain, self._opening):
             self._grain, self._opening = recording.grain, recording.opening
         self._look_around()
-        self.cuts, work = tuple(split.cuts), work_of_stages(recording, split)
+        self.cuts, work = tuple(split.cuts), split.work()
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
@@ -285,7 +284,7 @@ class Partitioner:
         return Partition(
             stages=stages,
             drawing_modules=recording.drawing,
-            draw_offsets=draw_offsets(recording, split.starts),
+            draw_offsets=split.draw_offsets(),
             cuts=self.cuts,
             work=work,
             costs=self._decision.costs,
