@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from penstock.balance import OPTIMIZER_VALUES, Tied, UnitCost
+from penstock.balance import UnitCost
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.alike import kind_of
-from penstock.partition.measure.costs import NoStreams, cut_finely
+from penstock.partition.measure.costs import NoStreams, cut_finely, with_tensors
 from penstock.partition.measure.footprint import footprint
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
@@ -44,7 +43,7 @@ def units_held(
             unknown.append(unit.name)
         batch = sum(meta_bytes(i.meta) for i in split.plans[index].inputs if i.source == MODEL_INPUT)
         found.append(replace(seen or NOTHING, name=unit.name, input_bytes=batch))
-    return kept, _with_tensors(found, split), unknown
+    return kept, with_tensors(found, split), unknown
 
 
 def with_memory(costs: Sequence[UnitCost], held: Sequence[UnitCost]) -> tuple[UnitCost, ...]:
@@ -54,7 +53,7 @@ def with_memory(costs: Sequence[UnitCost], held: Sequence[UnitCost]) -> tuple[Un
     for unit in costs:
         own = known[unit.name]
         most = {name: max(getattr(unit, name), getattr(own, name)) for name in ("working_bytes", "loss_bytes")}
-        found.append(replace(unit, input_bytes=own.input_bytes, tied=own.tied, **most))
+        found.append(replace(unit, input_bytes=own.input_bytes, **most))
     return tuple(found)
 
 
@@ -67,24 +66,3 @@ def _while_running(split: CutRecording, index: int) -> UnitCost | None:
     whole = (footprint(module, inputs, with_loss=True) or own) if index == split.count - 1 else own
     loss = max(whole.kept - own.kept, 0)
     return replace(NOTHING, activation_bytes=own.kept, working_bytes=whole.working, loss_bytes=loss)
-
-
-def _with_tensors(units: Sequence[UnitCost], split: CutRecording) -> list[UnitCost]:
-    """The units with their parameters and buffers, and those among them that others have too."""
-    held, found = split.recording.held, []
-    names = [dict.fromkeys(name for node in plan.run for name in split.held_by(node)) for plan in split.plans]
-    count = Counter(name for each in names for name in each)
-    for unit, own in zip(units, names, strict=True):
-        sizes = {name: held[name].numel() * held[name].element_size() for name in own}
-        trained = {name: size if held[name].requires_grad else 0 for name, size in sizes.items()}
-        total, tied = sum(trained.values()), tuple(Tied(n, sizes[n], trained[n]) for n in own if count[n] > 1)
-        found.append(
-            replace(
-                unit,
-                parameter_bytes=sum(sizes.values()),
-                gradient_bytes=total,
-                optimizer_bytes=OPTIMIZER_VALUES * total,
-                tied=tied,
-            )
-        )
-    return found
