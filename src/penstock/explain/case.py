@@ -48,6 +48,11 @@ class Case:
     latency: Mapping[tuple[int, int], float]
     around: Around | None = None
 
+    @property
+    def work_seconds(self) -> float:
+        """What all actions take in sum, with what their ranks do after them."""
+        return float(np.nansum(self.seconds + self.host[None, :, :, None]))
+
     def with_seconds(self, seconds: Floats) -> Case:
         return replace(self, seconds=seconds)
 
