@@ -50,8 +50,8 @@ class Case:
 
     @property
     def work_seconds(self) -> float:
-        """What all actions take in sum, with what their ranks do after them."""
-        return float(np.nansum(self.seconds + self.host[None, :, :, None]))
+        """What all actions take in sum."""
+        return float(np.nansum(self.seconds))
 
     def with_seconds(self, seconds: Floats) -> Case:
         return replace(self, seconds=seconds)
