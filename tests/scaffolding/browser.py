@@ -68,7 +68,8 @@ def open_page(chromium: Any) -> Iterator[Opener]:
 def barriers(page: Any) -> list[str]:
     """What axe-core finds on a page, a line for each element."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install '.[test]'").Axe()
-    found = axe.run(page).response["violations"]
+    options = {"resultTypes": ["violations"], "preload": False}  # which would fetch style sheets
+    found = axe.run(page, options=options).response["violations"]
     return [f"{one['id']}: {node['html'][:160]} {node['failureSummary']}" for one in found for node in one["nodes"]]
 
 
