@@ -284,7 +284,7 @@ class _Alone:
 
 
 def _inputs(partition: Any, args: tuple[Tensor]) -> Any:
-    return zip(partition.stages[0].meta.inputs, partition.take(flatten((args, {}))), strict=True)
+    return zip(partition.stages[0].meta.inputs, partition.arrange(flatten((args, {})).leaves), strict=True)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,6 @@ __all__ = [
     "flex_attention",
     "holders",
     "is_block_mask",
-    "packed_by",
     "quiet",
     "size_of",
     "storage_of",
@@ -162,35 +160,6 @@ def holders(tensor: Tensor, node: Node | None) -> int:
         saved = getattr(raw, "data", None)  # what hooks on saved tensors made of it, if there were any
         held -= isinstance(saved, Tensor) and saved.untyped_storage() is storage
     return held
-
-
-def packed_by(node: Node) -> list[object] | None:
-    """What a node of an autograd graph saved: tensors, or what hooks on saved tensors packed them into.
-
-    None if the node does not say: it is from a C++ extension, or from another version of torch. Unpacking has a public
-    API, but would rerun a checkpointed forward.
-    """
-    if "CppNode" in node.name():
-        return None
-    found: list[object] = []
-    is_training = getattr(node, "_saved_training", False)
-    for name in _raw_names(type(node)):
-        if is_training and name.startswith("_raw_saved_running_"):
-            continue  # in training, batch norm uses the batch's statistics
-        raw = getattr(node, name)
-        for saved in raw if isinstance(raw, tuple) else (raw,):
-            try:
-                found.append(saved.data)
-            except RuntimeError:  # freed by a backward inside the forward
-                continue
-            except AttributeError:
-                return None
-    return found
-
-
-@cache
-def _raw_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 class WeakStorage:

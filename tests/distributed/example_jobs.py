@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -59,6 +60,26 @@ def train(rank: int, given: What) -> tuple[list[float], bool] | str:
             return losses, all(p.grad is not None for p in pipe.parameters())
     except penstock.PenstockError as error:
         return str(error)
+
+
+def both(rank: int, other: str, at: int, said: Path) -> None:
+    """Each rank runs the first stage of a copy; rank 1 is given another batch in this step, and writes what is said."""
+    x, mask, y = data()
+    theirs = {
+        "shape": (x[:6], mask[:6]),
+        "dtype": (x, mask.to(torch.int64)),
+        "mask": (x, torch.ones_like(mask)),
+        "strides": (x.T.contiguous().T, mask),
+    }
+    try:
+        with penstock.pipeline(
+            model(), (x[:4], mask[:4]), schedule="dualpipe", microbatches=4, loss=F.mse_loss
+        ) as pipe:
+            for step in range(2):  # the first is of a new kind
+                pipe.step(*(theirs[other] if (rank, step) == (1, at) else (x, mask)), target=y)
+    except penstock.PenstockError as error:
+        if rank == 1:
+            said.write_text(f"{type(error).__name__}: {error}")
 
 
 def nobody(rank: int) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from distributed.example_jobs import What, data, model, nobody, train
+from distributed.example_jobs import What, both, data, model, nobody, train
 from penstock import ArgumentError, pipeline
-from scaffolding.ranks import Ranks
+from scaffolding.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
 
@@ -29,6 +32,14 @@ def test_the_first_rank_alone_has_the_inputs(ranks2: Ranks, given: What) -> None
     for losses, has_gradients in ranks2.run(train, given):
         assert losses == pytest.approx(expected, rel=1e-6)
         assert has_gradients
+
+
+@pytest.mark.parametrize(("other", "at"), [("shape", 0), ("dtype", 0), ("dtype", 1), ("mask", 1), ("strides", 0)])
+def test_both_copies_get_the_same_batch(ranks2: Ranks, tmp_path: Path, other: str, at: int) -> None:
+    with suppress(RanksError):  # if rank 0 is in its step, its process ends
+        ranks2.run(both, other, at, tmp_path / "said")
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("ShapeError: rank 1 got another batch than rank 0: microbatches of [")
 
 
 def test_shapes_that_differ_and_examples_that_nobody_has(ranks2: Ranks) -> None:

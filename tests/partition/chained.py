@@ -35,7 +35,7 @@ def run_chained(partition: Partition, case: Case, sent: bool = False) -> Any:
     `sent`: each stage gets copies, as from another machine (without gradients, which the runtime sends back in order).
     """
     values: dict[tuple[int, str], Tensor] = {}
-    given = partition.take(flatten((tuple(fresh(case.args)), dict(fresh(case.kwargs)))))
+    given = partition.arrange(flatten((tuple(fresh(case.args)), dict(fresh(case.kwargs)))).leaves)
     first = [i for i in partition.stages[0].meta.inputs if i.source == MODEL_INPUT]
     values.update({(MODEL_INPUT, i.name): t for i, t in zip(first, given, strict=True)})
     outputs: tuple[Tensor, ...] = ()

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penstock import inspect, verify
 from penstock.errors import ArgumentError, PartitionError, ShapeError
 from penstock.partition import Partition, Partitioner
-from penstock.trees import flatten
 from scaffolding.models import gpt, in_place, mlp, skips
 
 
@@ -303,17 +302,10 @@ def test_models_must_be_modules() -> None:
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def test_inputs_that_are_not_as_recorded() -> None:
+def test_a_result_of_more_tensors_than_were_recorded() -> None:
     case = in_place()
     made = Partitioner(case.model, 2, streams=NoStreams())(case.args)
     (x,) = case.args
-    assert made.take(flatten((case.args, {})))[0] is x
-    with pytest.raises(ShapeError, match=r"input args\[0\] is a tensor of shape \(3, 6\).*\(4, 6\)"):
-        made.take(flatten(((x[:3],), {})))
-    with pytest.raises(ShapeError, match=r"torch\.float64"):
-        made.take(flatten(((x.double(),), {})))
-    with pytest.raises(ShapeError, match=r"missing args\[0\], unexpected kwargs\['y'\]"):
-        made.take(flatten(((), {"y": x})))
     with pytest.raises(ShapeError, match="1 tensors, not 2"):
         made.build_output([x, x])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
-from scaffolding.models import llama
 
 WIDTH = 4
 
@@ -128,89 +126,6 @@ def test_what_runs_as_a_whole_and_fails_is_not_offered() -> None:
     assert said.endswith("Do it outside of the model")
 
 
-def test_a_rate_that_leads_there_is_named() -> None:
-    class Drops(nn.Linear):
-        rate, other = 0.25, 0.5
-
-        def __init__(self) -> None:
-            super().__init__(WIDTH, WIDTH)
-            self.rate = 0.25
-            self.other = 0.5
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.rate and x.abs().mean() * self.other < self.rate:
-                return x
-            return super().forward(x)
-
-    model = Model(Drops())
-    said = refusal(model)
-    assert "or set part.m0.rate to 0, now 0.25 (tried)" in said
-    assert "other" not in said.partition("recording cannot follow.")[2]
-    assert model.part.m0.rate == 0.25
-    model.part.m0.rate = 0.0
-    Partitioner(model, 2, streams=NoStreams())((torch.randn(2, WIDTH),))
-
-
-class Chooses(nn.Module):
-    """Leaves layers out that a function chose beforehand, as several libraries do it."""
-
-    def __init__(self, rate: float = 0.1) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in chosen(self.layers, self.rate):
-            x = layer(x)
-        return x
-
-
-class Survives(Chooses):
-    def __init__(self) -> None:
-        super().__init__()
-        self.prob_survival = 0.75
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in chosen(self.layers, 1 - self.prob_survival):
-            x = layer(x)
-        return x
-
-
-def chosen(layers: nn.ModuleList, rate: float) -> list[nn.Module]:
-    if rate == 0:
-        return list(layers)
-    dropped = torch.zeros(len(layers)).uniform_() < rate
-    return [layer for layer, drop in zip(layers, dropped, strict=True) if not drop]
-
-
-class EachItsOwn(nn.Module):
-    """A rate for each layer; what is left out is more than modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.rates = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), (0.5, 0.25)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, rate in zip(self.layers, self.rates, strict=True):
-            x = x * 2 if torch.rand([]) < rate else layer(x)
-        return x
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: Model(Chooses(), Chooses()), "set part.m0.rate and part.m1.rate to 0, now 0.1 (tried)"),
-        (lambda: Model(Survives()), "set part.m0.prob_survival to 1, now 0.75 (tried)"),
-        (lambda: Model(EachItsOwn()), "set all of part.m0.rates to 0, now (0.5, 0.25) (tried)"),
-        (EachItsOwn, "Set all of rates to 0, now (0.5, 0.25) (tried)"),
-    ],
-)
-def test_rates_are_named_wherever_they_are_used(make: Callable[[], nn.Module], said: str) -> None:
-    text = refusal(make())
-    assert said in text
-    assert f"{__file__}:" in text
-
-
 def test_a_model_that_cannot_do_without_its_labels_is_refused_all_the_same() -> None:
     class Own(nn.Linear):
         def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -242,14 +157,6 @@ def test_nothing_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
 
     refusal(Model(Unknown(), nn.Linear(3, 3)))
     assert capfd.readouterr().err == ""
-
-
-def test_another_attention_is_offered_where_there_is_one() -> None:
-    mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    assert Partitioner(mlp, 2, streams=NoStreams())((torch.randn(2, WIDTH),)).other_way == ""
-    case = llama()
-    made = Partitioner(case.model, 2, streams=NoStreams())(case.args, case.kwargs)
-    assert made.other_way == " (attn_implementation='eager')"
 
 
 class Chain(nn.Sequential):

@@ -1,6 +1,8 @@
-"""What stages take on fake tensors is what their recording says that they keep; ranks add it up."""
+"""What stages take on fake tensors is what autograd saves when they run; ranks add it up."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,22 +10,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.partition import NoStreams, Partitioner
+from penstock.partition import NoStreams, Partition, Partitioner
 from penstock.partition.measure.footprint import Footprint, footprint
+from penstock.trees import flatten, map_tensors
 from scaffolding import models
 
 
 @pytest.mark.parametrize("name", ["mlp", "skips", "convnet", "gpt", "encoder_decoder", "in_place", "dicts"])
-def test_a_stage_keeps_what_its_recording_saves(name: str) -> None:
+def test_a_stage_keeps_what_autograd_saves(name: str) -> None:
     case = models.CASES[name]()
-    partition = Partitioner(case.model, 2, streams=NoStreams(), sees_saved=True)(case.args, case.kwargs)
+    partition = Partitioner(case.model, 2, streams=NoStreams())(case.args, case.kwargs)
     before = {key: value.clone() for key, value in partition.stages[0].module.state_dict().items()}
     found = [footprint(stage.module, [i.meta for i in stage.meta.inputs]) for stage in partition.stages]
-    assert [each.kept for each in found if each is not None] == list(partition.saved)
     for stage in partition.stages:
         assert all(parameter.grad is None for parameter in stage.module.parameters())
     for key, value in partition.stages[0].module.state_dict().items():
         assert torch.equal(value, before[key])
+    assert [each.kept for each in found if each is not None] == list(saved(partition, case))
+
+
+def saved(partition: Partition, case: models.Case) -> Iterator[int]:
+    """The bytes that autograd saves in each stage's forward, besides parameters and buffers."""
+    given = partition.arrange(
+        flatten((map_tensors(torch.clone, case.args), map_tensors(torch.clone, case.kwargs))).leaves
+    )
+    values = {(-1, i.name): x for i, x in zip(partition.stages[0].meta.inputs, given, strict=True)}
+    for stage in partition.stages:
+        kept = {t.untyped_storage().data_ptr(): t for t in (*stage.module.parameters(), *stage.module.buffers())}
+        own = set(kept)
+
+        def pack(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            made = stage.module(*(values[i.source, i.name] for i in stage.meta.inputs))
+        values |= {(stage.meta.index, o.name): x for o, x in zip(stage.meta.outputs, made, strict=True)}
+        yield sum(t.untyped_storage().nbytes() for number, t in kept.items() if number not in own)
 
 
 def test_a_linear_layer_by_hand() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from penstock.partition import RandomSource
 from penstock.stages import MODEL_INPUT, Input, Output, StageMeta, TensorMeta
-from penstock.trees import Flat
 
 
 class Returns(nn.Module):
@@ -67,9 +66,6 @@ class ReadyPartition:
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
         return list(leaves)
-
-    def take(self, given: Flat) -> list[Tensor]:
-        return list(given.leaves)
 
     def build_output(self, leaves: Sequence[Tensor]) -> Tensor:
         return leaves[0]

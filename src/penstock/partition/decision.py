@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +20,9 @@ from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.held import units_held
 from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
-from penstock.partition.stages.totals import bytes_by_start
-from penstock.plan.besides import Besides
 from penstock.plan.stage_costs import crossing_seconds, priced, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost, StageCost
+from penstock.words import counted
 
 LEAST_WORK = 500_000_000
 """Models whose microbatch is less work than this (see `work_of`; 5 to 20 ms on a core) are not measured: their stages
@@ -62,7 +60,6 @@ class Room:
         in_flight: for each stage, how many microbatches are in flight at most.
         stages: the most stages of a rank, which share its memory equally.
         microbatches: how many go through a stage in a step.
-        counts: whether memory matters.
         link: what a message between two ranks costs; None: the slowest that the profile has, or as
             usual for the device.
     """
@@ -72,7 +69,6 @@ class Room:
     stages: int = 1
     link: LinkCost | None = None
     microbatches: int = 1
-    counts: bool = False
 
     @property
     def is_limited(self) -> bool:
@@ -120,42 +116,47 @@ def decide(
     weights = [float(unit.weight) for unit in every]
     if choice.weight is not None:
         weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in every]
-    problem = _problem(recording, model, stages, weights, [unit.position for unit in every], room)
-    starts = _best(replace(problem, balanced="bytes") if choice.memory else problem, stages, room)
-    return Decision(tuple(every[start].name for start in starts[1:]))
+    problem, notes = _problem(recording, model, every, weights, room, by_bytes=choice.memory)
+    starts = _best(problem, stages, room)
+    return Decision(tuple(every[start].name for start in starts[1:]), notes=notes)
 
 
 def _problem(
-    recording: Recording, model: nn.Module, stages: int, seconds: Sequence[float], starts: Sequence[int], room: Room
-) -> Problem:
-    """The units that begin at these nodes, with their memory."""
-    held, kept = bytes_by_start(recording, model, starts)
-    limit = room.limit_bytes / room.stages
-    plain = Problem(seconds, held_bytes=held, activation_bytes=kept, in_flight=room.in_flight, limit_bytes=limit)
-    if not room.counts:
-        return plain
+    recording: Recording,
+    model: nn.Module,
+    pieces: Sequence[Candidate],
+    seconds: Sequence[float],
+    room: Room,
+    *,
+    by_bytes: bool = False,
+) -> tuple[Problem, tuple[str, ...]]:
+    """What to divide: these pieces of the model, with their memory if that matters, and what does not count."""
+    plain = Problem(seconds, in_flight=room.in_flight, limit_bytes=room.limit_bytes / room.stages)
+    if not (room.is_limited or by_bytes):
+        return plain, ()
     try:
-        positions, units = _memory_of_units(recording, model, stages)
-    except UnmeasurableError:
-        return plain
-    own = [max(bisect_right(starts, position) - 1, 0) for position in positions]
-    pieces = [[unit for unit, place in zip(units, own, strict=True) if place == each] for each in range(len(starts))]
-    more = [Besides.of(piece) if piece else Besides(0, 0) for piece in pieces]
-    losses = [sum(unit.loss_bytes for unit in piece) for piece in pieces]
-    rows = zip(kept, more, losses, strict=True)
-    return replace(
+        kept, units, unknown = units_held(recording, model, pieces)
+    except UnmeasurableError as error:
+        return plain, (f"stages are cut without regard to memory: {error}",)
+    numbers = {piece.name: index for index, piece in enumerate(pieces)}
+    places = [numbers[piece.name] for piece in kept]
+    each = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
+    for place, unit in zip(places, units, strict=True):
+        each[place] = unit
+    problem = replace(
         plain,
-        held_bytes=[size + room.microbatches * one.batch for size, one in zip(held, more, strict=True)],
-        activation_bytes=[max(size - one.batch, 0) + loss for size, one, loss in rows],
-        working_bytes=[one.working for one in more],
-        ties=[(own[one], own[other], size) for one, other, size in ties_of(units) if own[one] < own[other]],
+        held_bytes=[unit.held_bytes + room.microbatches * unit.input_bytes for unit in each],
+        activation_bytes=[unit.in_flight_bytes for unit in each],
+        working_bytes=[unit.working_bytes for unit in each],
+        ties=[(places[one], places[other], size) for one, other, size in ties_of(units)],
+        balanced="bytes" if by_bytes else "seconds",
     )
-
-
-def _memory_of_units(recording: Recording, model: nn.Module, stages: int) -> tuple[list[int], list[UnitCost]]:
-    """All units at which the recording can be cut: where they begin, and what they take."""
-    kept, units = units_held(recording, model, candidates(recording, model, "flops", stages))
-    return [unit.position for unit in kept], units
+    if not unknown:
+        return problem, ()
+    return problem, (
+        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({unknown[0]!r} is the first) does not count as "
+        "memory: such a unit does not run on fake tensors. Leave room for it in memory_limit=",
+    )
 
 
 def _best(problem: Problem, stages: int, room: Room) -> list[int]:
@@ -187,9 +188,8 @@ def measured(
     names = [unit.name for unit in profile.units]
     if len(names) <= len(by_work):
         return Decision(unchanged)
-    positions = {unit.name: unit.position for unit in units}
-    seconds = [unit.seconds for unit in profile.units]
-    problem = _problem(recording, model, len(by_work) + 1, seconds, [positions[name] for name in names], room)
+    pieces = [unit for unit in units if unit.name in names]
+    problem, notes = _problem(recording, model, pieces, [unit.seconds for unit in profile.units], room)
     crossing = [room.crossing_seconds(unit, profile) for unit in profile.units]
     problem = replace(problem, crossing_seconds=crossing)
     starts = _best(problem, len(by_work) + 1, room)
@@ -197,7 +197,7 @@ def measured(
         before = [0, *map(names.index, by_work)]
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = before
-    return _with_costs(_decided(names, problem, starts), profile, room)
+    return _with_costs(_decided(names, problem, starts, notes), profile, room)
 
 
 def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:
@@ -210,10 +210,10 @@ def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:
     return replace(found, costs=costs, link=room.link_of(profile))
 
 
-def _decided(names: Sequence[str], problem: Problem, starts: Sequence[int]) -> Decision:
+def _decided(names: Sequence[str], problem: Problem, starts: Sequence[int], notes: tuple[str, ...]) -> Decision:
     """Cuts at these units, what each stage takes, and whether that is uneven."""
     loads, runs = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
-    notes = uneven(loads, names, runs, problem.seconds)
+    notes += uneven(loads, names, runs, problem.seconds)
     return Decision(tuple(names[start] for start in starts[1:]), tuple(loads), notes)
 
 
@@ -295,10 +295,11 @@ def _by_profile(
                 "it. Make one with penstock.profile(...) or `penstock profile`, or use balance='time'"
             )
     times = [sum(unit.seconds for unit in units) for units in pieces]
-    problem = _problem(recording, model, stages, times, positions, room)
+    starting = [Candidate(*piece, 0) for piece in zip(names, positions, strict=True)]
+    problem, unknown = _problem(recording, model, starting, times, room)
     problem = replace(problem, crossing_seconds=[room.crossing_seconds(units[0], profile) for units in pieces])
     starts = _best(problem, stages, room)
-    found = _decided(names, problem, starts)
+    found = _decided(names, problem, starts, unknown)
     return replace(_with_costs(found, profile, room), notes=(*notes, *found.notes))
 
 

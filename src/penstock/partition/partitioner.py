@@ -30,14 +30,12 @@ from penstock.partition.stages.origins import not_on_the_last, origins
 from penstock.partition.stages.partition import Leaf, Partition, describe
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
-from penstock.partition.stages.totals import draw_offsets, saved_of, work_of_stages
 from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Grain, find_units, public_name, refuse_compiled, refuse_lazy
-from penstock.partition.values.defaults import default_kwargs, other_way
+from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.objects import input_path
-from penstock.partition.watch.saved import UnwatchableError
 from penstock.trees import Flat, flatten, unflatten
 
 Division = tuple[Decision, Opening]
@@ -63,7 +61,6 @@ class Partitioner:
         leaves: names of modules to run as a whole because a recording cannot follow them.
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
-        sees_saved: look at what forwards save for backward; see `Partition.saved`.
         room: what stages may take of memory.
         balance: what to spread evenly over the stages; see `Choice`. Times are measured by `weigh`; until then, cuts
             even out the work.
@@ -83,7 +80,6 @@ class Partitioner:
         streams: RandomSource,
         balance: Balance | Choice = "time",
         room: Room = NO_LIMIT,
-        sees_saved: bool = False,
     ) -> None:
         check_counts(stages=stages)
         self._choice = Choice.of(balance)
@@ -98,7 +94,6 @@ class Partitioner:
         self._chooses = cuts is None
         self._leaves, self._streams = tuple(leaves or ()), streams
         self._room = room
-        self._sees_saved = sees_saved or room.is_limited or self._choice.memory
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._lengths: list[Lengths] = []
         self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
@@ -148,7 +143,7 @@ class Partitioner:
             key = (*signature, self._state())  # recording may have opened blocks
             if not self._is_settled:
                 self._weighable.setdefault(key, recording)
-            elif not self._sees_saved:
+            else:
                 self._learn(given, signature[1], partition)
         variants = self._partitions.setdefault(key, [])
         for place, variant in enumerate(variants):
@@ -265,12 +260,7 @@ class Partitioner:
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:
         try:
-            return record(self.model, args, kwargs, self._leaves, self._grain, opening, sees_saved=self._sees_saved)
-        except UnwatchableError:
-            if self._room.is_limited or self._choice.memory:
-                raise
-            self._sees_saved = False
-            return self._record(args, kwargs, opening)
+            return record(self.model, args, kwargs, self._leaves, self._grain, opening)
         except Obstacle as obstacle:
 
             def again(leaves: Sequence[str], given: Mapping[str, Any]) -> Recording:
@@ -286,7 +276,7 @@ class Partitioner:
         if (recording.grain, recording.opening) != (self._grain, self._opening):
             self._grain, self._opening = recording.grain, recording.opening
         self._look_around()
-        self.cuts, work = tuple(split.cuts), work_of_stages(recording, split)
+        self.cuts, work = tuple(split.cuts), split.work()
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
@@ -294,19 +284,15 @@ class Partitioner:
         return Partition(
             stages=stages,
             drawing_modules=recording.drawing,
-            draw_offsets=draw_offsets(recording, split.starts),
+            draw_offsets=split.draw_offsets(),
             cuts=self.cuts,
             work=work,
-            saved=saved_of(recording, split) if self._sees_saved else (),
             costs=self._decision.costs,
             link=self._decision.link,
             notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work)),
             origins=origins(recording, stages),
             guards=recording.guards,
             is_foreign=recording.is_foreign,
-            input_structure=given.structure,
-            input_paths=tuple(map(input_path, given.paths)),
-            input_leaves=tuple(describe(leaf) for leaf in given.leaves),
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
@@ -314,7 +300,6 @@ class Partitioner:
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
             leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
-            other_way=other_way(model),
         )
 
     def _make(

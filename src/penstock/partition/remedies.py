@@ -6,18 +6,15 @@ one message lists all obstacles.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 from torch import nn
 
 from penstock.partition.cut.balance import candidates
-from penstock.partition.obstacle import Obstacle, Rate
+from penstock.partition.obstacle import ELSEWHERE, OUTSIDE, Obstacle
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.units import has_forward
 from penstock.words import counted
@@ -30,9 +27,6 @@ SECONDS = 30.0
 
 LISTED = 8
 """The most leaves that a message lists by name."""
-
-_KEPT = re.compile("surviv|keep")
-"""A rate with such a name is the chance of keeping a layer."""
 
 Record = Callable[[Sequence[str], Mapping[str, Any]], Recording]
 """Records with these leaves and keyword arguments."""
@@ -109,8 +103,8 @@ def explained(
         search.failure = f"leaves={given}, which leaves nothing to split: {left}"
         if helps:
             remedies.append(f"Pass leaves={given}, so that {it} (tried: {left})")
-    if (rates := _rates(search)) is not None:
-        remedies.append(rates)
+    if error.otherwise:
+        remedies.append(error.otherwise)
     if (
         len(search.found) == 1
         and "labels" in kwargs
@@ -120,58 +114,17 @@ def explained(
         remedies.append("leave out labels and pass loss_fn=... (tried)")
     if not remedies:
         failed = f" Tried: {search.failure.rstrip('.')}." if search.failure else ""
-        return f"{text}.{failed} {error.otherwise}"
+        return f"{text}.{failed} {OUTSIDE if error.scope else ELSEWHERE}"
     first, *others = remedies
     return f"{text}. {', or '.join([first[:1].upper() + first[1:], *others])}"
-
-
-def _rates(search: _Search) -> str | None:
-    """The advice to set rates to 0, or to 1 for chances of keeping a layer; None if that does not help."""
-    names = {id(module): name for name, module in search.model.named_modules()}
-    every = {(id(r.module), r.name): r for obstacle in search.found for r in obstacle.rates if id(r.module) in names}
-    groups = [[rate] for rate in every.values()] if len(search.found) == 1 else []
-    groups += [[*every.values()]] if len(groups) != 1 else []
-    for rates, number in product(groups, (0.0, 1.0)):
-        if not rates or (number and not all(_KEPT.search(rate.name) for rate in rates)) or not search.may_try():
-            continue
-        if _helps(search, rates, number):
-            paths = " and ".join(_path(rate, names) for rate in rates)
-            now = ", ".join(dict.fromkeys(_text(rate.value) for rate in rates))
-            return f"set {paths} to {number:g}, now {now} (tried)"
-    return None
-
-
-def _path(rate: Rate, names: Mapping[int, str]) -> str:
-    path = f"{names[id(rate.module)]}.{rate.name}".lstrip(".")
-    return f"all of {path}" if isinstance(rate.value, (list, tuple)) else path
-
-
-def _text(value: Any) -> str:
-    return repr(value) if isinstance(value, (list, tuple)) else f"{value:g}"
-
-
-def _helps(search: _Search, rates: Sequence[Rate], number: float) -> bool:
-    with ExitStack() as stack:
-        for rate in rates:
-            stack.enter_context(_set(rate, rate.alike(number)))
-        return _records(search, search.kwargs)
 
 
 def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
     try:
         search.record(search.given, kwargs)
-    except Exception:  # including errors that the model raises without labels, or with another rate
+    except Exception:  # including errors that the model raises without labels
         return False
     return True
-
-
-@contextmanager
-def _set(rate: Rate, value: Any) -> Iterator[None]:
-    setattr(rate.module, rate.name, value)
-    try:
-        yield
-    finally:
-        setattr(rate.module, rate.name, rate.value)
 
 
 def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> tuple[str, bool]:

@@ -243,7 +243,6 @@ def build(
     order: Schedule,
     options: Options,
     *,
-    sees_saved: bool = False,
     front_end: MakeFrontEnd | None = None,
     plan: Plan | None = None,
 ) -> Pipeline:
@@ -251,7 +250,6 @@ def build(
 
     Args:
         example: one batch: positional and keyword inputs.
-        sees_saved: look at what forwards save for backward; see `Partition.saved`.
         front_end: makes the stages; None: the model is recorded, according to `options`.
         plan: what the pipeline follows, which a recorded run is compared with.
     """
@@ -284,7 +282,7 @@ def build(
 
         def split_at(example: batches.CutBatch) -> SplitModel:
             with engine.control.agreed():
-                make = front_end or partial(_recorder, options, options.room(order), sees_saved)
+                make = front_end or partial(_recorder, options, options.room(order))
                 cutter = make(model, order.placement.depth, engine.streams)
             return SplitModel(
                 cutter,
@@ -324,7 +322,6 @@ def build(
 def _recorder(
     options: Options,
     room: Room,
-    sees_saved: bool,
     model: nn.Module | Sequence[nn.Module],
     stages: int,
     streams: RandomSource,
@@ -338,7 +335,6 @@ def _recorder(
         balance=options.choice,
         room=room,
         streams=streams,
-        sees_saved=sees_saved,
     )
 
 

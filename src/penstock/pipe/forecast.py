@@ -62,6 +62,7 @@ def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
 
 def memory_of_ranks(
     partition: Partition,
+    found: Sequence[Footprint | None],
     order: Schedule,
     asked: torch.dtype | None,
     target_bytes: int,
@@ -74,6 +75,7 @@ def memory_of_ranks(
 
     Args:
         partition: one copy of the model, for one microbatch.
+        found: of each stage, without a loss.
         order: computations only.
         asked: the `gradient_dtype=` of the run.
         target_bytes: the size of the whole batch's target.
@@ -81,12 +83,10 @@ def memory_of_ranks(
         runs_again: every forward runs again in its backward.
     """
     metas = [stage.meta for stage in partition.stages]
-    last = len(metas) - 1
-    found = [
-        footprint(stage.module, [i.meta for i in stage.meta.inputs], with_loss=with_loss and stage.meta.index == last)
-        for stage in partition.stages
-    ]
     prints = [each for each in found if each is not None]
+    if with_loss and len(prints) == len(found):
+        last = footprint(partition.stages[-1].module, [i.meta for i in metas[-1].inputs], with_loss=True)
+        prints = prints[:-1] if last is None else [*prints[:-1], last]
     if len(prints) < len(found) or (runs_again and order.splits):
         return ()
     order = drop_backward(order, [meta.index for meta in metas if not needs_backward(meta)])

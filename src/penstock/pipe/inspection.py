@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError, PenstockError, check_counts
 from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
+from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.units.chain import as_module
 from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.arguments import checked_inputs
@@ -60,7 +61,7 @@ class StageFound:
         inputs: the names of the model's inputs that it uses.
         modules: the names of the modules that run on it, none within another.
         activation_bytes: what a microbatch keeps on it from its forward to its backward, besides parameters and
-            buffers; None if that cannot be seen.
+            buffers; None if it does not run on fake tensors.
         seconds: its forward and backward of a microbatch, as they were measured or the profile says where the model is
             cut by that; None if it is not.
     """
@@ -211,18 +212,19 @@ def inspect(
     # Nothing accumulates here: `gradient_dtype` is only counted with.
     replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "gradient_dtype": None}
     options = Options.of({**given, **replaced})
-    with torch.enable_grad(), build(model, example, World(order.ranks), order, options, sees_saved=True) as pipe:
+    with torch.enable_grad(), build(model, example, World(order.ranks), order, options) as pipe:
         untried = pipe.session.rehearse(*example, target, loss=loss_fn is not ...)
         recorded = pipe.session.partition
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = _one_copy(recorded, order)
         notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
-        found = _described(model, pipe, partition, pipe.schedule.microbatches, asked)
+        kept = [footprint(stage.module, [i.meta for i in stage.meta.inputs]) for stage in partition.stages]
+        found = _described(model, pipe, partition, pipe.schedule.microbatches, asked, kept)
         ranks: tuple[RankMemory, ...] = ()
         if recompute in ("never", "always") and not offload:
             targets = sum(tensor.nbytes for tensor in leaf_tensors(target))
             ranks = memory_of_ranks(
-                partition, order, asked, targets, with_loss=loss_fn is not ..., runs_again=recompute == "always"
+                partition, kept, order, asked, targets, with_loss=loss_fn is not ..., runs_again=recompute == "always"
             )
         return replace(found, notes=(*found.notes, *notes), memory=ranks)
 
@@ -274,6 +276,7 @@ def _described(
     partition: Partition,
     microbatches: int,
     asked: torch.dtype | None,
+    kept: Sequence[Footprint | None],
 ) -> Inspection:
     every = list(pipe.model.parameters())
     parameters = sum(p.numel() for p in every)
@@ -282,7 +285,7 @@ def _described(
         parameters=parameters,
         parameter_bytes=sum(p.numel() * p.element_size() for p in every),
         microbatches=microbatches,
-        stages=tuple(_stage(partition, index, parameters, asked) for index in range(len(partition.stages))),
+        stages=tuple(_stage(partition, index, parameters, asked, own) for index, own in enumerate(kept)),
         crossings=_crossings(partition),
         ties=_ties(partition),
         branches=tuple(f"{g.source_line} reads {g.expected!r}" for g in partition.guards if g.expected is not None),
@@ -290,7 +293,9 @@ def _described(
     )
 
 
-def _stage(partition: Partition, index: int, parameters: int, asked: torch.dtype | None) -> StageFound:
+def _stage(
+    partition: Partition, index: int, parameters: int, asked: torch.dtype | None, kept: Footprint | None
+) -> StageFound:
     stage = partition.stages[index]
     own = list(stage.parameters.values())
     earlier = {name for before in partition.stages[:index] for name in before.parameters}
@@ -310,7 +315,7 @@ def _stage(partition: Partition, index: int, parameters: int, asked: torch.dtype
         draws=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),
         inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
         modules=modules_of(stage),
-        activation_bytes=partition.saved[index] if partition.saved else None,
+        activation_bytes=None if kept is None else kept.kept,
         seconds=partition.costs[index].forward_seconds + partition.costs[index].backward_seconds
         if partition.costs
         else None,

@@ -114,7 +114,7 @@ class Options:
         limit = math.inf if self.memory_limit is None else self.memory_limit
         most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
         through = len(order.placement.microbatches_of(0, order.microbatches))
-        return Room(limit, tuple(in_flight_by_stage(order)), most, self.link, through, counts=True)
+        return Room(limit, tuple(in_flight_by_stage(order)), most, self.link, through)
 
     def _check_kinds(self) -> None:
         checked_dtype(self.gradient_dtype)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings
 from penstock.stages import StageMeta
-from penstock.trees import Flat
 
 
 class Stage(Protocol):
@@ -97,9 +96,6 @@ class Partition(Protocol):
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
         """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be of its kind."""
-
-    def take(self, given: Flat) -> list[Tensor]:
-        """The tensors that stage 0 receives, from flattened (args, kwargs). Raises ShapeError for another kind."""
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:
         """The model's own result from the last stage's outputs."""

@@ -86,7 +86,7 @@ def stage_seconds(
     """
     _check_weights(model)
     partition = record(model, args, kwargs, stages, **options).partition
-    given = partition.take(flatten((tuple(args), dict(kwargs))))
+    given = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)
     values: dict[tuple[int, str], Tensor] = {
         (MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, given, strict=True)
     }

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from penstock import verify
 from penstock.partition import Partition, Partitioner
-from penstock.trees import flatten
 from scaffolding.models import gpt
 
 
@@ -28,7 +27,7 @@ def run(model: nn.Module, stages: int, *args: Tensor) -> tuple[Tensor, list[str]
     """The stages one after the other, with a hook that seeds each drawing module by name and number of the call."""
     streams = Streams()
     made = Partitioner(model, stages, streams=streams)(args)
-    values = {(-1, i.name): t for i, t in zip(made.stages[0].meta.inputs, made.take(flatten((args, {}))), strict=True)}
+    values = {(-1, i.name): t for i, t in zip(made.stages[0].meta.inputs, made.arrange(args), strict=True)}
     for stage, offsets in zip(made.stages, made.draw_offsets, strict=True):
         handles = []
         for name, module in made.drawing_modules.items():

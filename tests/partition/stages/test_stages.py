@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from penstock.partition import Partition, Partitioner, default_kwargs, retarget
 from penstock.stages import MODEL_INPUT, Input, StageMeta, TensorMeta, backward_links, gradient_routes, ties
-from penstock.trees import flatten
 from scaffolding.models import CASES, Case, convnet, dicts, gpt, in_place, llama, mixtral, mlp, skips, squared_error
 
 
@@ -72,7 +71,7 @@ def test_only_inputs_that_are_used_travel() -> None:
     first, second = (s.meta for s in made.stages)
     assert [(i.name, i.source) for i in first.inputs] == [("x", MODEL_INPUT), ("late", MODEL_INPUT)]
     assert [(i.name, i.source) for i in second.inputs] == [("late", 0), ("layers_0", 0)]
-    given = made.take(flatten(((x, torch.zeros(1), late), {})))
+    given = made.arrange((x, torch.zeros(1), late))
     assert given[0] is x
     assert given[1] is late
 

@@ -33,8 +33,7 @@ def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recor
             f"{where} branches on a random number at {ask.source_line}, and its two ways differ in more than the "
             f"modules that one leaves out: {error}",
             ask.scope,
-            ask.rates,
-            "Set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
+            "set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
         ) from None
 
 
@@ -128,7 +127,6 @@ class _Merger:
             scope=next((u for u in units if u in base.blocks), units[0]) if units else first.scope,
             storages=frozenset(s for n in outputs for s in facts[n].storages),
             writes=frozenset(s for f in facts.values() for s in f.writes if s in base.memory),
-            saved_sizes={s: size for f in facts.values() for s, size in f.saved_sizes.items()},
             takes_gradient=any(f.takes_gradient for f in facts.values()),
             source_line=branch.source_line,
             work=sum(f.work for f in facts.values()),
@@ -142,7 +140,6 @@ class _Merger:
                 kind="call",
                 draws=False,
                 writes=frozenset(),
-                saved_sizes={},
                 work=0,
             )
 

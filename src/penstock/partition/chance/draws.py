@@ -25,7 +25,6 @@ from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.chance import foreign
 from penstock.partition.chance.foreign import States
-from penstock.partition.obstacle import rates_here
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.recording import Ask
 from penstock.partition.units.units import Learned
@@ -230,7 +229,7 @@ class Chance:
             self._answers[node] = self._choices.get(len(self.asks), False)
             book = self._book
             line = source.current_line()
-            self.asks.append(Ask(node, book.observer.position, line, book.scope, rates_here()))
+            self.asks.append(Ask(node, book.observer.position, line, book.scope))
         return self._answers[node]
 
     def calculate(self, function: Callable[..., Any], *args: Any) -> Drawn:

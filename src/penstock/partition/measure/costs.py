@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Operations, Profile, UnitCost
+from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Operations, Profile, Tied, UnitCost
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate, cut_positions
@@ -163,17 +163,12 @@ def _shared(split: CutRecording, runs: Mapping[int, Run | Like]) -> list[int]:
 def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int, Run | Like]) -> tuple[UnitCost, ...]:
     """What each unit costs."""
     crossing = _crossing([plan.inputs for plan in split.plans])
-    recording = split.recording
     shared = _shared(split, runs)
     found: list[UnitCost] = []
-    for index, (unit, plan) in enumerate(zip(kept, split.plans, strict=True)):
+    for index, unit in enumerate(kept):
         run, one = run_of(runs, index), runs[index]
         like = kept[one.stage].name if isinstance(one, Like) else ""
         times = run.times()
-        names = {name for node in plan.run for name in split.held_by(node)}
-        held = [recording.held[name] for name in names]
-        size = sum(t.numel() * t.element_size() for t in held)
-        trained = sum(t.numel() * t.element_size() for t in held if t.requires_grad)
         sent, back = crossing[index]
         cost = UnitCost(
             unit.name,
@@ -182,9 +177,6 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int
             times.weight_gradient,
             activation_bytes=run.saved.bytes,
             shared_bytes=shared[index],
-            parameter_bytes=size,
-            gradient_bytes=trained,
-            optimizer_bytes=OPTIMIZER_VALUES * trained,
             boundary_bytes=sent,
             boundary_gradient_bytes=back,
             spread=times.spread,
@@ -196,7 +188,28 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int
             apart: dict[str, Any] = dict(zip(SPLIT_SECONDS, times.split, strict=True))
             cost = replace(cost, **apart)
         found.append(cost)
-    return tuple(found)
+    return tuple(with_tensors(found, split))
+
+
+def with_tensors(units: Sequence[UnitCost], split: CutRecording) -> list[UnitCost]:
+    """The units with their parameters and buffers, and those among them that others have too."""
+    held, found = split.recording.held, []
+    names = [dict.fromkeys(name for node in plan.run for name in split.held_by(node)) for plan in split.plans]
+    count = Counter(name for each in names for name in each)
+    for unit, own in zip(units, names, strict=True):
+        sizes = {name: held[name].numel() * held[name].element_size() for name in own}
+        trained = {name: size if held[name].requires_grad else 0 for name, size in sizes.items()}
+        total, tied = sum(trained.values()), tuple(Tied(n, sizes[n], trained[n]) for n in own if count[n] > 1)
+        found.append(
+            replace(
+                unit,
+                parameter_bytes=sum(sizes.values()),
+                gradient_bytes=total,
+                optimizer_bytes=OPTIMIZER_VALUES * total,
+                tied=tied,
+            )
+        )
+    return found
 
 
 def _crossing(inputs: Sequence[Sequence[Input]]) -> list[tuple[int, int]]:

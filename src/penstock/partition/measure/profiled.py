@@ -29,7 +29,7 @@ def profiled(
 ) -> Profile:
     """What each unit of a recording costs. Arguments and errors are those of `Partitioner.profile`."""
     units = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
-    _, held = units_held(recording, model, units)
+    _, held, _ = units_held(recording, model, units)
 
     def complete(found: Profile) -> Profile:
         return replace(found, rows=rows, units=with_memory(found.units, held))

@@ -23,7 +23,7 @@ from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, has_global_b
 from penstock.errors import PartitionError
 from penstock.marks import calling_at_marks
 from penstock.partition.chance.draws import node_of_drawn
-from penstock.partition.obstacle import Obstacle, rates_read
+from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recording.guards import is_readable
@@ -51,7 +51,6 @@ class Attempt:
     Attributes:
         units: the modules that run as a whole, by their `id`.
         opening, grain: what led to these units.
-        sees_saved: look at what is saved for backward.
     """
 
     model: nn.Module
@@ -60,7 +59,6 @@ class Attempt:
     units: dict[int, Unit]
     opening: Opening
     grain: Grain
-    sees_saved: bool
 
     def way(self, choices: Mapping[int, bool]) -> Recording:
         """Records the path that the forward takes if its random branches get these answers."""
@@ -90,12 +88,10 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
             reach = Reach(model)
             recorder = Recorder(
                 *(model, units, loan, EntryModes(device), names, mode, fake_calls, reach, choices, opening),
-                watches_saved=attempt.sees_saved,
                 taken=attempt.grain.taken,
             )
             provenance = recorder.observer.provenance
             stack.callback(provenance.restore)
-            stack.callback(recorder.observer.saved.release)
             inputs = _inputs(recorder, mode, given)
             with _staying_whole(recorder):
                 result = _run_checked(recorder, mode, inputs, given.structure, attempt.grain.functions)
@@ -192,7 +188,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with _without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
-                with mapped_functions(), observer.saved.watching(), calling_at_marks(recorder.mark):
+                with mapped_functions(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
@@ -217,7 +213,7 @@ def _quiet_about_hooks() -> Iterator[None]:
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
     where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope, rates_read(error))
+    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope)
 
 
 def _module(recorder: Recorder) -> str:
@@ -299,8 +295,6 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
-    recorder.observer.saved.follow(tensors)
-    recorder.observer.saved.settle()
     texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     return Recording(

@@ -29,13 +29,11 @@ def record(
     leaves: Sequence[str] = (),
     grain: Grain = NO_GRAIN,
     opening: Opening = NOTHING,
-    *,
-    sees_saved: bool = False,
 ) -> Recording:
     """Records `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
 
     `leaves`, `grain` and `opening`: see `find_units`. The recording's `grain` and `opening` add what the attempts
-    showed. `sees_saved`: look at what is saved for backward.
+    showed.
 
     Raises PartitionError, with the line of the user's code, for anything that a stage could not replay.
     """
@@ -43,7 +41,7 @@ def record(
     without: Grain | None = None  # to go back to if opening more modules does not help
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        attempt = Attempt(model, args, kwargs, units, opening, grain, sees_saved)
+        attempt = Attempt(model, args, kwargs, units, opening, grain)
         try:
             found = attempt.way({})
             if found.asks and any(entry.is_carried for entry in found.left):

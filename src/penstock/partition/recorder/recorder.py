@@ -72,11 +72,10 @@ class Recorder(Writer, TorchFunctionMode):
         choices: Mapping[int, bool],
         opening: Opening,
         *,
-        watches_saved: bool = False,
         taken: Collection[str] = (),
     ) -> None:
         self.seeds = Seeds()
-        observer = Observer(names, self.seeds, watches_saved=watches_saved)
+        observer = Observer(names, self.seeds)
         observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
         observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
         side_channels = SideChannels(model, units, reach, observer)
@@ -332,15 +331,13 @@ class Recorder(Writer, TorchFunctionMode):
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
-            # Outside any checkpoint: its hooks would hide what a stage saves, and stages do not rerun anything for it.
-            with quiet(), self.observer.saved.watching():
+            with quiet():
                 return original(unit.module, *args, **kwargs), *self.observer.take()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
-            self.observer.saved.forget()
             self.reach.cached.forget()  # what it cached from fakes before it failed
             self.observer.work = work
             result, drew, writes = run_for_real(

@@ -36,7 +36,6 @@ from penstock.partition.values.objects import (
     holds_tensors,
     is_named_tuple,
     rebuilt,
-    tensors_in,
 )
 from penstock.partition.values.passed import Passed, kept_by
 from penstock.partition.watch.observer import Observer
@@ -97,8 +96,6 @@ class Writer:
         if kind == "unit":
             fact.scope, fact.runs_again = str(target.function), in_checkpoint()
         self._bind(result, node, writes, alone=True)
-        self.observer.saved.follow(tensors_in(result))
-        self.observer.saved.belongs_to(fact)
         for storage in writes:  # an in-place update may make aliases require a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]

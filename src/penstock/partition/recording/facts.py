@@ -38,7 +38,6 @@ class Fact:
         meta: the result's, if that is one tensor.
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
         writes: the memory that it updated in place.
-        saved_sizes: the size in bytes of each piece of memory that it saved for backward, if that was looked at.
         takes_gradient: whether any tensor of its result requires a gradient.
         draws: whether it is a torch call outside the units that draws random numbers.
         stream: the name of the stream that it draws from.
@@ -60,7 +59,6 @@ class Fact:
     meta: TensorMeta | None = None
     storages: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
-    saved_sizes: Mapping[int, int] = field(default_factory=dict)
     takes_gradient: bool = False
     draws: bool = False
     stream: str = ""

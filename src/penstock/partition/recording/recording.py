@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.partition.obstacle import Rate
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard
 from penstock.partition.state.left_behind import Left
@@ -35,14 +34,13 @@ class RandomSource(Protocol):
 class Ask:
     """The forward asked for the outcome of `node` before the node `index` was recorded.
 
-    `source_line` is where it asked, `scope` the module whose code that is, `rates` what this code reads there.
+    `source_line` is where it asked, `scope` the module whose code that is.
     """
 
     node: fx.Node
     index: int
     source_line: str
     scope: str = ""
-    rates: tuple[Rate, ...] = ()
 
 
 @dataclass(frozen=True)

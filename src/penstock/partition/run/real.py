@@ -57,7 +57,6 @@ def run_for_real(
                 stand_ins.remember()
             observer.take(keep=False)  # making up tensors writes to them
             result = original(unit.module, *real_args, **real_kwargs)
-            observer.saved.follow(tensors_in((result, given.containers)))
         except PartitionError:
             raise
         except Exception as error:
@@ -72,7 +71,7 @@ def run_for_real(
             )
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written = stand_ins.written(observer, seen)
-    back = _back_to_fakes(stand_ins.pairs, observer, mode, device)
+    back = _back_to_fakes(stand_ins.pairs, mode, device)
     left = map_tensors(back, (result, given.containers))
     for module, name, value in list(snapshot.changed()):
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
@@ -114,10 +113,7 @@ class _StandIns:
         self._before = {key: real._version for key, (_, real) in self._made.items()}
 
     def written(self, observer: Observer, seen: Collection[int]) -> frozenset[int]:
-        """The memory of the fakes whose real tensors the unit wrote to. Tells the observer which stands for which.
-
-        `seen`: the memory that operators wrote.
-        """
+        """The memory of the fakes whose real tensors the unit wrote to. `seen`: the memory that operators wrote."""
         written, root = set[int](), observer.provenance.root  # the run on fakes may have given it other memory
         for key, (fake, real) in self._made.items():
             if key in self._before and real._version != self._before[key]:
@@ -125,7 +121,6 @@ class _StandIns:
                 written.add(root(fake))
             elif storage_of(real) in seen:
                 written.add(root(fake))
-            observer.stands_for(real, fake)
         return frozenset(written)
 
 
@@ -173,9 +168,7 @@ def _may_draw(module: nn.Module) -> bool:
     return isinstance(module, nn.RReLU) or bool(getattr(module, "dropout", 0.0))
 
 
-def _back_to_fakes(
-    made: list[tuple[Tensor, Tensor]], observer: Observer, mode: Any, device: torch.device
-) -> Callable[[Tensor], Tensor]:
+def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
     by_id = {id(real): fake for fake, real in made}
     by_storage = {storage_of(real): fake for fake, real in made}
 
@@ -185,9 +178,7 @@ def _back_to_fakes(
         base = by_storage.get(storage_of(tensor))
         if base is not None and base.dtype == tensor.dtype:
             return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-        new = fake_value(tensor, mode, device)
-        observer.stands_for(tensor, new)
-        return new
+        return fake_value(tensor, mode, device)
 
     return fake
 

@@ -40,7 +40,7 @@ def again(
         reach.restore()
     call = Call(-1, "", True, observer.provenance.roots(tensors_in(copies)))
     try:
-        with suppress(Exception), observer.provenance.calling(call), observer.saved.aside(), quiet():
+        with suppress(Exception), observer.provenance.calling(call), quiet():
             run(*copies)
     finally:
         reach.restore()

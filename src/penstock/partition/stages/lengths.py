@@ -55,7 +55,7 @@ class Lengths:
         found, ends = self._find(key, leaves), (min(self._alike, default=1), max(self._alike, default=0))
         if found is None or not ends[0] <= found[1] <= ends[1]:
             return None
-        partition = _partition({end: self._alike[end] for end in ends}, found[1], leaves)
+        partition = _partition({end: self._alike[end] for end in ends}, found[1])
         return partition if partition.holds(given) else None
 
     def learn(self, key: Hashable, leaves: Sequence[Leaf], partition: Partition, probe: Probe) -> bool:
@@ -76,9 +76,9 @@ class Lengths:
             prime = next(n for n in range(bound, 1, -1) if all(n % d for d in range(2, isqrt(n) + 1)))
             try:
                 known = {**self._recorded, **self._alike}
-                _partition(known, longest, leaves)
+                _partition(known, longest)
                 known |= {n: probe(self._dims, n) for n in (prime, 1 << bound.bit_length() - 1) if n not in known}
-                _partition(known, longest, leaves)
+                _partition(known, longest)
                 self._alike = known
                 return True
             except Exception:
@@ -133,14 +133,13 @@ def _packed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 
-def _partition(recorded: Mapping[int, Partition], length: int, leaves: Sequence[Leaf]) -> Partition:
+def _partition(recorded: Mapping[int, Partition], length: int) -> Partition:
     """The partition for a length. Raises ValueError if more differs than numbers that follow the length."""
     partitions = list(recorded.values())
     _same([_kept(partition) for partition in partitions])
     fit = partial(_fit, lengths=list(recorded), at=length)
     return replace(
         partitions[0],
-        input_leaves=tuple(leaves),
         result_leaves=fit([partition.result_leaves for partition in partitions]),
         guards=tuple(
             replace(each[0], module=_code([guard.module for guard in each], fit))

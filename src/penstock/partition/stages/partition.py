@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError, ShapeError
+from penstock.errors import ShapeError
 from penstock.partition.recording.guards import Guard
 from penstock.partition.recording.recording import Constant
 from penstock.partition.stages.aliases import crosses_twice
 from penstock.partition.stages.stage import Stage
 from penstock.partition.state.assumptions import contents_of
 from penstock.partition.state.left_behind import Left, in_place
-from penstock.partition.values.objects import input_path
 from penstock.simulate.costs import LinkCost, StageCost
-from penstock.trees import Flat, unflatten
+from penstock.trees import unflatten
 
 Leaf = tuple[object, ...]
 
@@ -47,8 +46,6 @@ class Partition:
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
         work: each stage's work, including its backward; see `work_of`.
-        saved: for each stage, the bytes that a microbatch's forward keeps for its backward, besides parameters and
-            buffers; empty if that was not looked at, or cannot be seen.
         costs: what a microbatch costs on each stage, by the profile that decided where to cut; empty if none did.
         link: what a message between two stages was taken to cost.
         notes: what the user should know about the recording.
@@ -70,32 +67,16 @@ class Partition:
     origins: Mapping[str, Origin]
     guards: tuple[Guard, ...]
     is_foreign: bool
-    input_structure: Any
-    input_paths: tuple[str, ...]
-    input_leaves: tuple[Leaf, ...]
     input_order: tuple[int, ...]
     result_structure: Any
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
     leaves_here: bool = False
-    saved: tuple[int, ...] = ()
     costs: tuple[StageCost, ...] = ()
     link: LinkCost | None = None
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()
-    """The paths of input tensors that the forward updates in place, as in `input_paths`."""
-    other_way: str = ""
-    """How to keep this model from branching on masks, in brackets; empty if there is no switch."""
-
-    def take(self, given: Flat) -> list[Tensor]:
-        """The tensors that stage 0 receives, in its order, from flattened (args, kwargs).
-
-        Raises ShapeError, naming the leaf, if structure, shape, dtype or a constant is not as recorded, and
-        PartitionError if the forward would take another branch than the recorded one.
-        """
-        self._check_structure(given)
-        self._check_leaves(given.leaves)
-        return self.arrange(given.leaves)
+    """The paths of input tensors that the forward updates in place."""
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the forward reads the same from these leaves of (args, kwargs) as it did when recorded."""
@@ -111,33 +92,8 @@ class Partition:
         return replace(self, guards=guards) if alike else None
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be as recorded."""
+        """The tensors that stage 0 receives, in its order, from leaves of (args, kwargs) that are as recorded."""
         return [leaves[i] for i in self.input_order]
-
-    def _check_structure(self, given: Flat) -> None:
-        if given.structure != self.input_structure:
-            paths = [input_path(p) for p in given.paths]
-            missing = ", ".join(p for p in self.input_paths if p not in paths) or "nothing"
-            extra = ", ".join(p for p in paths if p not in self.input_paths) or "nothing"
-            raise ShapeError(
-                f"the arguments' structure is not the recorded one: missing {missing}, unexpected {extra}. Pass the "
-                "same arguments, or call the partitioner for new ones"
-            )
-
-    def _check_leaves(self, leaves: Sequence[Any]) -> None:
-        for leaf, path, expected in zip(leaves, self.input_paths, self.input_leaves, strict=True):
-            if isinstance(leaf, Tensor) and leaf.shape == expected[1] and leaf.dtype == expected[2]:
-                continue
-            if describe(leaf)[:3] != expected[:3]:
-                raise ShapeError(f"input {path} is {_text(describe(leaf))}, but {_text(expected)} was recorded")
-        for guard in self.guards:
-            if not guard.holds(leaves):
-                raise PartitionError(
-                    f"the model's forward branches on values of its inputs at {guard.source_line}: the recording holds "
-                    f"only while that reads {guard.expected!r}, but for this microbatch it reads something else. Pass "
-                    "the pipeline an example that takes the same branch as the batches do, make a pipeline for each "
-                    f"kind of batch, or have the model not branch{self.other_way}"
-                )
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:
         """The model's own result (a tensor, a dict, a ModelOutput), built from the last stage's outputs."""
@@ -175,9 +131,3 @@ def describe(leaf: object) -> Leaf:
     except TypeError:
         return "object", type(leaf), id(leaf), contents_of(leaf)
     return "constant", type(leaf), leaf, contents_of(leaf)
-
-
-def _text(leaf: Leaf) -> str:
-    if leaf[0] == "tensor":
-        return f"a tensor of shape {leaf[1]} and {leaf[2]}"
-    return f"the constant {leaf[2]!r}" if leaf[0] == "constant" else f"an object of {leaf[1]}"

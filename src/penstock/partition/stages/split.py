@@ -6,7 +6,7 @@ uses them. Everything else is computed once, and sent by its producer or by the 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,6 +77,18 @@ class CutRecording:
 
     def stage_of(self, index: int) -> int:
         return bisect_right(self.starts, index)
+
+    def work(self) -> tuple[int, ...]:
+        """Each stage's work; see `work_of`."""
+        found = [0] * self.count
+        for fact in self.facts.values():
+            found[self.stage_of(fact.index)] += fact.work
+        return tuple(found)
+
+    def draw_offsets(self) -> tuple[dict[str, int], ...]:
+        """For each stage, how often each drawing module is called on the stages before it."""
+        calls = self.recording.calls.items()
+        return tuple({name: bisect_left(numbers, start) for name, numbers in calls} for start in (0, *self.starts))
 
     def last_has(self, units: Collection[str]) -> bool:
         """Whether all of these units (at least one) run on the last stage, each for the last time."""

@@ -28,12 +28,6 @@ def default_kwargs(
     return {"use_cache": False} if hands_on else {}
 
 
-def other_way(model: nn.Module) -> str:
-    """The setting that keeps a `transformers` model from branching on masks; empty if it is set or does not apply."""
-    found = (getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules())
-    return " (attn_implementation='eager')" if any(name not in (None, "eager") for name in found) else ""
-
-
 def _keeps_a_cache(model: nn.Module) -> bool:
     """Whether the model, or one inside it, makes a key-value cache unless told not to."""
     configured = (m for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", False))

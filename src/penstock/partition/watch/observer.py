@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.compat import storage_of
 from penstock.marks import cut
 from penstock.partition.state.provenance import OVERWRITES, Provenance, is_seeded, is_view, tensors_of
-from penstock.partition.watch.saved import Saved
 from penstock.partition.watch.seeds import Seeds
 from penstock.partition.watch.work import Operation, work_of
 from penstock.trees import flatten
@@ -35,14 +34,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position: set by the owner: the index of the node that is being recorded.
         work: the work since the owner last set it to 0; see `work_of`.
         provenance: where tensors come from.
-        saved: what is saved for backward.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, registered: Collection[int] | None = None, seeds: Seeds | None = None, *, watches_saved: bool = False
-    ) -> None:
+    def __init__(self, registered: Collection[int] | None = None, seeds: Seeds | None = None) -> None:
         """`registered`: ids of the model's modules; draws in a module made by the forward count as its caller's.
 
         `seeds`: told of the generators that operators get.
@@ -56,7 +52,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = 0
         self._inside_function = False
         self.provenance = Provenance()
-        self.saved = Saved(is_watched=watches_saved)
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
         self.kept: list[Any] = []
@@ -117,10 +112,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.work = work
-
-    def stands_for(self, real: Tensor, fake: Tensor) -> None:
-        """Notes that what was seen of a real tensor that a unit ran on also holds for the fake one."""
-        self.saved.stands_for(real, self.provenance.root(fake))
 
     @contextmanager
     def in_function(self) -> Iterator[None]:

@@ -341,8 +341,7 @@ def _await_ready(
     connection.link.settimeout(patience.beat_seconds)
     while True:
         missing.check()
-        lost: str | None = None
-        failure: Failure | None = None
+        lost, failure = None, None
         try:
             messages, heard = connection.receive(), time.monotonic()
             for message in messages:
@@ -370,9 +369,8 @@ def _await_ready(
 def _on_one_machine() -> bool:
     """Whether the launcher's variables say that no rank runs elsewhere; torchrun sets both."""
     ranks, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    if ranks is not None and ranks == here:
-        return True
-    return os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
+    local = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
+    return local or (ranks is not None and ranks == here)
 
 
 def _own_hosts() -> list[str]:
@@ -397,6 +395,6 @@ def _address_towards(host: str) -> str | None:
 def _listen(alone: bool) -> socket.socket:
     if alone:
         return socket.create_server(("127.0.0.1", 0), backlog=512)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=512)
-    return socket.create_server(("", 0), backlog=512)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=512)

@@ -60,7 +60,7 @@ class Watchdog:
         device: tells where this rank's device is, if it has not caught up with the host. Asked every beat.
         behind: what it said last.
         offset: from this host's clock to that of rank 0's.
-        sightings: each rank as its last beat showed it, at most a beat or two old.
+        sightings: each rank as its last beat showed it, at most a beat or two old; this one as it is.
         partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
         raised: called if something raised here, before the others are told: with that; None if it is most likely the
             effect of another rank's failure.
@@ -82,7 +82,7 @@ class Watchdog:
     ) -> None:
         self.position: Position = OUTSIDE
         self.step = 0
-        self.device: Callable[[], Behind | None] = _caught_up
+        self.device: Callable[[], Behind | None] = _nothing
         self.behind: Behind | None = None
         self.offset = HostOffset("" if address is None else address.get("clock", ""))
         self.failure: Failure | None = None
@@ -101,7 +101,7 @@ class Watchdog:
         self._down: float | None = None
         self._asked = False
         self._warned_seconds = 0.0
-        self.sightings: Sequence[Sighting] = [Sighting()] * ranks
+        self.sightings: list[Sighting] = [Sighting()] * ranks
         self.partners: Sequence[int] = ()
         self.members: Sequence[int] = range(ranks)
         self.raised: Callable[[Failure | None], object] = _nothing
@@ -264,6 +264,7 @@ class Watchdog:
     def _decide(self) -> None:
         """Exits if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
+        self.sightings[self._rank] = self._sighting()
         device_waits = self.behind is not None and bool(self.behind.position.peers)
         if self.failure is None and (without := self._launcher.gone()):
             self._record(Failure(self._rank, self._sighting().doing.action or None, without, "lost"))
@@ -300,11 +301,9 @@ class Watchdog:
         seconds = now - self._since
         if seconds < self._warned_seconds + self._patience.warn_seconds and seconds < self._patience.timeout_seconds:
             return
-        sightings = list(self.sightings)
-        sightings[self._rank] = self._sighting()
-        root, chain = wait_chain(self._rank, sightings)
+        root, chain = wait_chain(self._rank, self.sightings)
         if seconds >= self._patience.timeout_seconds:
-            self._record(Failure(root, sightings[root].doing.action or None, chain, "stalled"))
+            self._record(Failure(root, self.sightings[root].doing.action or None, chain, "stalled"))
         else:
             self._warned_seconds = seconds
             say(chain)
@@ -314,9 +313,7 @@ class Watchdog:
         seconds = now - self._since
         if seconds >= self._warned_seconds + self._patience.warn_seconds:
             self._warned_seconds = seconds
-            sightings = list(self.sightings)
-            sightings[self._rank] = self._sighting()
-            say(long_action(self._rank, sightings, self.partners))
+            say(long_action(self._rank, self.sightings, self.partners))
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
@@ -392,11 +389,7 @@ class Watchdog:
 
 
 def _nothing(*_: object) -> None:
-    """Nobody records the run."""
-
-
-def _caught_up() -> None:
-    """Where a device is that never falls behind, since it is the host."""
+    """Nobody records the run; the device is the host, and never falls behind."""
 
 
 def _flush() -> None:

@@ -83,14 +83,14 @@ class WeightUses:
         self._seen, self._went_back = [], False
         self._casts.clear()
         self._cached.clear()
-        with self._running():
+        with _Wrapped(self._begin, self._end):
             yield
         self._learned, self._seen = self._seen, None
 
     def putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> AbstractContextManager[None]:
         """Wraps a forward: puts off weight gradients. Fills `put` with the parameters that have one, by id; its
         backward fills `waiting`, in its own order."""
-        return _PuttingOff(partial(self._begin_putting_off, waiting, put, anchor), self._end_putting_off)
+        return _Wrapped(partial(self._begin_putting_off, waiting, put, anchor), self._end_putting_off)
 
     def _begin_putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> None:
         self._waiting, self._put, self._anchor = waiting, put, anchor
@@ -144,14 +144,6 @@ class WeightUses:
 
         body = {"__torch_function__": classmethod(torch_function), "is_watched": True}
         return types.new_class(f"Watched{base.__name__}", (base,), exec_body=lambda names: names.update(body))
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        self._begin()
-        try:
-            yield
-        finally:
-            self._end()
 
     def _begin(self) -> None:
         self._set_classes(self._of_parameters)
@@ -272,8 +264,8 @@ class WeightUses:
             )
 
 
-class _PuttingOff(NamedTuple):
-    """What `WeightUses.putting_off` returns: a class, which takes less time than a generator."""
+class _Wrapped(NamedTuple):
+    """A context: a class, which takes less time than a generator."""
 
     begin: Callable[[], None]
     end: Callable[[], None]

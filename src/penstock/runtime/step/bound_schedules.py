@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.compat import gradient_edge
 from penstock.errors import ArgumentError, ShapeError, warn
 from penstock.partition.state.remembered import refuse_samples
-from penstock.runtime.batch.microbatches import CutBatch
+from penstock.runtime.batch.microbatches import CutBatch, kind_of
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import BoundSchedule, Engine
@@ -28,6 +28,7 @@ from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
+from penstock.trees import Flat, flatten
 
 CACHED_SCHEDULES = 32
 """How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""
@@ -53,7 +54,7 @@ class Cached:
     Attributes:
         sizes: the rows of each microbatch.
         mode: whether it is for training, and what a recording depends on besides inputs.
-        kind: the kind of batch; None if this process does not look at inputs.
+        kind: the kind of batch; None if this process does not look at inputs, or not at those that were announced.
         kept: the plain values of the batch, whose identity may be part of its kind.
         positions: those of the model's inputs among the first stage's, for each microbatch.
         overwritten: the paths of the inputs that some microbatch's forward updates in place.
@@ -95,12 +96,13 @@ class BoundSchedules:
         partitions = self._split.partitions(training=training, outline=outline)
         stages = [stage for partition in distinct(partitions) for stage in partition.stages]
         refuse_samples([each for stage in stages for each in stage.remembered], outline.sizes)
+        is_same = self._announces or cut is None or _kinds(cut.pieces) == _kinds(map(flatten, outline.examples))
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         cached = Cached(
             bound=self._bind(partitions, training),
             sizes=outline.sizes,
             mode=(training, *self._split.signature()),
-            kind=None if cut is None else cut.kind,
+            kind=cut.kind if cut is not None and is_same else None,
             kept=[leaf for leaf in plain if not isinstance(leaf, Tensor)],
             positions=[model_inputs(partition.stages[0].meta) for partition in partitions],
             overwritten=frozenset().union(*(partition.overwritten for partition in partitions)),
@@ -153,15 +155,15 @@ class BoundSchedules:
         Raises:
             ShapeError: another rank, which also has inputs, announced a batch of another kind.
         """
-        if self._announces:  # the bound schedule was chosen for this batch
-            pairs = zip(cached.bound.partitions, cut.pieces, strict=True)
-            return [partition.arrange(piece.leaves) for partition, piece in pairs]
-        if cut.sizes != cached.sizes:
+        same = (cut.sizes, cut.kind) == (cached.sizes, cached.kind) and _holds(cached.bound, cut)
+        if not (self._announces or same):
             raise ShapeError(
-                f"the inputs are microbatches of {list(cut.sizes)} rows on rank {self._engine.world.number}, and of "
-                f"{list(cached.sizes)} on rank {self._announcer}; give both the same batch"
+                f"rank {self._engine.world.number} got another batch than rank {self._announcer}: microbatches of "
+                f"{list(cut.sizes)} rows, there of {list(cached.sizes)}, or other shapes, dtypes, plain values, or "
+                "values that the forward branches on; give both the same batch"
             )
-        return [partition.take(piece) for partition, piece in zip(cached.bound.partitions, cut.pieces, strict=True)]
+        pairs = zip(cached.bound.partitions, cut.pieces, strict=True)
+        return [partition.arrange(piece.leaves) for partition, piece in pairs]
 
     def backward_to_batch(self, cached: Cached, cut: CutBatch | None) -> None:
         """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
@@ -204,6 +206,10 @@ class BoundSchedules:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
             self._digest = settings, int.from_bytes(digest, "little")
         return self._digest[1]
+
+
+def _kinds(pieces: Iterable[Flat]) -> list[Hashable]:
+    return [kind_of(piece) for piece in pieces]
 
 
 def _holds(bound: BoundSchedule, cut: CutBatch) -> bool:

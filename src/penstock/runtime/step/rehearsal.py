@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from math import prod
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.compat import FakeTensorMode, fake_mode, quiet
 from penstock.errors import ArgumentError, PenstockError
+from penstock.partition.run.loan import Snapshot
 from penstock.runtime.execute.engine import BoundSchedule
 from penstock.runtime.loss.loss import no_gradient
 from penstock.stages import Output, needs_backward
@@ -110,19 +110,12 @@ def _dtype(output: Output) -> torch.dtype:
 @contextmanager
 def _as_it_was(loss: object) -> Iterator[None]:
     """Restores the state of a loss that is a module: its attributes, and the values of its buffers."""
-    modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
-    before = [{name: copy(value) if _is_holder(value) else value for name, value in vars(m).items()} for m in modules]
-    buffers = [(buffer, buffer.detach().clone()) for m in modules for buffer in m.buffers(recurse=False)]
+    module = loss if isinstance(loss, nn.Module) else nn.Module()
+    snapshot, buffers = Snapshot(module), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
-        for module, attributes in zip(modules, before, strict=True):
-            vars(module).clear()
-            vars(module).update(attributes)
+        snapshot.restore()
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.copy_(values)
-
-
-def _is_holder(value: object) -> bool:
-    return type(value) in (dict, list, set)

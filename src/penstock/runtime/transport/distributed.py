@@ -57,7 +57,7 @@ class DistributedTransport:
         self._groups = groups
         self._channels: dict[int, list[DistributedChannel]] = {}
         self._ways: dict[tuple[int, int], ReceiveOrder[DistributedChannel]] = {}
-        self._broadcasts: deque[_Broadcast] = deque()
+        self._broadcasts: deque[Pending] = deque()
         self.observer: Observer | None = None
 
     def connect(self, source_rank: int, target_rank: int) -> None:
@@ -99,7 +99,7 @@ class DistributedTransport:
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
             self._broadcasts.popleft().wait()  # finished long ago, but pending work must not be dropped
-        self._broadcasts.append(_Broadcast(value, source_rank, self._groups.control))
+        self._broadcasts.append(broadcast_from([source_rank], [value], self._groups.control))
         return self._broadcasts[-1]
 
     def release(self, program: int) -> None:
@@ -246,18 +246,6 @@ class _Works:
             if work is not None:
                 work.wait()
         self._works.clear()
-
-
-class _Broadcast:
-    """A broadcast of a small value."""
-
-    def __init__(self, buffer: Tensor, source: int, group: dist.ProcessGroup) -> None:
-        self._work: dist.Work | None = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
-
-    def wait(self) -> None:
-        if (work := self._work) is not None:
-            work.wait()
-            self._work = None
 
 
 def _header(layouts: Sequence[Layout | None], link: Link) -> Tensor:
