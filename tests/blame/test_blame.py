@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from penstock.blame.command import watched
-from penstock.blame.names import Part, name_parts
-from penstock.errors import ArgumentError
+from penstock.blame.command import checked, run
+from penstock.blame.names import Part, name_parts, read
+from penstock.errors import ArgumentError, PipelineFailure
 from penstock.testing import assert_same_training
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
@@ -61,20 +61,33 @@ def test_in_a_test_the_first_wrong_action_is_an_assertion(monkeypatch: pytest.Mo
         assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=1)
 
 
-def test_commands_that_start_ranks_are_known() -> None:
-    ours = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--module", "penstock.blame.rank"]
-    assert watched(["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"])[1:] == [
-        *ours,
-        "train.py",
-        "--lr",
-        "1",
-    ]
-    module = ["python3", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "my.train", "-m"]
-    assert watched(module)[1:] == [*ours, "-m", "my.train", "-m"]
-    of_penstock = watched(["penstock", "run", "-n", "2", "train.py"])[3:]
-    assert of_penstock == ["--standalone", "--nproc-per-node=2", "--module", "penstock.blame.rank", "train.py"]
-    with pytest.raises(ArgumentError, match="expected a command that starts ranks: torchrun"):
-        watched(["bash", "train.sh"])
+def test_commands_that_cannot_start_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("train.py").touch()
+    ours = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "--lr", "1"]
+    assert checked(["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"]) == ours
+    assert checked(["penstock", "run", "-n", "2", "train.py"])[1:3] == ["-m", "penstock"]
+    assert checked(["sh", "-c", "true"]) == ["sh", "-c", "true"]
+    with pytest.raises(ArgumentError, match=r"there is no file 'trian.py' in .*; pass the path of the script"):
+        checked(["torchrun", "--nproc-per-node", "2", "trian.py"])
+    with pytest.raises(ArgumentError, match="no-such-launcher: expected a command that starts ranks, as in"):
+        checked(["no-such-launcher", "train.py"])
+
+
+def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "noted"
+    folder.mkdir()
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(child.pid, file=open('pid', 'w'), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = ["sh", "-c", f"cd {tmp_path} && {sys.executable} -S train.py"]
+    assert run(command, folder, steps=3, timeout=2.0) == "took no step for 2 s"
+    assert not Path("/proc", tmp_path.joinpath("pid").read_text().strip()).exists()
+    with pytest.raises(PipelineFailure, match="the job took no step for 2 s before all ranks had taken a step"):
+        read(folder, "took no step for 2 s")
 
 
 def part(rank: int, stage: nn.Module) -> Part:

@@ -19,6 +19,7 @@ from penstock.blame.data import Feed, data_of
 from penstock.blame.finding import Blame, Finding
 from penstock.blame.names import Noted, Part, name_parts
 from penstock.blame.replay import SCALE, Data, Replay, Replayed, scale_of
+from penstock.blame.watch import SENT
 from penstock.errors import ArgumentError
 from penstock.proof.comparison import Comparison, compare
 from penstock.proof.first_difference import (
@@ -29,13 +30,9 @@ from penstock.proof.first_difference import (
     usual_factors,
 )
 from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
-from penstock.trees import map_tensors
+from penstock.trees import leaf_tensors
 from penstock.words import shortened
 
-NOTHING_MAPPED = (
-    "none of the unsplit model's parameters was found in the pipeline: names, shapes and values all differ; return the "
-    "model that the script splits, or pass names= to penstock.blame.capture"
-)
 NOT_ZEROED = "gradients were not set to zero: those of the step before are in it"
 STALE = "the receive buffer is stale"
 NOWHERE = {"stage": None, "rank": None}
@@ -48,8 +45,6 @@ def judge(noted: Noted, model: nn.Module, feed: Feed) -> Blame:
     torch.set_num_threads(int(noted.files[min(noted.files)][0]["threads"]))
     name_parts(noted.parts, model)
     held = Counter(name for part in noted.parts for name in part.tensors.values())
-    if not held:
-        raise ArgumentError(NOTHING_MAPPED)
     if (replicas := min(held.values())) > 1:
         raise ArgumentError(
             f"each parameter is held {replicas} times, as by data-parallel replicas; run one replica: penstock blame "
@@ -96,7 +91,11 @@ class _Judge:
         update = None if wrong else self._update(step, right)
         if not wrong and update is None:
             return None
-        mine.order = right.trail.order
+        mine.order, expected = right.trail.order, right.trail.values
+        for place in [*mine.values]:  # a stage that leaves the loss leaves no more than a number
+            right_one = expected.get(in_reference(place))
+            if right_one is None or right_one.dim() > mine.values[place].dim() == 0:
+                del mine.values[place]
         causes: tuple[Callable[[], Finding | None], ...] = (
             lambda: self._structure(right),
             lambda: misfed,
@@ -111,11 +110,11 @@ class _Judge:
 
     def _order_parts(self) -> None:
         """Numbers parts by the order of dataflow."""
-        at = data_of(self.feed, self.noted.parts, 0)[0]
-        order = {name: number for number, name in enumerate(self.replay.order(at))}
-        far = len(order)
+        order = [*dict.fromkeys(place.module for place in self.replay.left(*self.feed.at(0)[:2]))]
+        first = {name: number for number, name in enumerate(order)}
         parts = sorted(
-            self.noted.parts, key=lambda p: (min((order.get(m, far) for m in p.modules.values()), default=far), p.rank)
+            self.noted.parts,
+            key=lambda p: (min([first[m] for m in p.modules.values() if m in first] or [len(order)]), p.rank),
         )
         for place, part in enumerate(parts):
             last, told = parts[place - 1], part.steps[0]["stage"]
@@ -221,8 +220,10 @@ class _Judge:
             if right.last is not None and place.module == right.last.module:
                 return self._loss(mine.values[place], place, right, at, step, where)
             if place.module in self._edge(part, right, last=True):
-                text = f"the gradient that stage {stage} received is not the one that stage {stage + 1} computed{tail}"
-                return Finding("message", text, f"{stage}RECV_B{k}", **where)
+                if message := self._message(part, step, k, at, back=True):
+                    return Finding("message", message, f"{stage}RECV_B{k}", **where)
+                if (later := self._beside(part, back=True)) is not part:
+                    return self._sent_back(later, step, k, expected, where)
             if self._redrawn(part, right, step, place):
                 text = f"the gradient that reaches {place.module!r} differs: it is recomputed with another dropout mask"
                 return Finding("recomputation", text, f"{stage}B{k}", **where)
@@ -230,7 +231,7 @@ class _Judge:
         if (mode := self._mode(part, step, place.module)) is not None:
             return Finding("evaluation mode", f"{mode}", f"{stage}F{k}", **where)
         is_first = place.what == FORWARD[0] and place.module in self._edge(part, right, last=False)
-        if is_first and (message := self._message(part, step, k)) is not None:
+        if is_first and (message := self._message(part, step, k, at, back=False)):
             return Finding("message", message, f"{stage}RECV_F{k}", **where)
         return Finding("forward", f"{place.text} differs{tail}", f"{stage}F{k}", **where)
 
@@ -255,16 +256,15 @@ class _Judge:
                 return f"{name!r} is in {'training' if is_on else 'evaluation'} mode"
         return None
 
-    def _message(self, part: Part, step: int, k: int) -> str | None:
-        """What a stage received, if it is not what the one before it computed."""
-        if part.place == 0 or self.noted.parts[part.place - 1].stage == part.stage:
-            return None
-        sender = self.noted.parts[part.place - 1]
-        came, sent = part.outside(step, FORWARD[0]), sender.outside(step, FORWARD[1])
-        before = sender.outside(step - 1, FORWARD[1]) if step else {}
+    def _message(self, part: Part, step: int, k: int, at: Data, *, back: bool) -> str:
+        """What a stage received, or got back, if it is not what the one beside it computed; empty if it is."""
+        sender = self._beside(part, back=back)
+        took, gave = (BACKWARD, SENT) if back else FORWARD[:2]
+        came, sent = part.outside(step, took), sender.outside(step, gave)
+        before = sender.outside(step - 1, gave) if step else {}
         for (j, leaf), value in came.items():
             own = sent.get((j, leaf))
-            if j != k or own is None or torch.equal(own, value) or not value.is_floating_point():
+            if sender is part or j != k or own is None or torch.equal(own, value) or not value.is_floating_point():
                 continue
             others = {
                 f"it is the value of microbatch {i} of the step before; {STALE}": v for (i, _), v in before.items()
@@ -275,54 +275,77 @@ class _Judge:
                     why = "the buffer was overwritten before it was sent" if i > k else STALE
                     swap = f"microbatches {min(i, k)} and {max(i, k)} are swapped"
                     others[swap if is_swap else f"it is the value of microbatch {i}; {why}"] = v
-            shape = describe_difference(value, own, {}, others)
-            return f"what stage {part.stage} received is not what stage {sender.stage} computed{shape and ': '}{shape}"
-        return None
+            shape = describe_difference(value, own, self._factors(at), others)
+            what = "the gradient that" if back else "what"
+            return (
+                f"{what} stage {part.stage} received is not what stage {sender.stage} computed{shape and ': '}{shape}"
+            )
+        return ""
+
+    def _beside(self, part: Part, *, back: bool) -> Part:
+        """What sends to a part; itself, if nothing does."""
+        at = part.place + (1 if back else -1)
+        sender = self.noted.parts[at] if 0 <= at < len(self.noted.parts) else part
+        return part if sender.stage == part.stage else sender
+
+    def _sent_back(self, part: Part, step: int, k: int, expected: Tensor, where: dict[str, Any]) -> Finding:
+        """Why a stage computes another gradient of what it received, though all in it are right."""
+        if k in part.steps[step]["overwritten"]:
+            return _overwritten(part, k, where)
+        left = {
+            f"the gradient of microbatch {j}{when} is still in it, as its receive buffer's is not set to zero": sent
+            for back, when in ((0, ""), (1, " of the step before"))
+            for (j, leaf), sent in (part.outside(step - back, SENT) if step >= back else {}).items()
+            if leaf == 0 and sent.shape == expected.shape and (back or j != k)
+        }
+        own = part.outside(step, SENT).get((k, 0))
+        others = {text: expected.double() + sent for text, sent in left.items()}
+        shape = "" if own is None else describe_difference(own, expected, {}, others)
+        text = f"the gradient that stage {part.stage} sends back for microbatch {k} differs{shape and ': '}{shape}"
+        return Finding("backward", text, f"{part.stage}B{k}", **where | part.where(module=""))
 
     def _loss(
         self, value: Tensor, place: Place, right: Replayed, at: Data, step: int, where: dict[str, Any]
     ) -> Finding:
         """Why the gradient of the loss is another one, and not only scaled."""
         k, action = place.microbatch, f"{where['stage']}B{place.microbatch}"
-        for text, target in self.feed.other_targets(at, step, k):
-            grad = self._gradient_for(right.outputs[k], target, at, len(at.rows[k]))
-            if grad is not None and scale_of(value, grad):
-                return Finding("labels", f"the loss of microbatch {k} takes {text}", action, **where)
-        if (rows := self._labels_of_rows(value, right.outputs[k], at)) is not None:
-            mine = ", ".join(map(str, at.rows[k].tolist()))
-            text = (
-                f"the loss of microbatch {k} takes the labels of rows {', '.join(map(str, rows))}; its rows are {mine}"
-            )
-            return Finding("labels", text, action, **where)
+        if labels := self._labels(value, right.outputs[k], at, step, k):
+            return Finding("labels", f"the loss of microbatch {k} takes {labels}", action, **where)
         if not value.any():
             return Finding("loss", f"the loss of microbatch {k} has no gradient", action, **where)
-        return Finding(
-            "loss", f"the gradient of the loss at {place.module!r} differs, and not by a factor", action, **where
-        )
+        text = f"the gradient of the loss at {place.module!r} differs, and not by a factor"
+        return Finding("loss", text, action, **where)
 
-    def _gradient_for(self, output: Any, target: Any, at: Data, rows: int) -> Tensor | None:
-        """That of one microbatch's loss for some target; None if it raises, for one of another shape."""
-        try:
-            return self.replay.right_gradients([output], target, replace(at, rows=[torch.arange(rows)]))[0][0]
-        except Exception:  # from the user's code
-            return None
+    def _labels(self, value: Tensor, output: Any, at: Data, step: int, k: int) -> str:
+        """Which other labels give a microbatch's loss this gradient; empty if none do."""
+        count, own = len(at.rows[k]), at.rows[k].tolist()
+        for other, batch in ((step, ""), (step - 1, " of the batch before"), (step + 1, " of the batch after")):
+            if other < 0 or (batch and self.feed.batches is None):
+                continue
+            target = self.feed.at(other)[2]
 
-    def _labels_of_rows(self, value: Tensor, output: Any, at: Data) -> list[int] | None:
-        """The rows of the batch whose labels give these gradients of a microbatch's rows."""
-        found: dict[int, int] = {}
-        for row in range(min(at.count, MOST_ROWS)):
-            same = torch.full((len(value),), row)
-            target = map_tensors(lambda x, same=same: x[same] if x.dim() and len(x) == at.count else x, at.target)
-            try:
-                right = self.replay.right_gradients([output], target, replace(at, rows=[torch.arange(len(value))]))[0][
-                    0
-                ]
-            except Exception:
-                return None
-            if right.shape != value.shape:
-                return None
-            found |= {i: row for i in range(len(value)) if i not in found and scale_of(value[i], right[i])}
-        return [found[i] for i in range(len(value))] if len(found) == len(value) else None
+            def gradient(rows: Sequence[int], target: Any = target) -> Tensor | None:
+                try:
+                    return self.replay.right_gradients([output], at.cut(target, torch.tensor(rows)))[0][0]
+                except Exception:  # from the user's code, for one of another shape
+                    return None
+
+            found = {f"the labels{batch}": own} if batch else {}
+            found |= {f"the labels of microbatch {j}{batch}": rows.tolist() for j, rows in enumerate(at.rows) if j != k}
+            alone = [gradient([row] * count) for row in range(min(at.count, MOST_ROWS))]
+            of_rows = [
+                next(
+                    (r for r, g in enumerate(alone) if g is not None and len(g) > i and (scale_of(v, g[i]) or 0) > 0),
+                    -1,
+                )
+                for i, v in enumerate(value if value.dim() else ())
+            ]
+            text = f"the labels of rows {', '.join(map(str, of_rows))}{batch}; its rows are {', '.join(map(str, own))}"
+            found |= {text: of_rows} if -1 not in of_rows and len(of_rows) == count else {}
+            for text, rows in found.items():
+                if (right := gradient(rows)) is not None and (scale_of(value, right) or 0) > 0:
+                    return text
+        return ""
 
     def _weights(self, right: Replayed, at: Data) -> Finding | None:
         """Microbatches whose losses weigh more than others."""
@@ -330,7 +353,7 @@ class _Judge:
         if len(scales) < 2 or max(scales.values()) - min(scales.values()) <= SCALE * max(map(abs, scales.values())):
             return None
         samples = {k: len(at.rows[k]) for k in scales}
-        labels = {k: self.feed.counted(at.target_of(k)) for k in scales}
+        labels = {k: _counted(at.cut(at.target, at.rows[k])) for k in scales}
         usual = sorted(scales.values())[len(scales) // 2]
         k = max(scales, key=lambda k: abs(scales[k] - usual))
         for count, why in ((samples, "samples"), (labels, "labels that count (ignore_index)")):
@@ -348,6 +371,9 @@ class _Judge:
             return None
         named = [(row, *self._shape(row, right, at, step)) for row in rows]
         row, kind, shape = named[0]
+        for part in (self.noted.parts[row.stages[0]] for row in rows):
+            if early := part.steps[step]["overwritten"]:
+                return _overwritten(part, min(early), {})
         alike = [other for other, _, text in named if text == shape]
         part = self.noted.parts[row.stages[0]]
         stages = sorted({self.noted.parts[other.stages[0]].stage for other in alike})
@@ -421,3 +447,16 @@ def _outermost(names: Sequence[str], every: Sequence[str]) -> list[str]:
             above = above.rpartition(".")[0]
         found[above] = None
     return [*found]
+
+
+def _overwritten(part: Part, k: int, where: dict[str, Any]) -> Finding:
+    text = (
+        f"the input of microbatch {k} was overwritten before its backward: its receive buffer was used again too early"
+    )
+    return Finding("message", text, f"{part.stage}B{k}", **where | part.where(microbatch=k))
+
+
+def _counted(target: Any) -> int:
+    """How many labels count for `torch.nn.functional.cross_entropy`."""
+    labels = [t for t in leaf_tensors(target) if not t.is_floating_point()]
+    return int((labels[0] != -100).sum()) if labels else 0
