@@ -13,7 +13,9 @@ from torch import nn
 
 from penstock.blame.command import checked, run
 from penstock.blame.names import Part, name_parts, read
+from penstock.blame.watch import FOLDER
 from penstock.errors import ArgumentError, PipelineFailure
+from penstock.launch.agent import left
 from penstock.testing import assert_same_training
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
@@ -85,7 +87,8 @@ def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> N
     )
     command = ["sh", "-c", f"cd {tmp_path} && {sys.executable} -S train.py"]
     assert run(command, folder, steps=3, timeout=2.0) == "took no step for 2 s"
-    assert not Path("/proc", tmp_path.joinpath("pid").read_text().strip()).exists()
+    assert tmp_path.joinpath("pid").exists()
+    assert left(str(folder), tag=FOLDER) == set()
     with pytest.raises(PipelineFailure, match="the job took no step for 2 s before all ranks had taken a step"):
         read(folder, "took no step for 2 s")
 
