@@ -21,6 +21,7 @@ from penstock.blame.names import Noted, Part, name_parts
 from penstock.blame.replay import SCALE, Data, Replay, Replayed, scale_of
 from penstock.blame.watch import SENT
 from penstock.errors import ArgumentError
+from penstock.partition.values.memory import same_bits
 from penstock.proof.comparison import Comparison, compare
 from penstock.proof.first_difference import (
     confusable_values,
@@ -75,6 +76,10 @@ class _Judge:
         if step == 0:
             self._order_parts()
         at, misfed = data_of(self.feed, parts, step)
+        steps = [part.steps[step] for part in parts]
+        if misfed is not None and all(same_bits(one["after"][n], t) for one in steps for n, t in one["before"].items()):
+            text = f"gradients are set to zero after microbatch {len(at.rows) - 1}, before the optimizer takes them"
+            misfed = Finding("gradient", text, "gradients")
         mine = self._mine(step)
         gradients = {place: value for place, value in mine.values.items() if place.what == BACKWARD}
         state = {name: value for part in parts for name, value in part.of(step, "before").items()}
@@ -389,32 +394,24 @@ class _Judge:
 
     def _shape(self, row: Comparison, right: Replayed, at: Data, step: int) -> tuple[str, str]:
         """A kind and words for a wrong gradient."""
-        part = self.noted.parts[row.stages[0]]
+        part, aliases = self.noted.parts[row.stages[0]], self.replay.aliases(row.name)
         local = next(name for name, other in part.tensors.items() if other == row.name)
         value, expected = self.gradients(part, step).get(local), self._expected(row.name, right)
         if value is None or expected is None or row.max_difference == float("inf"):
             return "gradient missing", "it is missing" if value is None else "it is not finite, or should not be there"
-        before = self.noted.parts and step and part.steps[step - 1]["grads"].get(local)
-        others = {}
-        if isinstance(before, Tensor):
-            for part_of in (1.0, 1.0 / len(at.rows)):  # a schedule divides what is there, too
-                others[f"{NOT_ZEROED}{'' if part_of == 1 else ', divided by the number of microbatches'}"] = (
-                    expected + before * part_of
-                )
-        aliases = self.replay.aliases(row.name)
-        terms = {
-            f"the term of microbatch {k}": term.double() / (right.scales.get(k) or 1.0)
-            for k, term in right.trail.terms.get(aliases[0], {}).items()
-        }
-        if len(aliases) > 1:
-            mean = sum(filter(None, right.scales.values())) / max(1, len(right.scales)) or 1.0
-            uses, tie = [*right.trail.uses.get(aliases[0], {}).values()], " = ".join(aliases)
-            holders = sorted({p.stage for p in self.noted.parts if {*aliases} & {*p.tensors.values()}}, reverse=True)
-            named = holders if len(holders) == len(uses) else range(len(uses))
-            terms |= {f"the term of stage {s} of the tie {tie}": use / mean for s, use in zip(named, uses, strict=True)}
+        before, uses = part.steps[step - 1]["grads"].get(local) if step else None, right.trail.uses.get(aliases[0], {})
+        others = {} if before is None else {NOT_ZEROED: expected + before}
+        if before is not None:  # a schedule divides what is there, too
+            others[f"{NOT_ZEROED}, divided by the number of microbatches"] = expected + before / len(at.rows)
+        mean = sum(filter(None, right.scales.values())) / max(1, len(right.scales)) or 1.0
+        holders = sorted({p.stage for p in self.noted.parts if {*aliases} & {*p.tensors.values()}}, reverse=True)
+        named = holders if len(holders) == len(uses) else range(len(uses))
+        tie = f"of the tie {' = '.join(aliases)}"
+        terms = {f"the term of stage {s} {tie}": use / mean for s, use in zip(named, uses.values(), strict=True)}
         shape = describe_difference(value, expected, self._factors(at), others, terms)
+        shape = shape or _weighed(value, right.scaled(aliases[0]))
         kind = "gradients not zeroed" if shape in others else "tie" if len(aliases) > 1 else "gradient"
-        return (kind if "times what" not in shape or kind == "tie" else "gradient scale"), shape
+        return (kind if "times" not in shape or kind == "tie" else "gradient scale"), shape
 
     def _update(self, step: int, right: Replayed) -> Finding | None:
         """Clipping and the optimizer."""
@@ -454,6 +451,26 @@ def _overwritten(part: Part, k: int, where: dict[str, Any]) -> Finding:
         f"the input of microbatch {k} was overwritten before its backward: its receive buffer was used again too early"
     )
     return Finding("message", text, f"{part.stage}B{k}", **where | part.where(microbatch=k))
+
+
+def _weighed(value: Tensor, terms: Mapping[int, Tensor]) -> str:
+    """Which microbatches' terms do not count once in a gradient, if that explains it."""
+    columns, wide = torch.stack([term.flatten() for term in terms.values()], 1), value.double().flatten()[:, None]
+    weights = torch.linalg.lstsq(columns, wide).solution
+    if len(columns) < 2 * len(terms) or (columns @ weights - wide).abs().max() > SCALE * wide.abs().max():
+        return ""
+    counts, said = {k: round(float(weight), 2) for k, weight in zip(terms, weights, strict=True)}, []
+    for count in sorted({*counts.values()} - {1.0}):
+        those = [str(k) for k in counts if counts[k] == count]
+        who = (
+            f"the term of microbatch {those[0]} is"
+            if len(those) == 1
+            else f"the terms of microbatches {', '.join(those)} are"
+        )
+        said.append(
+            f"{who} {'missing' if not count else 'there twice' if count == 2 else f'{count:g} times what is right'}"
+        )
+    return " and ".join(said)
 
 
 def _counted(target: Any) -> int:

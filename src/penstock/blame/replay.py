@@ -65,11 +65,14 @@ class Replayed:
     outputs: list[Any]
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
+    def scaled(self, name: str) -> dict[int, Tensor]:
+        """Microbatches' terms of a gradient, by the right weights."""
+        return {k: t.double() / (self.scales.get(k) or 1.0) for k, t in self.trail.terms.get(name, {}).items()}
+
     def gradient(self, name: str) -> Tensor | None:
-        """The sum of its microbatches' terms, by the right weights."""
-        terms = self.trail.terms.get(name, {})
-        scaled = [term.double() / (self.scales.get(k) or 1.0) for k, term in terms.items()]
-        return torch.stack(scaled).sum(0) if scaled else None
+        """Their sum."""
+        terms = [*self.scaled(name).values()]
+        return torch.stack(terms).sum(0) if terms else None
 
 
 class Replay:
