@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.proof.comparison import compare
 from penstock.proof.term_sizes import TermSizes
-from penstock.proof.trail import FORWARD, Place, Trail
+from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
 from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
 
 SCALE = 1e-3
@@ -57,6 +57,8 @@ class Replayed:
         scales: for each microbatch, what the pipeline's gradient of the loss is times the right one; None if it is
             another gradient, or none was noted.
         buffers: after the step.
+        expected: gradients.
+        sizes: for each entry of a gradient, the sum of its terms' sizes.
     """
 
     trail: Trail
@@ -64,15 +66,12 @@ class Replayed:
     scales: dict[int, float | None]
     outputs: list[Any]
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    expected: dict[str, Tensor] = field(default_factory=dict)
+    sizes: dict[str, Tensor] = field(default_factory=dict)
 
     def scaled(self, name: str) -> dict[int, Tensor]:
         """Microbatches' terms of a gradient, by the right weights."""
         return {k: t.double() / (self.scales.get(k) or 1.0) for k, t in self.trail.terms.get(name, {}).items()}
-
-    def gradient(self, name: str) -> Tensor | None:
-        """Their sum."""
-        terms = [*self.scaled(name).values()]
-        return torch.stack(terms).sum(0) if terms else None
 
 
 class Replay:
@@ -100,7 +99,7 @@ class Replay:
         left = self.left(*data.inputs(0))
         order, places = [*dict.fromkeys(place.module for place in left)], list[Place]()
         for place, value in gradients.items():  # but for a stage's that leaves the loss itself
-            other = left.get(place._replace(what=FORWARD[1], microbatch=0))
+            other = left.get(place._replace(what=FORWARD[1], microbatch=0)) if place.what == BACKWARD else None
             places += [place] if other is not None and other.dim() == value.dim() else []
         last = max(places, key=lambda p: (order.index(p.module), p.call), default=None)
         with torch.no_grad():
@@ -147,6 +146,11 @@ class Replay:
                     sizes.watch(tensor)
                 torch.autograd.backward(root, grad)
         trail.uses = sizes.uses
+        for name in self.tensors:
+            terms = next((terms for alias in self.aliases(name) if (terms := [*found.scaled(alias).values()])), [])
+            if terms:
+                every = torch.stack(terms)
+                found.expected[name], found.sizes[name] = every.sum(0), every.abs().sum(0)
         return found
 
     def left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:

@@ -39,7 +39,6 @@ class Updates:
         self, noted: Noted, step: int, expected: Mapping[str, Tensor], feed: Feed, replay: Replay
     ) -> Finding | None:
         """The first that is wrong."""
-        self.compared, self.notes = 0, []
         return (
             self._clipping(noted, step, expected, feed, replay)
             or self._missed(noted, step)
@@ -70,8 +69,10 @@ class Updates:
                     ": it is that of this rank's gradients alone": _norm(g for rank, g in held if rank == part.rank),
                     ": tied parameters are counted once for each stage that holds them": _norm(g for _, g in held),
                 }
-                why = next((text for text, of in norms.items() if abs(limit / by - of) <= _ALIKE * of), "")
-                text = f"gradients are clipped by the norm {limit / by:.6g}; that of all gradients is {norm:.6g}{why}"
+                said, mine = ("", limit / by) if by < 1 - _ALIKE else ("at most ", limit)
+                fits = [t for t, of in norms.items() if abs(mine - of) <= _ALIKE * of or said and of <= mine]
+                text = f"gradients are clipped by the norm {said}{mine:.6g}; that of all gradients is {norm:.6g}"
+                text += fits[0] if fits else ""
                 return Finding("clipping", text, "clipping", **part.where())
         return None
 
