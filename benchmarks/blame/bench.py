@@ -88,7 +88,9 @@ def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
             sys.path.insert(0, str(HERE))
 
             given = load(f"{HERE / 'model.py'}:make")
-            report.write_text(json.dumps(judge(read(folder, "" if ok else "failed"), given.model, Feed.of(given)).to_dict()))
+            report.write_text(
+                json.dumps(judge(read(folder, "" if ok else "failed"), given.model, Feed.of(given)).to_dict())
+            )
 
         os.waitpid(forked(judged, where, log), 0)
         if report.exists():

@@ -22,6 +22,8 @@ BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
 QUICK = (
     *("with_pipelining.py - labels of the batch before", "with_pipelining.py dropout,recompute right"),
     *("with_send_recv.py - stale buffer", "with_send_recv.py - not zeroed", "with_send_recv.py short right"),
+    *("with_send_recv.py - buffer reused", "with_send_recv.py loss inside labels swapped"),
+    *("with_send_recv.py alike labels of the batch before", "with_send_recv.py alike right"),
 )
 """Of each script, a fault of each kind of place (loss, message, sum), and what is most likely to be accused."""
 

@@ -264,7 +264,8 @@ class Causes:
             )
         is_stage = len(stages) > 1 and len({*stages}) == 1
         what = f"gradients of stage {stages[0]}" if is_stage else f"the gradient of {rows[0].name!r}"
-        return Finding(kind, what + (tail if shape else " is not the sum of its microbatches'"), "gradients", **where)
+        tail = tail if shape else " are not the sums of their terms" if is_stage else " is not the sum of its terms"
+        return Finding(kind, what + tail, "gradients", **where)
 
     def _shape(self, row: Comparison) -> tuple[str, str]:
         """A kind and words for a wrong gradient."""

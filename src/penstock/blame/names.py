@@ -127,21 +127,16 @@ def read(folder: Path, failure: str = "") -> Noted:
 
 def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
     """Finds the unsplit model's names. Raises ArgumentError: it has no such weights, or in another dtype."""
-    reference = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    reference: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    reference |= dict(model.named_buffers(remove_duplicate=False))
     classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
     held = [(part, name, value) for part in parts for name, value in part.steps[0]["before"].items()]
     if not _by_name(held, reference) and not _by_value(held, reference, classes) and not _by_order(held, reference):
         raise ArgumentError(NOTHING_MAPPED)
     for part, name, value in held:
-        other = reference[part.tensors.get(name, name)] if name in part.tensors else value
-        if other.dtype != value.dtype:
-            raise ArgumentError(
-                f"{name!r} is {value.dtype} in the pipeline, and {other.dtype} in the unsplit model; let TARGET return "
-                f"it as the script trains it, such as model.to({value.dtype})"
-            )
+        if name in part.tensors and (other := reference[part.tensors[name]]).dtype != value.dtype:
+            both = f"{name!r} is {value.dtype} in the pipeline, and {other.dtype} in the unsplit model"
+            raise ArgumentError(f"{both}; let TARGET return model.to({value.dtype}), as the script trains it")
     for part in parts:
         pairs, owners = _prefixes(part), {name.rpartition(".")[0] for name in part.tensors}
         for name, kind in part.steps[0]["modules"].items():

@@ -70,7 +70,7 @@ class Updates:
                     ": tied parameters are counted once for each stage that holds them": _norm(g for _, g in held),
                 }
                 said, mine = ("", limit / by) if by < 1 - _ALIKE else ("at most ", limit)
-                fits = [t for t, of in norms.items() if abs(mine - of) <= _ALIKE * of or said and of <= mine]
+                fits = [t for t, of in norms.items() if abs(mine - of) <= _ALIKE * of or (said and of <= mine)]
                 text = f"gradients are clipped by the norm {said}{mine:.6g}; that of all gradients is {norm:.6g}"
                 text += fits[0] if fits else ""
                 return Finding("clipping", text, "clipping", **part.where())

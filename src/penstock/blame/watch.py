@@ -145,8 +145,6 @@ class Watch:
         self.finds_roots = True
         self._hooks = ExitStack()
         self._begin()
-
-    def __enter__(self) -> Watch:
         call, clips = nn.Module.__call__, {name: getattr(nn.utils, name) for name in _CLIPS if hasattr(nn.utils, name)}
         nn.Module.__call__ = lambda module, *args, **kwargs: self._called(call, module, args, kwargs)  # type: ignore[method-assign]
         self._hooks.callback(setattr, nn.Module, "__call__", call)
@@ -157,11 +155,6 @@ class Watch:
         self._hooks.callback(register_optimizer_step_post_hook(self._after_update).remove)
         self._hooks.callback(atexit.unregister, self.flush)
         atexit.register(self.flush)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.flush()
-        self._hooks.close()
 
     def root(self, module: nn.Module, stage: int | None = None, names: Mapping[str, str] | None = None) -> Root | None:
         """The root that a module is; None if it is a part of one, or has no parameters."""
@@ -177,7 +170,7 @@ class Watch:
 
     def enter_step(self) -> None:
         """Forwards begin: if the weights have changed since the last ones, so does a step."""
-        if self._updated or any(root.grads and root.has_ended() for root in self.roots.values()):
+        if self._has_ended():
             self.flush()
             self.step += 1
             self._begin()
@@ -186,6 +179,9 @@ class Watch:
             if self.step == self.steps:
                 self.folder.joinpath(f"done-{self.rank}-{self.world}").touch()
                 self._hooks.close()
+
+    def _has_ended(self) -> bool:
+        return self._updated or any(root.grads and root.has_ended() for root in self.roots.values())
 
     def aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls something that trains nothing."""
@@ -200,15 +196,10 @@ class Watch:
         if distributed.is_initialized():  # torch.multiprocessing sets no environment
             self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         if any(root.count for root in self.roots.values()) and self.step < self.steps:
-            noted: dict[str, Any] = {
-                "rank": self.rank,
-                "world": self.world,
-                "step": self.step,
-                "threads": torch.get_num_threads(),
-            }
-            noted |= {"roots": [root.noted() for root in self.roots.values()]}
-            noted |= {"clips": self.clips, "updates": self.updates, "unclipped": self.unclipped}
-            noted["is_complete"] = self._updated or any(root.grads and root.has_ended() for root in self.roots.values())
+            names = "rank", "world", "step", "clips", "updates", "unclipped"
+            noted = {name: getattr(self, name) for name in names}
+            noted |= {"roots": [root.noted() for root in self.roots.values()], "threads": torch.get_num_threads()}
+            noted["is_complete"] = self._has_ended()
             file = self.folder / f"step-{self.step}-{self.rank}.pt"
             torch.save(noted, file.with_suffix(".part"))
             file.with_suffix(".part").rename(file)
@@ -248,17 +239,15 @@ class Watch:
 
     def _gradients(self) -> dict[tuple[int, str], Tensor]:
         tensors = [(i, n, t) for i, root in enumerate(self.roots.values()) for n, t in root.tensors.items()]
-        return {(i, name): _copy(t.grad) for i, name, t in tensors if t.grad is not None}
+        return {(i, name): _copy(tensor.grad) for i, name, tensor in tensors if tensor.grad is not None}
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Notes the gradients that an optimizer takes, and how it updates which parameters."""
         roots = [*self.roots.values()]
         holders = {id(tensor): (i, name) for i, root in enumerate(roots) for name, tensor in root.tensors.items()}
-        if not self._updated:
-            for root in roots:
-                root.grads = {}
-            for (i, name), grad in self._gradients().items():
-                roots[i].grads[name] = grad
+        grads = self._gradients()
+        for i, root in enumerate([] if self._updated else roots):
+            root.grads = {name: grad for (j, name), grad in grads.items() if j == i}
         kind, groups = type(optimizer), list[dict[str, Any]]()
         for group in optimizer.param_groups:
             plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -277,7 +266,7 @@ WATCH: list[Watch] = []
 def watching() -> Watch | None:
     """Notes what this process computes from now on, if the environment says where; None if it does not."""
     if not WATCH and (folder := os.environ.get(FOLDER)):
-        WATCH.append(Watch(Path(folder), int(os.environ.get(STEPS, "3"))).__enter__())
+        WATCH.append(Watch(Path(folder), int(os.environ.get(STEPS, "3"))))
     return WATCH[0] if WATCH else None
 
 
