@@ -159,7 +159,7 @@ def _by_name(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, T
         if other is None or other.shape != value.shape:
             return False
         first = seen.setdefault(id(other), (part, name))
-        if first[0] is not part and first[1] == name and other.requires_grad:
+        if first[0] is not part and first[1] == name and isinstance(other, nn.Parameter):
             return False
         part.tensors[name] = name
     return True
