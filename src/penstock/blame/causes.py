@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.blame.data import Feed
+from penstock.blame.data import batch_of
 from penstock.blame.finding import Finding
 from penstock.blame.names import Noted, Part
 from penstock.blame.replay import SCALE, Data, Replay, Replayed, scale_of
 from penstock.blame.watch import SENT
+from penstock.launch.target import Target
 from penstock.proof.comparison import Comparison
 from penstock.proof.first_difference import (
     confusable_values,
@@ -44,7 +45,7 @@ class Causes:
 
     noted: Noted
     replay: Replay
-    feed: Feed
+    given: Target
     step: int
     at: Data
     mine: Trail
@@ -204,9 +205,9 @@ class Causes:
         """Which other labels give a microbatch's loss this gradient; empty if none do."""
         at, own = self.at, self.at.rows[k].tolist()
         for other, batch in ((0, ""), (-1, " of the batch before"), (1, " of the batch after")):
-            if self.step + other < 0 or (batch and self.feed.batches is None):
+            if self.step + other < 0 or (batch and "batches" not in self.given.training):
                 continue
-            target = self.feed.at(self.step + other)[2]
+            target = batch_of(self.given, self.step + other)[2]
 
             def gradient(rows: Sequence[int], target: Any = target) -> Tensor | None:
                 try:

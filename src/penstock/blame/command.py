@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.blame.data import Feed
 from penstock.blame.finding import Blame
 from penstock.blame.judge import judge
 from penstock.blame.names import read
@@ -47,7 +46,7 @@ def blame(command: Sequence[str], given: Target, steps: int, timeout: float = TI
     with tempfile.TemporaryDirectory(prefix="penstock-blame-") as name:
         failure = run(command, Path(name), steps, timeout)
         noted = read(Path(name), failure)
-    found = judge(noted, as_module(given.model), Feed.of(given))
+    found = judge(noted, as_module(given.model), given)
     if found.ok and failure:
         raise ArgumentError(
             f"the job {failure} after {counted(found.steps, 'step')} in which nothing differs from the unsplit model: "

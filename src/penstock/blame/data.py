@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,47 +17,24 @@ from penstock.proof.trail import FORWARD
 from penstock.trees import leaf_tensors
 
 
-@dataclass(slots=True)
-class Feed:
-    """What TARGET says.
-
-    Attributes:
-        loss: `loss(output, target)`; None: the model computes it.
-        batch: args, kwargs and target of one batch.
-        batches: the same for each step: a list, or a function of the step from 0; None: `batch` in each.
-        optimizer: makes an optimizer for the model; None: the pipeline's is right.
-        max_norm: what gradients are clipped to; None: as the pipeline does.
-    """
-
-    loss: Callable[..., Tensor] | None
-    batch: tuple[tuple[Any, ...], Mapping[str, Any], Any]
-    batches: Callable[[int], Any] | Sequence[Any] | None = None
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    max_norm: float | None = None
-
-    @classmethod
-    def of(cls, given: Target) -> Feed:
-        """What a TARGET returned."""
-        more, batch = given.training, (given.args, given.kwargs, given.target)
-        return cls(given.loss, batch, more.get("batches"), more.get("optimizer"), more.get("clip_grad_norm"))
-
-    def at(self, step: int) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
-        """Args, kwargs and target of a step. Raises ArgumentError: it is something else."""
-        if self.batches is None:
-            return self.batch
-        found = self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise ArgumentError(f"batches returned {type(found).__name__}; expected (args, target) for each step")
-        args, target = found
-        kwargs: Mapping[str, Any] = {}
-        if isinstance(args, tuple) and len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
-            args, kwargs = args
-        return (args if isinstance(args, tuple) else (args,)), kwargs, target
+def batch_of(given: Target, step: int) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
+    """Args, kwargs and target of a step. Raises ArgumentError: it is something else."""
+    batches = given.training.get("batches")
+    if batches is None:
+        return given.args, given.kwargs, given.target
+    found = batches(step) if callable(batches) else batches[step % len(batches)]
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise ArgumentError(f"batches returned {type(found).__name__}; expected (args, target) for each step")
+    args, target = found
+    kwargs: Mapping[str, Any] = {}
+    if isinstance(args, tuple) and len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
+        args, kwargs = args
+    return (args if isinstance(args, tuple) else (args,)), kwargs, target
 
 
-def data_of(feed: Feed, parts: Sequence[Part], step: int) -> tuple[Data, Finding | None]:
+def data_of(given: Target, parts: Sequence[Part], step: int) -> tuple[Data, Finding | None]:
     """A step's data, cut as the pipeline cut them; and, if it took others, what is wrong with them."""
-    args, kwargs, target = feed.at(step)
+    args, kwargs, target = batch_of(given, step)
     taken: dict[int, list[Tensor]] = {}
     for (k, _), value in parts[0].outside(step, FORWARD[0]).items():
         taken.setdefault(k, []).append(value)
@@ -75,11 +51,11 @@ def data_of(feed: Feed, parts: Sequence[Part], step: int) -> tuple[Data, Finding
     sizes = [0 if t is None else len(t) for t in mine]
     every = torch.arange(len(batch))
     cut = every.split(sizes) if sum(sizes) == len(batch) else every.tensor_split(len(mine))  # type: ignore[no-untyped-call]
-    return Data(args, kwargs, target, [*cut]), _misfed(feed, parts[0], step, mine, rows, len(batch))
+    return Data(args, kwargs, target, [*cut]), _misfed(given, parts[0], step, mine, rows, len(batch))
 
 
 def _misfed(
-    feed: Feed, first: Part, step: int, mine: Sequence[Tensor | None], rows: Sequence[list[int]], count: int
+    given: Target, first: Part, step: int, mine: Sequence[Tensor | None], rows: Sequence[list[int]], count: int
 ) -> Finding:
     k = next((k for k, found in enumerate(rows) if -1 in found or not found), None)
     if k is None:
@@ -92,14 +68,14 @@ def _misfed(
             if which
         ]
         return Finding("data", " and ".join(texts), "0F", **first.where())
-    if feed.batches is None:
+    if "batches" not in given.training:
         raise ArgumentError(
             f"in step {step + 1} the pipeline trains on other inputs than TARGET returns; return the batches, too: "
             '(model, args, target, loss, {"batches": function_of_step})'
         )
     text = f"microbatch {k} has inputs that are not in the step's batch"
     for other, which in ((step - 1, "before"), (step + 1, "after")):
-        whole = [t for t in leaf_tensors(feed.at(other)[:2]) if t.dim()] if other >= 0 else []
+        whole = [t for t in leaf_tensors(batch_of(given, other)[:2]) if t.dim()] if other >= 0 else []
         if whole and -1 not in (_rows([mine[k]], whole[0])[0] or [-1]):
             text = f"microbatch {k} has inputs of the batch {which}"
     return Finding("data", text, f"0F{k}", **first.where(microbatch=k))

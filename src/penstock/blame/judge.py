@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from penstock.blame import updates
 from penstock.blame.causes import Causes
-from penstock.blame.data import Feed, data_of
+from penstock.blame.data import batch_of, data_of
 from penstock.blame.finding import Blame, Finding
 from penstock.blame.names import Noted, Part, name_parts
 from penstock.blame.replay import Replay, Replayed, scale_of
+from penstock.blame.updates import Updates
 from penstock.errors import ArgumentError
+from penstock.launch.target import Target
 from penstock.partition.values.memory import same_bits
 from penstock.proof.comparison import Comparison, compare
 from penstock.proof.first_difference import in_reference
 from penstock.proof.trail import Trail
 
 
-def judge(noted: Noted, model: nn.Module, feed: Feed) -> Blame:
+def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
     """Raises ArgumentError: there is nothing to compare."""
     torch.set_num_threads(int(noted.files[min(noted.files)][0]["threads"]))
     name_parts(noted.parts, model)
@@ -36,10 +37,11 @@ def judge(noted: Noted, model: nn.Module, feed: Feed) -> Blame:
             f"each parameter is held {replicas} times, as by data-parallel replicas; run one replica: penstock blame "
             "compares one pipeline"
         )
-    found = _Judge(noted, Replay(model, feed.loss), feed)
+    replay = Replay(model, given.loss)
+    found = _Judge(noted, replay, given, Updates(noted, given, replay))
     finding = next(filter(None, map(found.step, range(noted.steps))), None)
     stages = len({part.stage for part in noted.parts})
-    sizes = noted.steps, len(noted.files), stages, noted.microbatches
+    sizes = noted.steps, len(noted.files), stages, max(part.steps[0]["count"] for part in noted.parts)
     return Blame(finding, *sizes, found.compared + found.updates.compared, tuple(dict.fromkeys(found.updates.notes)))
 
 
@@ -47,9 +49,9 @@ def judge(noted: Noted, model: nn.Module, feed: Feed) -> Blame:
 class _Judge:
     noted: Noted
     replay: Replay
-    feed: Feed
+    given: Target
+    updates: Updates
     compared: int = 0
-    updates: updates.Updates = field(default_factory=updates.Updates)
 
     def step(self, step: int) -> Finding | None:
         """The first wrong action of a step."""
@@ -57,7 +59,7 @@ class _Judge:
             self._order_parts()
         parts = self.noted.parts
         steps = [part.steps[step] for part in parts]
-        at, misfed = data_of(self.feed, parts, step)
+        at, misfed = data_of(self.given, parts, step)
         if misfed is not None and all(same_bits(one["after"][n], t) for one in steps for n, t in one["before"].items()):
             text = f"gradients are set to zero after microbatch {len(at.rows) - 1}, before the optimizer takes them"
             misfed = Finding("gradient", text, "gradients")
@@ -76,20 +78,20 @@ class _Judge:
         rows = [row for part in parts for row in self._results(part, step, grads[part.place], right, epsilon)]
         self.compared += len(rows)
         wrong = [row for row in rows if not row.ok and row.verdict != "undefined"]
-        update = None if wrong else self.updates.step(self.noted, step, right.expected, self.feed, self.replay)
+        update = None if wrong else self.updates.step(step, right.expected)
         if not wrong and update is None:
             return None
         for place in [*mine.values]:  # a stage that leaves the loss leaves no more than a number
             other = right.trail.values.get(in_reference(place))
             if other is None or other.dim() > mine.values[place].dim() == 0:
                 del mine.values[place]
-        causes = Causes(self.noted, self.replay, self.feed, step, at, mine, right, grads)
+        causes = Causes(self.noted, self.replay, self.given, step, at, mine, right, grads)
         found = causes.first(wrong, misfed, update)
         return None if found is None else replace(found, step=step + 1)
 
     def _order_parts(self) -> None:
         """Numbers parts by the order of dataflow."""
-        order = [*dict.fromkeys(place.module for place in self.replay.left(*self.feed.at(0)[:2]))]
+        order = [*dict.fromkeys(place.module for place in self.replay.left(*batch_of(self.given, 0)[:2]))]
         first = {name: number for number, name in enumerate(order)}
         parts = sorted(
             self.noted.parts,
@@ -132,7 +134,7 @@ class _Judge:
         code, its factor is taken from most of them."""
         noted, grads = self.noted.files[part.rank][step], dict(part.steps[step]["grads"])
         unclipped = {name: grad for (i, name), grad in noted["unclipped"].items() if i == part.index}
-        if unclipped or self.feed.max_norm is None or noted["clips"]:
+        if unclipped or "clip_grad_norm" not in self.given.training or noted["clips"]:
             return unclipped or grads
         pairs = [(grad, right.expected.get(part.tensors.get(name, ""))) for name, grad in grads.items()]
         factors = sorted(s for grad, e in pairs if e is not None and e.any() and (s := scale_of(grad, e)))

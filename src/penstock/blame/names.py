@@ -84,10 +84,6 @@ class Noted:
     steps: int
     files: Mapping[int, Sequence[Mapping[str, Any]]]
 
-    @property
-    def microbatches(self) -> int:
-        return max((part.steps[0]["count"] for part in self.parts), default=0)
-
 
 def read(folder: Path, failure: str = "") -> Noted:
     """What ranks left. Of a job with a `failure`, only steps that all of them took.

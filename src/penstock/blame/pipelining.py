@@ -17,15 +17,12 @@ _WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
 class Schedules:
-    """What their stages do, for a `Watch`."""
+    """Tells a `Watch` what stages of schedules do that are made from now on."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._microbatch: int | None = None
         self._offset = 0
-
-    def find(self) -> None:
-        """Watches all schedules that are made from now on."""
         for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
             self._wrap(kind)
 

@@ -12,7 +12,7 @@ from penstock.blame.watch import FOLDER, watching
 
 watch = watching()
 if watch is not None:
-    Schedules(watch).find()
+    Schedules(watch)
     others = [folder for folder in sys.path if folder != os.environ[FOLDER]]
     own = PathFinder.find_spec("sitecustomize", others)  # the user's, as Python imports only one
     if own is not None and own.loader is not None:

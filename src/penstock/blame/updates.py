@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.blame.data import Feed
 from penstock.blame.finding import Finding
 from penstock.blame.names import Noted, Part
 from penstock.blame.replay import Replay, scale_of
+from penstock.launch.target import Target
 from penstock.proof.comparison import compare
 from penstock.proof.first_difference import describe_difference
 from penstock.words import shortened
@@ -31,32 +31,26 @@ _ALIKE = 1e-4
 class Updates:
     """Optimizers that follow the pipeline's, one for each of its own, and the unsplit model's."""
 
+    noted: Noted
+    given: Target
+    replay: Replay
     compared: int = 0
     notes: list[str] = field(default_factory=list)
     _made: dict[tuple[int, int], Any] = field(default_factory=dict)
 
-    def step(
-        self, noted: Noted, step: int, expected: Mapping[str, Tensor], feed: Feed, replay: Replay
-    ) -> Finding | None:
+    def step(self, step: int, expected: Mapping[str, Tensor]) -> Finding | None:
         """The first that is wrong."""
-        return (
-            self._clipping(noted, step, expected, feed, replay)
-            or self._missed(noted, step)
-            or self._rates(noted, step, feed, replay)
-            or self._updates(noted, step)
-        )
+        return self._clipping(step, expected) or self._missed(step) or self._rates(step) or self._updates(step)
 
-    def _clipping(
-        self, noted: Noted, step: int, expected: Mapping[str, Tensor], feed: Feed, replay: Replay
-    ) -> Finding | None:
+    def _clipping(self, step: int, expected: Mapping[str, Tensor]) -> Finding | None:
         """Gradients after clipping, against those clipped by the norm of all, in which a tie counts once."""
-        clips = [limit for files in noted.files.values() for limit in files[step]["clips"]]
-        limit = feed.max_norm if feed.max_norm is not None else clips[0] if clips else None
+        clips = [limit for files in self.noted.files.values() for limit in files[step]["clips"]]
+        limit = self.given.training.get("clip_grad_norm", clips[0] if clips else None)
         if limit is None:
             return None
-        norm = _norm(expected[name] for name, _ in replay.model.named_parameters() if name in expected)
+        norm = _norm(expected[name] for name, _ in self.replay.model.named_parameters() if name in expected)
         scale = min(1.0, limit / (norm + 1e-6))
-        for part in noted.parts:
+        for part in self.noted.parts:
             for name, value in part.of(step, "grads").items():
                 if name not in expected or not expected[name].any():
                     continue
@@ -64,7 +58,7 @@ class Updates:
                 by = scale_of(value, expected[name])
                 if by is None or abs(by - scale) <= _ALIKE * scale:
                     continue
-                held = [(p.rank, expected[n]) for p in noted.parts for n in {*p.tensors.values()} if n in expected]
+                held = [(p.rank, expected[n]) for p in self.noted.parts for n in {*p.tensors.values()} if n in expected]
                 norms = {
                     ": it is that of this rank's gradients alone": _norm(g for rank, g in held if rank == part.rank),
                     ": tied parameters are counted once for each stage that holds them": _norm(g for _, g in held),
@@ -76,12 +70,12 @@ class Updates:
                 return Finding("clipping", text, "clipping", **part.where())
         return None
 
-    def _missed(self, noted: Noted, step: int) -> Finding | None:
+    def _missed(self, step: int) -> Finding | None:
         """Parameters with a gradient that no optimizer has, and that stay as they were."""
-        if not any(files[step]["updates"] for files in noted.files.values()):
+        if not any(files[step]["updates"] for files in self.noted.files.values()):
             return None
-        for part in noted.parts:
-            updates, own = noted.files[part.rank][step]["updates"], part.steps[step]
+        for part in self.noted.parts:
+            updates, own = self.noted.files[part.rank][step]["updates"], part.steps[step]
             has = {tuple(key) for update in updates for group in update["groups"] for key in group["params"]}
             left = [
                 n for n, grad in own["grads"].items() if n in part.tensors and grad.any() and (part.index, n) not in has
@@ -93,19 +87,19 @@ class Updates:
                 return Finding("optimizer", text, "update", **part.where(module=missed[0]))
         return None
 
-    def _rates(self, noted: Noted, step: int, feed: Feed, replay: Replay) -> Finding | None:
+    def _rates(self, step: int) -> Finding | None:
         """Options of optimizers that differ from the unsplit model's; or, if these are unknown, by rank."""
         mine = {
             part.tensors[name]: (group["options"], part)
-            for part in noted.parts
-            for update in noted.files[part.rank][step]["updates"]
+            for part in self.noted.parts
+            for update in self.noted.files[part.rank][step]["updates"]
             for group in update["groups"]
             for index, name in group["params"]
             if index == part.index and name in part.tensors
         }
-        if feed.optimizer is not None:
-            of = {id(tensor): name for name, tensor in replay.tensors.items()}
-            groups: list[dict[str, Any]] = feed.optimizer(replay.model).param_groups
+        if "optimizer" in self.given.training:
+            of = {id(tensor): name for name, tensor in self.replay.tensors.items()}
+            groups: list[dict[str, Any]] = self.given.training["optimizer"](self.replay.model).param_groups
             right = {of[id(p)]: group for group in groups for p in group["params"] if id(p) in of}
         else:  # unknown: if each rank has one rate, the first one's
             rates = {(part.rank, options.get("lr")) for options, part in mine.values()}
@@ -123,14 +117,14 @@ class Updates:
                 if key in group and value != expected:
                     kind = "learning rate" if key == "lr" else "optimizer"
                     text = f"{key.replace('lr', 'the learning rate')} of {name!r} is {value}; expected {expected}"
-                    text += "" if feed.optimizer else ", as on the first rank"
+                    text += "" if "optimizer" in self.given.training else ", as on the first rank"
                     return Finding(kind, text, "update", **part.where(module=name))
         return None
 
-    def _updates(self, noted: Noted, step: int) -> Finding | None:
+    def _updates(self, step: int) -> Finding | None:
         """Weights after the step, against the same optimizer's from the same gradients."""
-        for rank, files in noted.files.items():
-            parts = {part.index: part for part in noted.parts if part.rank == rank}
+        for rank, files in self.noted.files.items():
+            parts = {part.index: part for part in self.noted.parts if part.rank == rank}
             updates = files[step]["updates"]
             taken = [tuple(key) for update in updates for group in update["groups"] for key in group["params"]]
             if twice := [key for key, count in Counter(taken).items() if count > 1]:
