@@ -63,19 +63,18 @@ class Causes:
 
     def _structure(self) -> Finding | None:
         """A layer that no stage has, or several have."""
-        parts, tensors = self.noted.parts, self.replay.tensors
-        held = {id(tensors[other]) for part in parts for other in part.tensors.values()}
-        missing = [n for n, t in self.replay.model.named_parameters() if id(t) not in held and t.requires_grad]
-        if missing:
-            layers = _outermost(missing, [name for name, _ in self.replay.model.named_parameters()])
-            return Finding("layer missing", f"{shortened(layers)}: no stage holds it", module=layers[0])
         names = [name for name, _ in self.replay.model.named_parameters()]
-        holders = {name: [part.stage for part in parts if name in part.tensors.values()] for name in names}
-        twice = [n for n, stages in holders.items() if len(stages) > 1 and len(self.replay.aliases(n)) == 1]
-        if twice:
-            layers, where = _outermost(twice, names), " and ".join(map(str, holders[twice[0]]))
-            text = f"stages {where} both hold {shortened(layers)}"
-            return Finding("layer twice", text, stage=holders[twice[0]][1], module=layers[0])
+        stages = {
+            n: [part.stage for part in self.noted.parts if n in part.tensors.values()] for n in self.replay.tensors
+        }
+        holders = {name: [stage for alias in self.replay.aliases(name) for stage in stages[alias]] for name in names}
+        if missing := [n for n in names if not holders[n] and self.replay.tensors[n].requires_grad]:
+            layers = _outermost(missing, names)
+            return Finding("layer missing", f"{shortened(layers)}: no stage holds it", module=layers[0])
+        if twice := [n for n in names if len(holders[n]) > 1 and len(self.replay.aliases(n)) == 1]:
+            layers, stages = _outermost(twice, names), holders[twice[0]]
+            text = f"stages {' and '.join(map(str, stages))} both hold {shortened(layers)}"
+            return Finding("layer twice", text, stage=stages[1], module=layers[0])
         return None
 
     def _counts(self) -> Finding | None:
@@ -131,10 +130,9 @@ class Causes:
 
     def _redrawn(self, part: Part, place: Place) -> bool:
         """Whether what draws right after a module was recomputed. A checkpoint ends before it leaves a value again."""
-        order = self.right.trail.order
-        after = order[order.index(place.module) + 1 :][:1]
-        draws = [part.modules.get(name) for name, *_ in part.steps[self.step]["random"]]
-        return any(n in draws for n in after) and any(p.what == FORWARD[2] for p in part.values(self.step))
+        order, draws = self.right.trail.order, {part.modules.get(name) for name, *_ in part.steps[self.step]["random"]}
+        after = {*order[order.index(place.module) + 1 :][:1]}
+        return bool(after & draws) and any(p.what == FORWARD[2] for p in part.values(self.step))
 
     def _mode(self, part: Part, module: str) -> str:
         """Whether a module, or one in it, trains in one of the two and evaluates in the other."""

@@ -134,8 +134,7 @@ class Replay:
             for k, (root, grad) in enumerate(zip(roots, grads, strict=True)):
                 if last is not None:
                     ends = _trained(kept[k][last.call])
-                    right = torch.autograd.grad(root, ends, grad, retain_graph=True, allow_unused=True)
-                    grad = [_or_zeros(g, end) for g, end in zip(right, ends, strict=True)]
+                    grad = [*torch.autograd.grad(root, ends, grad, retain_graph=True, materialize_grads=True)]
                     root = ends
                     given = [gradients.get(last._replace(microbatch=k, leaf=i)) for i in range(len(ends))]
                     found.scales[k] = None if given[0] is None else scale_of(given[0], grad[0])
@@ -175,9 +174,8 @@ class Replay:
         output = unflatten(joined, flat.structure)
         own = output if isinstance(output, Tensor) else getattr(output, "loss", leaf_tensors(output)[0])
         total = own if self._loss is None else self._loss(output, target)
-        flat_leaves = [leaf for one in leaves for leaf in one]
-        found = iter(torch.autograd.grad(total, flat_leaves, allow_unused=True))
-        return [[_or_zeros(next(found), leaf) for leaf in one] for one in leaves]
+        found = iter(torch.autograd.grad(total, [leaf for one in leaves for leaf in one], materialize_grads=True))
+        return [[next(found) for _ in one] for one in leaves]
 
 
 def scale_of(given: Tensor, right: Tensor) -> float | None:
@@ -194,10 +192,6 @@ def scale_of(given: Tensor, right: Tensor) -> float | None:
 
 def _trained(output: Any) -> list[Tensor]:
     return [tensor for tensor in leaf_tensors(output) if tensor.requires_grad]
-
-
-def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if gradient is None else gradient
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from penstock.blame.names import Noted, Part
 from penstock.blame.replay import Replay, scale_of
 from penstock.launch.target import Target
 from penstock.proof.comparison import compare
-from penstock.proof.first_difference import describe_difference
 from penstock.words import shortened
 
 _ALIKE = 1e-4
@@ -77,10 +76,9 @@ class Updates:
         for part in self.noted.parts:
             updates, own = self.noted.files[part.rank][step]["updates"], part.steps[step]
             has = {tuple(key) for update in updates for group in update["groups"] for key in group["params"]}
-            left = [
-                n for n, grad in own["grads"].items() if n in part.tensors and grad.any() and (part.index, n) not in has
-            ]
-            missed = [part.tensors[n] for n in left if torch.equal(own["before"][n], own["after"][n])]
+            left = [n for n, grad in own["grads"].items() if grad.any() and (part.index, n) not in has]
+            left = [n for n in left if n in part.tensors and torch.equal(own["before"][n], own["after"][n])]
+            missed = [part.tensors[n] for n in left]
             if missed:
                 who = "the optimizer lacks" if updates else f"rank {part.rank} takes no optimizer step for"
                 text = f"{who} {shortened(missed)}: there is a gradient, but no update"
@@ -138,11 +136,8 @@ class Updates:
                     self.compared += 1
                     row = compare("update", name, (), own["after"][name], parameter.detach(), exact=False)
                     if row.verdict == "different":
-                        before = own["before"][name].double()
-                        of = own["after"][name].double() - before, parameter.detach().double() - before
-                        shape = describe_difference(*of, {2.0: "twice"})
-                        text = f"the update of {part.tensors.get(name, name)!r} is not its optimizer's"
-                        return Finding("update", f"{text}{shape and '; '}{shape}", "update", **part.where(row))
+                        text = f"the update of {part.tensors.get(name, name)!r} is not what its optimizer does"
+                        return Finding("update", text, "update", **part.where(row))
         return None
 
     def _follow(

@@ -149,7 +149,7 @@ class Watch:
         nn.Module.__call__ = lambda module, *args, **kwargs: self._called(call, module, args, kwargs)  # type: ignore[method-assign]
         self._hooks.callback(setattr, nn.Module, "__call__", call)
         for name, clip in clips.items():
-            setattr(nn.utils, name, self._clipping(clip))
+            setattr(nn.utils, name, partial(self._clip, clip))
             self._hooks.callback(setattr, nn.utils, name, clip)
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_update).remove)
@@ -229,13 +229,10 @@ class Watch:
         finally:
             self._inside, root.trail.active = False, True
 
-    def _clipping(self, clip: Any) -> Any:
-        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            self.unclipped = self._gradients()
-            self.clips.append(float(max_norm))
-            return clip(parameters, max_norm, *args, **kwargs)
-
-        return clipped
+    def _clip(self, clip: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        self.unclipped = self._gradients()
+        self.clips.append(float(max_norm))
+        return clip(parameters, max_norm, *args, **kwargs)
 
     def _gradients(self) -> dict[tuple[int, str], Tensor]:
         tensors = [(i, n, t) for i, root in enumerate(self.roots.values()) for n, t in root.tensors.items()]

@@ -100,11 +100,11 @@ def confusable_values(place: Place, mine: Trail, other: Trail) -> dict[str, Tens
             found[f"microbatches {min(j, k)} and {max(j, k)} are swapped" if is_swap else text] = value
         elif j == k and known != place and (known.what == BACKWARD) == (place.what == BACKWARD):
             names = [*dict.fromkeys(mine.order)]
-            apart = names.index(place.module) - names.index(known.module) if known.module in names else 0
-            is_next = place.what == FORWARD[0] and known.what == FORWARD[1] and apart == 1
+            is_next = names[: names.index(place.module)][-1:] == [known.module] and place.what == FORWARD[0]
             is_late = place.leaf or not value.is_floating_point()  # an argument besides what layers hand on
-            text = f"it is {known.text}" + ("" if is_next or is_late else ": a layer between is left out")
-            found.setdefault(text, value)
+            found.setdefault(
+                f"it is {known.text}{'' if is_next or is_late else ': a layer between is left out'}", value
+            )
     return found
 
 
