@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock.blame.command import checked, run
 from penstock.blame.names import Part, name_parts, read
 from penstock.blame.watch import FOLDER
 from penstock.errors import ArgumentError, PipelineFailure
 from penstock.launch.agent import left
+from penstock.proof.first_difference import confusable_values, first_value
+from penstock.proof.trail import FORWARD, Place, Trail
 from penstock.testing import assert_same_training
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
@@ -55,11 +58,32 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+SPAWNED = """
+import os, runpy, socket
+import torch.multiprocessing
+
+def rank(number, port):
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(number)}
+    os.environ.update(where)
+    runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(rank, (port,), nprocs=2)
+"""
+
+
 @pytest.mark.long  # the command above does the same
-def test_in_a_test_the_first_wrong_action_is_an_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = ["torchrun", "--standalone", "--nproc-per-node", "2", str(BENCH / "with_send_recv.py")]
+def test_in_a_test_the_first_wrong_action_is_an_assertion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    monkeypatch.setenv("SCRIPT", str(BENCH / "with_send_recv.py"))
+    monkeypatch.setenv("PYTHONPATH", str(BENCH), prepend=os.pathsep)
     monkeypatch.setenv("CASE", "")
-    assert assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=2).steps == 2
+    ranks = [sys.executable, str(script)]
+    assert assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=2).ranks == 2
     monkeypatch.setenv("FAULT", "labels swapped")
     with pytest.raises(AssertionError, match="labels: the loss of microbatch 0 takes the labels of microbatch 1"):
         assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=1)
@@ -128,3 +152,37 @@ def test_weights_that_the_script_drew_itself_are_named_by_order() -> None:
     parts = [part(rank, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for rank in range(2)]
     name_parts(parts, model)
     assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
+
+
+def test_a_frozen_stage_is_known_by_its_weights() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).requires_grad_(False)
+    parts = [part(0, model[:2]), part(1, nn.Sequential(model[2], model[3]))]
+    name_parts(parts, model)
+    assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
+
+
+def test_weights_in_another_dtype_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(
+        ArgumentError, match=r"'0.weight' is torch.bfloat16 .* let TARGET return model.to\(torch.bfloat16\)"
+    ):
+        name_parts([part(0, nn.Sequential(nn.Linear(3, 3)).bfloat16())], model)
+
+
+def test_a_wrong_argument_is_found_before_what_it_spoils() -> None:
+    """Positions that a stage has wrong: what enters the layer, not what a module in it makes of that."""
+    order = ["layer.norm", "layer.attention", "layer"]
+    x, positions, sums = torch.randn(2, 3), torch.arange(2), torch.randn(2, 3)
+
+    def trail(positions: Tensor, entering: Tensor) -> Trail:
+        values = {"layer": [x, positions], "layer.norm": [x], "layer.attention": [entering]}
+        entered = {Place(FORWARD[0], name, 0, leaf, 0): v for name, of in values.items() for leaf, v in enumerate(of)}
+        left = {Place(FORWARD[1], name, 0, 0, 0): x if name == "layer.norm" else sums for name in order}
+        return Trail(1, order, entered | left)
+
+    mine, right = trail(positions * 0, x), trail(positions, x + 1)
+    found = first_value(mine, right, exact=True)
+    assert found is not None
+    assert found[0] == Place(FORWARD[0], "layer", 0, 1, 0)
+    spoilt = Place(FORWARD[0], "layer.attention", 0, 0, 0)
+    assert "it is what leaves 'layer.norm'" in confusable_values(spoilt, mine, right)  # no layer is between them
