@@ -63,12 +63,10 @@ class Causes:
 
     def _structure(self) -> Finding | None:
         """A layer that no stage has, or several have."""
-        names = [name for name, _ in self.replay.model.named_parameters()]
-        stages = {
-            n: [part.stage for part in self.noted.parts if n in part.tensors.values()] for n in self.replay.tensors
-        }
-        holders = {name: [stage for alias in self.replay.aliases(name) for stage in stages[alias]] for name in names}
-        if missing := [n for n in names if not holders[n] and self.replay.tensors[n].requires_grad]:
+        names, tensors = [name for name, _ in self.replay.model.named_parameters()], self.replay.tensors
+        held = [(id(tensors[n]), part.stage) for part in self.noted.parts for n in {*part.tensors.values()}]
+        holders = {name: [stage for key, stage in held if key == id(tensors[name])] for name in names}
+        if missing := [n for n in names if not holders[n] and tensors[n].requires_grad]:
             layers = _outermost(missing, names)
             return Finding("layer missing", f"{shortened(layers)}: no stage holds it", module=layers[0])
         if twice := [n for n in names if len(holders[n]) > 1 and len(self.replay.aliases(n)) == 1]:
@@ -272,7 +270,7 @@ class Causes:
         local = next(name for name, other in part.tensors.items() if other == row.name)
         value, expected = self.grads[part.place].get(local), self.right.expected.get(row.name)
         if value is None or expected is None or row.max_difference == float("inf"):
-            return "gradient missing", "it is missing" if value is None else "it is not finite, or should not be there"
+            return "gradient missing", "missing" if value is None else "not finite, or not to be there"
         before = part.steps[self.step - 1]["grads"].get(local) if self.step else None
         others = {} if before is None else {NOT_ZEROED: expected + before}
         if before is not None:  # a schedule divides what is there, too
