@@ -256,6 +256,8 @@ class Causes:
         stages = [part.stage for part, (_, text) in zip(of, named, strict=True) if text == shape]
         tail, where = f": {shape}", of[0].where(rows[0], module=rows[0].name.rpartition(".")[0])
         if shape and len(stages) == sum(len(grads) for grads in self.grads):
+            if shape.startswith("it is 0.") and "clip_grad_norm" not in self.given.training:
+                tail += "; if the script clips gradients, let TARGET return clip_grad_norm"
             return Finding(
                 kind, f"all gradients{tail}", "gradients", **where | {"stage": None, "rank": None, "module": ""}
             )

@@ -23,10 +23,6 @@ from penstock.errors import ArgumentError, PipelineFailure
 from penstock.proof.comparison import Comparison
 from penstock.proof.trail import Place
 
-NOTHING_MAPPED = (
-    "none of the unsplit model's parameters was found in the pipeline: names, shapes and values all differ; return the "
-    "model that the script splits, or pass names= to penstock.blame.capture"
-)
 _TRACED = ("InterpreterModule", "GraphModule")
 """Classes of modules that `torch.export` makes."""
 
@@ -128,7 +124,10 @@ def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
     classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
     held = [(part, name, value) for part in parts for name, value in part.steps[0]["before"].items()]
     if not _by_name(held, reference) and not _by_value(held, reference, classes) and not _by_order(held, reference):
-        raise ArgumentError(NOTHING_MAPPED)
+        raise ArgumentError(
+            "most of the pipeline's weights are not the unsplit model's, by name, shape or value; return the model that "
+            "the script splits, or pass names= to penstock.blame.capture"
+        )
     for part, name, value in held:
         if name in part.tensors and (other := reference[part.tensors[name]]).dtype != value.dtype:
             both = f"{name!r} is {value.dtype} in the pipeline, and {other.dtype} in the unsplit model"
@@ -188,7 +187,7 @@ def _by_value(
 
 
 def _by_order(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
-    """Whether the order of shapes and last names tells any, as where layers are called one by one, and drawn anew."""
+    """Whether the order of shapes and last names tells most, as where layers are called one by one, and drawn anew."""
     mine = sorted(held, key=lambda one: (one[0].steps[0]["stage"] or 0, one[0].rank, one[0].index))
     keys = [(name.rpartition(".")[2], value.shape) for _, name, value in mine]
     others, names = [(name.rpartition(".")[2], tensor.shape) for name, tensor in reference.items()], [*reference]
@@ -197,7 +196,7 @@ def _by_order(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, 
     for number, (part, name, _) in enumerate(mine):
         part.tensors.pop(name, None)
         part.tensors |= {name: pairs[number]} if number in pairs else {}
-    return bool(pairs)
+    return len(pairs) * 2 >= len(mine)
 
 
 def _prefixes(part: Part) -> dict[str, str]:

@@ -20,14 +20,10 @@ from penstock.words import counted
 def blame(
     target: TargetName,
     command: Annotated[
-        list[str],
-        typer.Argument(metavar="-- COMMAND", help="What starts the ranks: torchrun ..., penstock run ..., python ..."),
+        list[str], typer.Argument(metavar="-- COMMAND", help="What starts the ranks: torchrun ..., or python ...")
     ],
     steps: Annotated[int, typer.Option(help="How many optimizer steps to compare; the job is then ended.")] = 3,
-    timeout: Annotated[
-        int,
-        typer.Option(help="Seconds that a step may take; a job that hangs is ended, and judged by its steps so far."),
-    ] = 300,
+    timeout: Annotated[int, typer.Option(help="Seconds a step may take before the job is ended, and judged.")] = 300,
     as_json: Json = False,
 ) -> None:
     """Find out why a pipeline trains wrongly: run it, unedited, and compare it with the unsplit model.
