@@ -125,8 +125,8 @@ def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
     held = [(part, name, value) for part in parts for name, value in part.steps[0]["before"].items()]
     if not _by_name(held, reference) and not _by_value(held, reference, classes) and not _by_order(held, reference):
         raise ArgumentError(
-            "most of the pipeline's weights are not the unsplit model's, by name, shape or value; return the model that "
-            "the script splits, or pass names= to penstock.blame.capture"
+            "most of the pipeline's weights are not the unsplit model's, by name, shape or value; return the model "
+            "that the script splits, or pass names= to penstock.blame.capture"
         )
     for part, name, value in held:
         if name in part.tensors and (other := reference[part.tensors[name]]).dtype != value.dtype:
