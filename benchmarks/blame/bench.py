@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.blame.data import Feed
 from penstock.blame.judge import judge
 from penstock.blame.names import read
 from penstock.blame.pipelining import Schedules
@@ -74,7 +73,7 @@ def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
 
             watch = watching()
             assert watch is not None
-            Schedules(watch).find()
+            Schedules(watch)
             try:
                 run_rank()
             finally:
@@ -88,7 +87,7 @@ def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
             sys.path.insert(0, str(HERE))
 
             given = load(f"{HERE / 'model.py'}:make")
-            report.write_text(json.dumps(judge(read(folder, ended_well=ok), given.model, Feed.of(given)).to_dict()))
+            report.write_text(json.dumps(judge(read(folder, "" if ok else "failed"), given.model, given).to_dict()))
 
         os.waitpid(forked(judged, where, log), 0)
         if report.exists():

@@ -13,7 +13,18 @@ FAULT = os.environ.get("FAULT", "")
 M = 4
 
 
-def build(net: Net, rank: int, world: int) -> nn.Sequential:
+class WithLoss(nn.Module):
+    """A last stage that takes the targets and leaves the loss."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers, self.loss_fn = layers, nn.CrossEntropyLoss()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss_fn(self.layers(x).flatten(0, 1), target.flatten())
+
+
+def build(net: Net, rank: int, world: int) -> nn.Module:
     each = LAYERS // world
     layers = [*net.layers][rank * each : (rank + 1) * each]
     if FAULT == "dropped layer" and rank == 1:
@@ -22,10 +33,13 @@ def build(net: Net, rank: int, world: int) -> nn.Sequential:
         layers = layers[::-1]
     if rank == 0:
         return nn.Sequential(net.embed, *layers)
-    return nn.Sequential(*layers, net.norm, net.head) if rank == world - 1 else nn.Sequential(*layers)
+    stage = nn.Sequential(*layers, net.norm, net.head) if rank == world - 1 else nn.Sequential(*layers)
+    return WithLoss(stage) if "loss inside" in OPTIONS else stage
 
 
-def run(stage: nn.Sequential, x: Tensor) -> Tensor:
+def run(stage: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    if isinstance(stage, WithLoss):
+        return stage(x, target)
     if "loop" in OPTIONS:  # no module is the stage
         for layer in stage:
             x = layer(x)
@@ -79,6 +93,9 @@ def main() -> None:
                 else:
                     dist.recv(torch.empty(rows, LENGTH, WIDTH), rank - 1)
                 x = buffer[:rows].clone().requires_grad_()
+            elif FAULT == "buffer reused":
+                dist.recv(buffer[:rows], rank - 1)
+                x = buffer[:rows].detach().requires_grad_()
             elif FAULT == "not waited for":
                 x = torch.zeros(rows, LENGTH, WIDTH)
                 if k == 1:
@@ -95,10 +112,10 @@ def main() -> None:
                 stale, x = x.detach().clone(), (x if stale is None else stale.clone().requires_grad_())
             received.append(x)
             with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in OPTIONS):
-                y = run(stage, x)
+                y = run(stage, x, targets[k])
             outputs.append(y)
             if last:
-                loss = loss_of(y, targets[k])
+                loss = y if "loss inside" in OPTIONS else loss_of(y, targets[k])
                 if FAULT == "not scaled":
                     weight = 1.0
                 elif FAULT == "short weighed the same" or "even" in OPTIONS:

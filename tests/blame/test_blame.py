@@ -9,17 +9,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from penstock.blame.command import watched
-from penstock.blame.names import Part, name_parts
-from penstock.errors import ArgumentError
+from penstock.blame.command import checked, run
+from penstock.blame.names import Part, name_parts, read
+from penstock.blame.watch import FOLDER
+from penstock.errors import ArgumentError, PipelineFailure
+from penstock.launch.agent import left
+from penstock.proof.first_difference import confusable_values, first_value
+from penstock.proof.trail import FORWARD, Place, Trail
 from penstock.testing import assert_same_training
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
 QUICK = (
     *("with_pipelining.py - labels of the batch before", "with_pipelining.py dropout,recompute right"),
     *("with_send_recv.py - stale buffer", "with_send_recv.py - not zeroed", "with_send_recv.py short right"),
+    *("with_send_recv.py - buffer reused", "with_send_recv.py loss inside labels swapped"),
+    *("with_send_recv.py alike labels of the batch before", "with_send_recv.py alike right"),
 )
 """Of each script, a fault of each kind of place (loss, message, sum), and what is most likely to be accused."""
 
@@ -51,30 +58,65 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+SPAWNED = """
+import os, runpy, socket
+import torch.multiprocessing
+
+def rank(number, port):
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(number)}
+    os.environ.update(where)
+    runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(rank, (port,), nprocs=2)
+"""
+
+
 @pytest.mark.long  # the command above does the same
-def test_in_a_test_the_first_wrong_action_is_an_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = ["torchrun", "--standalone", "--nproc-per-node", "2", str(BENCH / "with_send_recv.py")]
+def test_in_a_test_the_first_wrong_action_is_an_assertion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    monkeypatch.setenv("SCRIPT", str(BENCH / "with_send_recv.py"))
+    monkeypatch.setenv("PYTHONPATH", str(BENCH), prepend=os.pathsep)
     monkeypatch.setenv("CASE", "")
-    assert assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=2).steps == 2
+    ranks = [sys.executable, str(script)]
+    assert assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=2).ranks == 2
     monkeypatch.setenv("FAULT", "labels swapped")
     with pytest.raises(AssertionError, match="labels: the loss of microbatch 0 takes the labels of microbatch 1"):
         assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=1)
 
 
-def test_commands_that_start_ranks_are_known() -> None:
-    ours = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--module", "penstock.blame.rank"]
-    assert watched(["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"])[1:] == [
-        *ours,
-        "train.py",
-        "--lr",
-        "1",
-    ]
-    module = ["python3", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "my.train", "-m"]
-    assert watched(module)[1:] == [*ours, "-m", "my.train", "-m"]
-    of_penstock = watched(["penstock", "run", "-n", "2", "train.py"])[3:]
-    assert of_penstock == ["--standalone", "--nproc-per-node=2", "--module", "penstock.blame.rank", "train.py"]
-    with pytest.raises(ArgumentError, match="expected a command that starts ranks: torchrun"):
-        watched(["bash", "train.sh"])
+def test_commands_that_cannot_start_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("train.py").touch()
+    ours = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "--lr", "1"]
+    assert checked(["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"]) == ours
+    assert checked(["penstock", "run", "-n", "2", "train.py"])[1:3] == ["-m", "penstock"]
+    assert checked(["sh", "-c", "true"]) == ["sh", "-c", "true"]
+    with pytest.raises(ArgumentError, match=r"there is no file 'trian.py' in .*; pass the path of the script"):
+        checked(["torchrun", "--nproc-per-node", "2", "trian.py"])
+    with pytest.raises(ArgumentError, match="no-such-launcher: expected a command that starts ranks, as in"):
+        checked(["no-such-launcher", "train.py"])
+
+
+def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "noted"
+    folder.mkdir()
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(child.pid, file=open('pid', 'w'), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = ["sh", "-c", f"cd {tmp_path} && {sys.executable} -S train.py"]
+    assert run(command, folder, steps=3, timeout=2.0) == "took no step for 2 s"
+    assert tmp_path.joinpath("pid").exists()
+    assert left(str(folder), tag=FOLDER) == set()
+    with pytest.raises(PipelineFailure, match="the job took no step for 2 s before all ranks had taken a step"):
+        read(folder, "took no step for 2 s")
 
 
 def part(rank: int, stage: nn.Module) -> Part:
@@ -110,3 +152,37 @@ def test_weights_that_the_script_drew_itself_are_named_by_order() -> None:
     parts = [part(rank, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for rank in range(2)]
     name_parts(parts, model)
     assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
+
+
+def test_a_frozen_stage_is_known_by_its_weights() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).requires_grad_(False)
+    parts = [part(0, model[:2]), part(1, nn.Sequential(model[2], model[3]))]
+    name_parts(parts, model)
+    assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
+
+
+def test_weights_in_another_dtype_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(
+        ArgumentError, match=r"'0.weight' is torch.bfloat16 .* let TARGET return model.to\(torch.bfloat16\)"
+    ):
+        name_parts([part(0, nn.Sequential(nn.Linear(3, 3)).bfloat16())], model)
+
+
+def test_a_wrong_argument_is_found_before_what_it_spoils() -> None:
+    """Positions that a stage has wrong: what enters the layer, not what a module in it makes of that."""
+    order = ["layer.norm", "layer.attention", "layer"]
+    x, positions, sums = torch.randn(2, 3), torch.arange(2), torch.randn(2, 3)
+
+    def trail(positions: Tensor, entering: Tensor) -> Trail:
+        values = {"layer": [x, positions], "layer.norm": [x], "layer.attention": [entering]}
+        entered = {Place(FORWARD[0], name, 0, leaf, 0): v for name, of in values.items() for leaf, v in enumerate(of)}
+        left = {Place(FORWARD[1], name, 0, 0, 0): x if name == "layer.norm" else sums for name in order}
+        return Trail(1, order, entered | left)
+
+    mine, right = trail(positions * 0, x), trail(positions, x + 1)
+    found = first_value(mine, right, exact=True)
+    assert found is not None
+    assert found[0] == Place(FORWARD[0], "layer", 0, 1, 0)
+    spoilt = Place(FORWARD[0], "layer.attention", 0, 0, 0)
+    assert "it is what leaves 'layer.norm'" in confusable_values(spoilt, mine, right)  # no layer is between them

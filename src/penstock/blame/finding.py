@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock.words import counted
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -65,7 +67,8 @@ class Blame:
         """In words."""
         if self.finding is not None:
             return str(self.finding)
-        return f"{self.compared} gradients, updates and buffers of {self.steps} steps are those of the unsplit model"
+        steps = counted(self.steps, "step")
+        return f"{self.compared} gradients, updates and buffers of {steps} are those of the unsplit model"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -7,115 +7,95 @@ value on the way to it that is: forward, then the loss, then backward, then what
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from penstock.blame import updates
-from penstock.blame.data import Feed, data_of
+from penstock.blame.causes import Causes
+from penstock.blame.data import batch_of, data_of
 from penstock.blame.finding import Blame, Finding
 from penstock.blame.names import Noted, Part, name_parts
-from penstock.blame.replay import SCALE, Data, Replay, Replayed, scale_of
+from penstock.blame.replay import Replay, Replayed, scale_of
+from penstock.blame.updates import Updates
 from penstock.errors import ArgumentError
+from penstock.launch.target import Target
+from penstock.partition.values.memory import same_bits
 from penstock.proof.comparison import Comparison, compare
-from penstock.proof.first_difference import (
-    confusable_values,
-    describe_difference,
-    first_value,
-    in_reference,
-    usual_factors,
-)
-from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
-from penstock.trees import map_tensors
-from penstock.words import shortened
-
-NOTHING_MAPPED = (
-    "none of the unsplit model's parameters was found in the pipeline: names, shapes and values all differ; return the "
-    "model that the script splits, or pass names= to penstock.blame.capture"
-)
-NOT_ZEROED = "gradients were not set to zero: those of the step before are in it"
-STALE = "the receive buffer is stale"
-NOWHERE = {"stage": None, "rank": None}
-MOST_ROWS = 64
-"""Of a batch, whose labels are tried for a microbatch."""
+from penstock.proof.first_difference import in_reference
+from penstock.proof.trail import Trail
 
 
-def judge(noted: Noted, model: nn.Module, feed: Feed) -> Blame:
+def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
     """Raises ArgumentError: there is nothing to compare."""
     torch.set_num_threads(int(noted.files[min(noted.files)][0]["threads"]))
     name_parts(noted.parts, model)
     held = Counter(name for part in noted.parts for name in part.tensors.values())
-    if not held:
-        raise ArgumentError(NOTHING_MAPPED)
     if (replicas := min(held.values())) > 1:
         raise ArgumentError(
             f"each parameter is held {replicas} times, as by data-parallel replicas; run one replica: penstock blame "
             "compares one pipeline"
         )
-    found = _Judge(noted, Replay(model, feed.loss), feed)
+    replay = Replay(model, given.loss)
+    found = _Judge(noted, replay, given, Updates(noted, given, replay))
     finding = next(filter(None, map(found.step, range(noted.steps))), None)
     stages = len({part.stage for part in noted.parts})
-    sizes = noted.steps, len(noted.files), stages, noted.microbatches
-    return Blame(finding, *sizes, found.compared, tuple(dict.fromkeys(found.notes)))
+    sizes = noted.steps, len(noted.files), stages, max(part.steps[0]["count"] for part in noted.parts)
+    return Blame(finding, *sizes, found.compared + found.updates.compared, tuple(dict.fromkeys(found.updates.notes)))
 
 
 @dataclass(slots=True)
 class _Judge:
     noted: Noted
     replay: Replay
-    feed: Feed
+    given: Target
+    updates: Updates
     compared: int = 0
-    notes: list[str] = field(default_factory=list)
-    updates: updates.Updates = field(default_factory=updates.Updates)
-    right: Replayed | None = None
-    gradient_count: int = 0
-    epsilon: float = 0.0
 
     def step(self, step: int) -> Finding | None:
         """The first wrong action of a step."""
-        parts = self.noted.parts
         if step == 0:
             self._order_parts()
-        at, misfed = data_of(self.feed, parts, step)
+        parts = self.noted.parts
+        steps = [part.steps[step] for part in parts]
+        at, misfed = data_of(self.given, parts, step)
+        if misfed is not None and all(same_bits(one["after"][n], t) for one in steps for n, t in one["before"].items()):
+            text = f"gradients are set to zero after microbatch {len(at.rows) - 1}, before the optimizer takes them"
+            misfed = Finding("gradient", text, "gradients")
         mine = self._mine(step)
-        gradients = {place: value for place, value in mine.values.items() if place.what == BACKWARD}
         state = {name: value for part in parts for name, value in part.of(step, "before").items()}
         random = {
             (part.modules[name], call, k): states
-            for part in parts
-            for (name, call, k), states in part.steps[step]["random"].items()
+            for part, own in zip(parts, steps, strict=True)
+            for (name, call, k), states in own["random"].items()
             if name in part.modules
         }
-        cast = next((part.steps[step]["autocast"] for part in parts if part.steps[step]["autocast"]), "")
-        self.epsilon = torch.finfo(getattr(torch, cast.rpartition(".")[2])).eps if cast else 0.0
-        right = self.right = self.replay.step(at, state, gradients, random, cast)
-        wrong = [row for row in self._results(step, right) if not row.ok and row.verdict != "undefined"]
-        update = None if wrong else self._update(step, right)
+        cast = max(own["autocast"] for own in steps)
+        right = self.replay.step(at, state, mine.values, random, cast)
+        epsilon = torch.finfo(getattr(torch, cast.rpartition(".")[2])).eps if cast else 0.0
+        grads = [self._gradients(part, step, right) for part in parts]
+        rows = [row for part in parts for row in self._results(part, step, grads[part.place], right, epsilon)]
+        self.compared += len(rows)
+        wrong = [row for row in rows if not row.ok and row.verdict != "undefined"]
+        update = None if wrong else self.updates.step(step, right.expected)
         if not wrong and update is None:
             return None
-        mine.order = right.trail.order
-        causes: tuple[Callable[[], Finding | None], ...] = (
-            lambda: self._structure(right),
-            lambda: misfed,
-            lambda: self._value(mine, right, at, step),
-            lambda: self._weights(right, at),
-            lambda: self._sums(wrong, right, at, step),
-            lambda: update,
-            lambda: self._buffer(wrong, step),
-        )
-        found = next(filter(None, (cause() for cause in causes)), None)
+        for place in [*mine.values]:  # a stage that leaves the loss leaves no more than a number
+            other = right.trail.values.get(in_reference(place))
+            if other is None or other.dim() > mine.values[place].dim() == 0:
+                del mine.values[place]
+        causes = Causes(self.noted, self.replay, self.given, step, at, mine, right, grads)
+        found = causes.first(wrong, misfed, update)
         return None if found is None else replace(found, step=step + 1)
 
     def _order_parts(self) -> None:
         """Numbers parts by the order of dataflow."""
-        at = data_of(self.feed, self.noted.parts, 0)[0]
-        order = {name: number for number, name in enumerate(self.replay.order(at))}
-        far = len(order)
+        order = [*dict.fromkeys(place.module for place in self.replay.left(*batch_of(self.given, 0)[:2]))]
+        first = {name: number for number, name in enumerate(order)}
         parts = sorted(
-            self.noted.parts, key=lambda p: (min((order.get(m, far) for m in p.modules.values()), default=far), p.rank)
+            self.noted.parts,
+            key=lambda p: (min([first[m] for m in p.modules.values() if m in first] or [len(order)]), p.rank),
         )
         for place, part in enumerate(parts):
             last, told = parts[place - 1], part.steps[0]["stage"]
@@ -133,291 +113,29 @@ class _Judge:
                     trail.values[known], trail.stages[known] = value, part.place
         return trail
 
-    # -- results ------------------------------------------------------------------------------------------------------
-
-    def _results(self, step: int, right: Replayed) -> Iterator[Comparison]:
+    def _results(
+        self, part: Part, step: int, grads: Mapping[str, Tensor], right: Replayed, epsilon: float
+    ) -> Iterator[Comparison]:
         """Gradients before clipping, and buffers."""
-        self.gradient_count = 0
-        buffers = {name for name, _ in self.replay.model.named_buffers()}
-        trained = {name for name, tensor in self.replay.tensors.items() if tensor.requires_grad}
-        for part in self.noted.parts:
-            for name, value in part.of(step, "after").items():
-                if name in buffers and name in right.buffers:
-                    self.compared += 1
-                    yield compare("buffer", name, (part.place,), value, right.buffers[name], exact=False)
-            grads = self.gradients(part, step)
-            for name, other in part.tensors.items():
-                if other not in trained:
-                    continue
-                expected = self._expected(other, right)
-                if name in grads or expected is not None:
-                    self.compared, self.gradient_count = self.compared + 1, self.gradient_count + 1
-                    yield self._compared(part, other, grads.get(name), expected, right)
+        for name, buffer in part.of(step, "after").items():
+            if name in right.buffers:
+                yield compare("buffer", name, (part.place,), buffer, right.buffers[name], exact=False)
+        for name, other in part.tensors.items():
+            value, expected = grads.get(name), right.expected.get(other)
+            if self.replay.tensors[other].requires_grad and (value is not None or expected is not None):
+                noise = 0.0 if expected is None else float(expected.abs().max()) * epsilon
+                if expected is not None and value is not None:
+                    expected = expected.to(value.dtype)
+                sizes = right.sizes.get(other)
+                yield compare("gradient", other, (part.place,), value, expected, False, "rounding", sizes, noise=noise)
 
-    def gradients(self, part: Part, step: int) -> Mapping[str, Tensor]:
+    def _gradients(self, part: Part, step: int, right: Replayed) -> Mapping[str, Tensor]:
         """By the part's own names, before they are clipped. Where clipping was not noted, as it is the script's own
         code, its factor is taken from most of them."""
         noted, grads = self.noted.files[part.rank][step], dict(part.steps[step]["grads"])
         unclipped = {name: grad for (i, name), grad in noted["unclipped"].items() if i == part.index}
-        if unclipped or self.feed.max_norm is None or noted["clips"]:
+        if unclipped or "clip_grad_norm" not in self.given.training or noted["clips"]:
             return unclipped or grads
-        of = {part.tensors[name]: grad for name, grad in grads.items() if name in part.tensors}
-        right = {n: e for n in of if self.right and (e := self._expected(n, self.right)) is not None and e.any()}
-        factors = sorted(s for name, expected in right.items() if (s := scale_of(of[name], expected)))
+        pairs = [(grad, right.expected.get(part.tensors.get(name, ""))) for name, grad in grads.items()]
+        factors = sorted(s for grad, e in pairs if e is not None and e.any() and (s := scale_of(grad, e)))
         return {name: grad / factors[len(factors) // 2] for name, grad in grads.items()} if factors else grads
-
-    def _expected(self, name: str, right: Replayed) -> Tensor | None:
-        return next((g for alias in self.replay.aliases(name) if (g := right.gradient(alias)) is not None), None)
-
-    def _compared(
-        self, part: Part, name: str, value: Tensor | None, expected: Tensor | None, right: Replayed
-    ) -> Comparison:
-        terms = None
-        if expected is not None and value is not None:
-            expected = expected.to(value.dtype)
-            of = [t for alias in self.replay.aliases(name) for t in right.trail.terms.get(alias, {}).items()]
-            terms = (
-                torch.stack([t.double().abs() / abs(right.scales.get(k) or 1.0) for k, t in of]).sum(0) if of else None
-            )
-        noise = float(expected.abs().max()) * self.epsilon if expected is not None else 0.0
-        return compare("gradient", name, (part.place,), value, expected, False, "rounding", terms, noise=noise)
-
-    # -- causes, in order ---------------------------------------------------------------------------------------------
-
-    def _structure(self, right: Replayed) -> Finding | None:
-        """A layer that no stage has, or several have."""
-        parts, tensors = self.noted.parts, self.replay.tensors
-        held = {id(tensors[other]) for part in parts for other in part.tensors.values()}
-        missing = [n for n, t in self.replay.model.named_parameters() if id(t) not in held and t.requires_grad]
-        if missing:
-            layers = _outermost(missing, [name for name, _ in self.replay.model.named_parameters()])
-            return Finding("layer missing", f"{shortened(layers)}: no stage holds it", module=layers[0])
-        names = [name for name, _ in self.replay.model.named_parameters()]
-        holders = {name: [part.stage for part in parts if name in part.tensors.values()] for name in names}
-        twice = [n for n, stages in holders.items() if len(stages) > 1 and len(self.replay.aliases(n)) == 1]
-        if twice:
-            layers, where = _outermost(twice, names), " and ".join(map(str, holders[twice[0]]))
-            text = f"stages {where} both hold {shortened(layers)}"
-            return Finding("layer twice", text, stage=holders[twice[0]][1], module=layers[0])
-        return None
-
-    def _value(self, mine: Trail, right: Replayed, at: Data, step: int) -> Finding | None:
-        """The first value on the way that differs."""
-        found = first_value(mine, right.trail, exact=False)
-        if found is None:
-            return None
-        place, row = found
-        part, k = self.noted.parts[mine.stages[place]], place.microbatch
-        stage = part.stage
-        expected = right.trail.values[in_reference(place)]
-        confusable = confusable_values(place, mine, right.trail)
-        shape = describe_difference(mine.values[place], expected, self._factors(at), confusable)
-        where = part.where(row, microbatch=k, module=place.module)
-        tail = f"; {shape}" if shape else ""
-        if place.what == FORWARD[2]:
-            text = f"when {place.module!r} is recomputed it leaves another value, as with another dropout mask{tail}"
-            return Finding("recomputation", text, f"{stage}B{k}", **where)
-        if place.what == BACKWARD:
-            if right.last is not None and place.module == right.last.module:
-                return self._loss(mine.values[place], place, right, at, step, where)
-            if place.module in self._edge(part, right, last=True):
-                text = f"the gradient that stage {stage} received is not the one that stage {stage + 1} computed{tail}"
-                return Finding("message", text, f"{stage}RECV_B{k}", **where)
-            if self._redrawn(part, right, step, place):
-                text = f"the gradient that reaches {place.module!r} differs: it is recomputed with another dropout mask"
-                return Finding("recomputation", text, f"{stage}B{k}", **where)
-            return Finding("backward", f"{place.text} differs{tail}", f"{stage}B{k}", **where)
-        if (mode := self._mode(part, step, place.module)) is not None:
-            return Finding("evaluation mode", f"{mode}", f"{stage}F{k}", **where)
-        is_first = place.what == FORWARD[0] and place.module in self._edge(part, right, last=False)
-        if is_first and (message := self._message(part, step, k)) is not None:
-            return Finding("message", message, f"{stage}RECV_F{k}", **where)
-        return Finding("forward", f"{place.text} differs{tail}", f"{stage}F{k}", **where)
-
-    def _edge(self, part: Part, right: Replayed, *, last: bool) -> list[str]:
-        """The modules that take what it receives, or leave what it sends."""
-        ours = [name for name in right.trail.order if name in part.modules.values()]
-        leaves = [name for name in ours if not any(other.startswith(f"{name}.") for other in ours)]
-        return [name for name in ours if f"{leaves[-1 if last else 0]}.".startswith(f"{name}.")]
-
-    def _redrawn(self, part: Part, right: Replayed, step: int, place: Place) -> bool:
-        """Whether what draws right after a module was recomputed. A checkpoint ends before it leaves a value again."""
-        noted, order = part.steps[step], right.trail.order
-        after = order[order.index(place.module) + 1 :][:1]
-        draws = {part.modules[name] for name, *_ in noted["random"] if name in part.modules}
-        return after[:1] != [] and after[0] in draws and any(p.what == FORWARD[2] for p in part.values(step))
-
-    def _mode(self, part: Part, step: int, module: str) -> str | None:
-        """Whether a module, or one in it, trains in one of the two and evaluates in the other."""
-        training = {part.modules[n]: is_on for n, is_on in part.steps[step]["training"].items() if n in part.modules}
-        for name, is_on in training.items():
-            if f"{name}.".startswith(f"{module}.") and self.replay.model.get_submodule(name).training != is_on:
-                return f"{name!r} is in {'training' if is_on else 'evaluation'} mode"
-        return None
-
-    def _message(self, part: Part, step: int, k: int) -> str | None:
-        """What a stage received, if it is not what the one before it computed."""
-        if part.place == 0 or self.noted.parts[part.place - 1].stage == part.stage:
-            return None
-        sender = self.noted.parts[part.place - 1]
-        came, sent = part.outside(step, FORWARD[0]), sender.outside(step, FORWARD[1])
-        before = sender.outside(step - 1, FORWARD[1]) if step else {}
-        for (j, leaf), value in came.items():
-            own = sent.get((j, leaf))
-            if j != k or own is None or torch.equal(own, value) or not value.is_floating_point():
-                continue
-            others = {
-                f"it is the value of microbatch {i} of the step before; {STALE}": v for (i, _), v in before.items()
-            }
-            for (i, other), v in sent.items():
-                if i != k and other == leaf:
-                    is_swap = torch.equal(came.get((i, leaf), value), own)
-                    why = "the buffer was overwritten before it was sent" if i > k else STALE
-                    swap = f"microbatches {min(i, k)} and {max(i, k)} are swapped"
-                    others[swap if is_swap else f"it is the value of microbatch {i}; {why}"] = v
-            shape = describe_difference(value, own, {}, others)
-            return f"what stage {part.stage} received is not what stage {sender.stage} computed{shape and ': '}{shape}"
-        return None
-
-    def _loss(
-        self, value: Tensor, place: Place, right: Replayed, at: Data, step: int, where: dict[str, Any]
-    ) -> Finding:
-        """Why the gradient of the loss is another one, and not only scaled."""
-        k, action = place.microbatch, f"{where['stage']}B{place.microbatch}"
-        for text, target in self.feed.other_targets(at, step, k):
-            grad = self._gradient_for(right.outputs[k], target, at, len(at.rows[k]))
-            if grad is not None and scale_of(value, grad):
-                return Finding("labels", f"the loss of microbatch {k} takes {text}", action, **where)
-        if (rows := self._labels_of_rows(value, right.outputs[k], at)) is not None:
-            mine = ", ".join(map(str, at.rows[k].tolist()))
-            text = (
-                f"the loss of microbatch {k} takes the labels of rows {', '.join(map(str, rows))}; its rows are {mine}"
-            )
-            return Finding("labels", text, action, **where)
-        if not value.any():
-            return Finding("loss", f"the loss of microbatch {k} has no gradient", action, **where)
-        return Finding(
-            "loss", f"the gradient of the loss at {place.module!r} differs, and not by a factor", action, **where
-        )
-
-    def _gradient_for(self, output: Any, target: Any, at: Data, rows: int) -> Tensor | None:
-        """That of one microbatch's loss for some target; None if it raises, for one of another shape."""
-        try:
-            return self.replay.right_gradients([output], target, replace(at, rows=[torch.arange(rows)]))[0][0]
-        except Exception:  # from the user's code
-            return None
-
-    def _labels_of_rows(self, value: Tensor, output: Any, at: Data) -> list[int] | None:
-        """The rows of the batch whose labels give these gradients of a microbatch's rows."""
-        found: dict[int, int] = {}
-        for row in range(min(at.count, MOST_ROWS)):
-            same = torch.full((len(value),), row)
-            target = map_tensors(lambda x, same=same: x[same] if x.dim() and len(x) == at.count else x, at.target)
-            try:
-                right = self.replay.right_gradients([output], target, replace(at, rows=[torch.arange(len(value))]))[0][
-                    0
-                ]
-            except Exception:
-                return None
-            if right.shape != value.shape:
-                return None
-            found |= {i: row for i in range(len(value)) if i not in found and scale_of(value[i], right[i])}
-        return [found[i] for i in range(len(value))] if len(found) == len(value) else None
-
-    def _weights(self, right: Replayed, at: Data) -> Finding | None:
-        """Microbatches whose losses weigh more than others."""
-        scales = {k: scale for k, scale in right.scales.items() if scale}
-        if len(scales) < 2 or max(scales.values()) - min(scales.values()) <= SCALE * max(map(abs, scales.values())):
-            return None
-        samples = {k: len(at.rows[k]) for k in scales}
-        labels = {k: self.feed.counted(at.target_of(k)) for k in scales}
-        usual = sorted(scales.values())[len(scales) // 2]
-        k = max(scales, key=lambda k: abs(scales[k] - usual))
-        for count, why in ((samples, "samples"), (labels, "labels that count (ignore_index)")):
-            even = [scale * count[number] for number, scale in scales.items()]
-            if len({*count.values()}) > 1 and max(even) - min(even) <= SCALE * max(even):
-                text = f"all microbatches weigh the same, but have {', '.join(map(str, count.values()))} {why}"
-                return Finding("loss weight", text, "loss", microbatch=k)
-        values = ", ".join(f"{scale:.4g}" for scale in scales.values())
-        return Finding("loss weight", f"microbatches' losses are {values} times the right ones", "loss", microbatch=k)
-
-    def _sums(self, wrong: Sequence[Comparison], right: Replayed, at: Data, step: int) -> Finding | None:
-        """Gradients that are not the sum of the right terms."""
-        rows = [row for row in wrong if row.kind == "gradient"]
-        if not rows:
-            return None
-        named = [(row, *self._shape(row, right, at, step)) for row in rows]
-        row, kind, shape = named[0]
-        alike = [other for other, _, text in named if text == shape]
-        part = self.noted.parts[row.stages[0]]
-        stages = sorted({self.noted.parts[other.stages[0]].stage for other in alike})
-        if shape and len(alike) == self.gradient_count:
-            return Finding(kind, f"all gradients: {shape}", "gradients", **part.where(row) | NOWHERE)
-        what = (
-            f"gradients of stage {stages[0]}"
-            if len(alike) > 1 and len(stages) == 1
-            else f"the gradient of {row.name!r}"
-        )
-        tail = f": {shape}" if shape else " is not the sum of its microbatches'"
-        return Finding(kind, what + tail, "gradients", **part.where(row, module=row.name.rpartition(".")[0]))
-
-    def _shape(self, row: Comparison, right: Replayed, at: Data, step: int) -> tuple[str, str]:
-        """A kind and words for a wrong gradient."""
-        part = self.noted.parts[row.stages[0]]
-        local = next(name for name, other in part.tensors.items() if other == row.name)
-        value, expected = self.gradients(part, step).get(local), self._expected(row.name, right)
-        if value is None or expected is None or row.max_difference == float("inf"):
-            return "gradient missing", "it is missing" if value is None else "it is not finite, or should not be there"
-        before = self.noted.parts and step and part.steps[step - 1]["grads"].get(local)
-        others = {}
-        if isinstance(before, Tensor):
-            for part_of in (1.0, 1.0 / len(at.rows)):  # a schedule divides what is there, too
-                others[f"{NOT_ZEROED}{'' if part_of == 1 else ', divided by the number of microbatches'}"] = (
-                    expected + before * part_of
-                )
-        aliases = self.replay.aliases(row.name)
-        terms = {
-            f"the term of microbatch {k}": term.double() / (right.scales.get(k) or 1.0)
-            for k, term in right.trail.terms.get(aliases[0], {}).items()
-        }
-        if len(aliases) > 1:
-            mean = sum(filter(None, right.scales.values())) / max(1, len(right.scales)) or 1.0
-            uses, tie = [*right.trail.uses.get(aliases[0], {}).values()], " = ".join(aliases)
-            holders = sorted({p.stage for p in self.noted.parts if {*aliases} & {*p.tensors.values()}}, reverse=True)
-            named = holders if len(holders) == len(uses) else range(len(uses))
-            terms |= {f"the term of stage {s} of the tie {tie}": use / mean for s, use in zip(named, uses, strict=True)}
-        shape = describe_difference(value, expected, self._factors(at), others, terms)
-        kind = "gradients not zeroed" if shape in others else "tie" if len(aliases) > 1 else "gradient"
-        return (kind if "times what" not in shape or kind == "tie" else "gradient scale"), shape
-
-    def _update(self, step: int, right: Replayed) -> Finding | None:
-        """Clipping and the optimizer."""
-        expected = {n: g for n in self.replay.tensors if (g := self._expected(n, right)) is not None}
-        found = self.updates.step(self.noted, step, expected, self.feed, self.replay)
-        self.compared += self.updates.compared
-        self.notes += self.updates.notes
-        return found
-
-    def _buffer(self, wrong: Sequence[Comparison], step: int) -> Finding | None:
-        for row in wrong:
-            part = self.noted.parts[row.stages[0]]
-            extra = part.steps[step]["extra"]
-            more = f": its stage ran {extra} more time(s) than it has microbatches, to find out shapes" if extra else ""
-            text = f"buffer {row.name!r} is not what the unsplit model leaves{more}"
-            where = part.where(row, module=row.name.rpartition(".")[0])
-            return Finding("extra forward" if extra else "buffer", text, f"{part.stage}F", **where)
-        return None
-
-    def _factors(self, at: Data) -> dict[float, str]:
-        return usual_factors(len(at.rows), 1, at.count, at.target)
-
-
-def _outermost(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The largest modules all of whose parameters are among these."""
-    found = dict[str, None]()
-    for name in names:
-        above = name.rpartition(".")[0]
-        while "." in above and all(n in names for n in every if n.startswith(f"{above.rpartition('.')[0]}.")):
-            above = above.rpartition(".")[0]
-        found[above] = None
-    return [*found]

@@ -8,7 +8,7 @@ the order of names and shapes decides.
 from __future__ import annotations
 
 import hashlib
-import re
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,8 @@ class Part:
 
     def where(self, row: Comparison | None = None, **more: Any) -> dict[str, Any]:
         """What a finding says of it, and of a difference in it."""
-        size = {} if row is None else {"difference": row.max_difference, "largest": row.max_reference}
+        is_off = row is not None and 0 < row.max_difference < math.inf
+        size = {"difference": row.max_difference, "largest": row.max_reference} if row is not None and is_off else {}
         return {"stage": self.stage, "rank": self.rank, **size, **more}
 
     def values(self, step: int) -> dict[Place, Tensor]:
@@ -79,13 +80,9 @@ class Noted:
     steps: int
     files: Mapping[int, Sequence[Mapping[str, Any]]]
 
-    @property
-    def microbatches(self) -> int:
-        return max((part.steps[0]["count"] for part in self.parts), default=0)
 
-
-def read(folder: Path, *, ended_well: bool = True) -> Noted:
-    """What ranks left. Of a job that failed, only steps that all of them took.
+def read(folder: Path, failure: str = "") -> Noted:
+    """What ranks left. Of a job with a `failure`, only steps that all of them took.
 
     Raises:
         ArgumentError: no rank left anything.
@@ -95,20 +92,22 @@ def read(folder: Path, *, ended_well: bool = True) -> Noted:
     for file in sorted(folder.glob("step-*.pt"), key=lambda file: int(file.stem.split("-")[1])):
         noted = torch.load(file, weights_only=True)
         files[noted["rank"]].append(noted)
-    if not files and not ended_well:
-        raise PipelineFailure("the command failed before its first step; see what it printed")
+    steps = min((sum(step["is_complete"] or not failure for step in found) for found in files.values()), default=0)
+    if failure and (not steps or len(files) < max(found[0]["world"] for found in files.values())):
+        raise PipelineFailure(
+            f"the job {failure} before all ranks had taken a step: see what it printed, and run it without penstock "
+            "blame first"
+        )
     if not files:
         raise ArgumentError(
             "no rank computed a module with gradients before the job ended; check that the command trains, and wrap "
             "its loop in penstock.blame.capture(stage_module) if stages are not called as modules"
         )
-    steps = min(map(len, files.values()))
-    if not ended_well:
-        steps = min(sum(step["is_complete"] for step in found) for found in files.values())
-    if not steps:
-        raise PipelineFailure(
-            "the command failed in its first step; see what it printed, and make it run without penstock blame first"
-        )
+    roots = [root for found in files.values() for root in found[0]["roots"]]
+    count = min((root["count"] for root in roots if root["grads"]), default=0)
+    for root in roots:
+        if not root["grads"] and count:  # where nothing is trained, no update tells that a step has ended
+            root |= {"count": count, "values": [(place, value) for place, value in root["values"] if place[4] < count]}
     parts = [
         Part(rank, index, [step["roots"][index] for step in found[:steps]])
         for rank, found in sorted(files.items())
@@ -119,15 +118,20 @@ def read(folder: Path, *, ended_well: bool = True) -> Noted:
 
 
 def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
-    """Finds the unsplit model's names."""
-    reference = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    """Finds the unsplit model's names. Raises ArgumentError: it has no such weights, or in another dtype."""
+    reference: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    reference |= dict(model.named_buffers(remove_duplicate=False))
     classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
     held = [(part, name, value) for part in parts for name, value in part.steps[0]["before"].items()]
-    if not _by_name(held, reference) and not _by_value(held, reference, classes):
-        _by_order(held, reference)
+    if not _by_name(held, reference) and not _by_value(held, reference, classes) and not _by_order(held, reference):
+        raise ArgumentError(
+            "most of the pipeline's weights are not the unsplit model's, by name, shape or value; return the model "
+            "that the script splits, or pass names= to penstock.blame.capture"
+        )
+    for part, name, value in held:
+        if name in part.tensors and (other := reference[part.tensors[name]]).dtype != value.dtype:
+            both = f"{name!r} is {value.dtype} in the pipeline, and {other.dtype} in the unsplit model"
+            raise ArgumentError(f"{both}; let TARGET return model.to({value.dtype}), as the script trains it")
     for part in parts:
         pairs, owners = _prefixes(part), {name.rpartition(".")[0] for name in part.tensors}
         for name, kind in part.steps[0]["modules"].items():
@@ -150,7 +154,7 @@ def _by_name(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, T
         if other is None or other.shape != value.shape:
             return False
         first = seen.setdefault(id(other), (part, name))
-        if first[0] is not part and first[1] == name and other.requires_grad:
+        if first[0] is not part and first[1] == name and isinstance(other, nn.Parameter):
             return False
         part.tensors[name] = name
     return True
@@ -162,40 +166,37 @@ def _by_value(
     """Whether most tensors were found by their values."""
     known: dict[str, list[str]] = defaultdict(list)
     for name, tensor in reference.items():
-        known[_digest(tensor)].append(name)
-    several, found = list[tuple[Part, str, list[str]]](), 0
+        known[digest(tensor)].append(name)
+    options, used = list[tuple[bool, Part, str, list[str]]](), set[str]()
     for part, name, value in held:
         part.tensors.pop(name, None)
-        names, kind = known.get(_digest(value), []), part.steps[0]["modules"][name.rpartition(".")[0]]
+        names, kind = known.get(digest(value), []), part.steps[0]["modules"][name.rpartition(".")[0]]
         names = [n for n in names if classes[n.rpartition(".")[0]] == kind] or names
-        if len({id(reference[n]) for n in names}) == 1:
-            part.tensors[name], found = (name if name in names else names[0]), found + 1
-        else:
-            several.append((part, name, names))
-    used = {part.tensors.get(name, "") for part, name, _ in held}
-    for part, name, names in several:
-        near = _through(_prefixes(part), name)
-        left = next((n for n in names if n not in used), None)
+        options.append((len({id(reference[n]) for n in names}) != 1, part, name, names))
+    for is_open, part, name, names in sorted(options, key=lambda one: one[0]):
+        near = _through(_prefixes(part), name) if is_open else None
+        left = next((n for n in names if n not in used or not is_open), None)
         best = near if near in reference else name if name in names else left
         if best is not None and (best in names or not names):
             part.tensors[name] = best
             used.add(best)
-    return found * 2 >= len(held) - sum(bool(names) for *_, names in several)
+    unique, several = (
+        sum(is_open is which and bool(names) for is_open, *_, names in options) for which in (False, True)
+    )
+    return unique * 2 >= len(held) - several
 
 
-def _by_order(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> None:
-    """Aligns kinds of names and shapes in order."""
+def _by_order(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
+    """Whether the order of shapes and last names tells most, as where layers are called one by one, and drawn anew."""
     mine = sorted(held, key=lambda one: (one[0].steps[0]["stage"] or 0, one[0].rank, one[0].index))
-    keys = [(_kind(name), tuple(value.shape)) for _, name, value in mine]
-    others = [(_kind(name), tuple(tensor.shape)) for name, tensor in reference.items()]
-    if [shape for _, shape in keys] == [shape for _, shape in others]:
-        keys = others
-    names = [*reference]
-    for part, name, _ in mine:
+    keys = [(name.rpartition(".")[2], value.shape) for _, name, value in mine]
+    others, names = [(name.rpartition(".")[2], tensor.shape) for name, tensor in reference.items()], [*reference]
+    blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
+    pairs = {block.a + i: names[block.b + i] for block in blocks for i in range(block.size)}
+    for number, (part, name, _) in enumerate(mine):
         part.tensors.pop(name, None)
-    for block in SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks():
-        for (part, name, _), other in zip(mine[block.a :][: block.size], names[block.b :][: block.size], strict=True):
-            part.tensors[name] = other
+        part.tensors |= {name: pairs[number]} if number in pairs else {}
+    return len(pairs) * 2 >= len(mine)
 
 
 def _prefixes(part: Part) -> dict[str, str]:
@@ -225,11 +226,7 @@ def _given(names: Mapping[str, str], name: str) -> str | None:
     return None if at is None else names[at] + name[len(at) :]
 
 
-def _kind(name: str) -> str:
-    return re.sub(r"\d+", "#", name.rpartition(".")[2])
-
-
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
     plain = tensor.detach().cpu().contiguous()
     content = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return f"{plain.dtype}{tuple(plain.shape)}{hashlib.sha1(content, usedforsecurity=False).hexdigest()}"

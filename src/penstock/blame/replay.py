@@ -40,14 +40,11 @@ class Data:
 
     def inputs(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of one microbatch."""
-        args, kwargs = self._cut((self.args, dict(self.kwargs)), microbatch)
+        args, kwargs = self.cut((self.args, dict(self.kwargs)), self.rows[microbatch])
         return args, kwargs
 
-    def target_of(self, microbatch: int) -> Any:
-        return self._cut(self.target, microbatch)
-
-    def _cut(self, tree: Any, microbatch: int) -> Any:
-        rows = self.rows[microbatch]
+    def cut(self, tree: Any, rows: Tensor) -> Any:
+        """The same with some rows of each tensor that has all."""
         return map_tensors(lambda x: x[rows.to(x.device)] if x.dim() and len(x) == self.count else x, tree)
 
 
@@ -59,22 +56,22 @@ class Replayed:
         trail: of all its modules, in dataflow order.
         scales: for each microbatch, what the pipeline's gradient of the loss is times the right one; None if it is
             another gradient, or none was noted.
-        right: the right gradient at `last`, by microbatch.
         buffers: after the step.
+        expected: gradients.
+        sizes: for each entry of a gradient, the sum of its terms' sizes.
     """
 
     trail: Trail
     last: Place | None
     scales: dict[int, float | None]
-    right: dict[int, Tensor]
     outputs: list[Any]
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    expected: dict[str, Tensor] = field(default_factory=dict)
+    sizes: dict[str, Tensor] = field(default_factory=dict)
 
-    def gradient(self, name: str) -> Tensor | None:
-        """The sum of its microbatches' terms, by the right weights."""
-        terms = self.trail.terms.get(name, {})
-        scaled = [term.double() / (self.scales.get(k) or 1.0) for k, term in terms.items()]
-        return torch.stack(scaled).sum(0) if scaled else None
+    def scaled(self, name: str) -> dict[int, Tensor]:
+        """Microbatches' terms of a gradient, by the right weights."""
+        return {k: t.double() / (self.scales.get(k) or 1.0) for k, t in self.trail.terms.get(name, {}).items()}
 
 
 class Replay:
@@ -82,7 +79,6 @@ class Replay:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
         self.model, self._loss = model, loss
-        self._names = dict.fromkeys(name for name, _ in model.named_modules())
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -100,8 +96,11 @@ class Replay:
         """Args: `before`: parameters and buffers; `gradients`: the pipeline's; `random`: states of the generator with
         which calls of modules begin; `autocast`: its dtype, if it is on."""
         parameters = dict(self.model.named_parameters())
-        order = self.order(data)
-        places = [place for place in gradients if place.what == BACKWARD and place.module in order]
+        left = self.left(*data.inputs(0))
+        order, places = [*dict.fromkeys(place.module for place in left)], list[Place]()
+        for place, value in gradients.items():  # but for a stage's that leaves the loss itself
+            other = left.get(place._replace(what=FORWARD[1], microbatch=0)) if place.what == BACKWARD else None
+            places += [place] if other is not None and other.dim() == value.dim() else []
         last = max(places, key=lambda p: (order.index(p.module), p.call), default=None)
         with torch.no_grad():
             for name, tensor in self.tensors.items():
@@ -112,7 +111,7 @@ class Replay:
         sizes = TermSizes({name: parameters[name] for name in tied}, tied)
         device = next(iter(parameters.values())).device.type
         cast = torch.autocast(device, getattr(torch, autocast.rpartition(".")[2])) if autocast else nullcontext()
-        found = Replayed(Trail(0, order), last, {}, {}, [])
+        found = Replayed(Trail(0, order), last, {}, [])
         trail, kept = found.trail, dict[int, dict[int, Tensor]]()
         with ExitStack() as stack:
             stack.enter_context(trail.following(self.model, parameters))
@@ -127,14 +126,16 @@ class Replay:
                     trail.begin(now[0])
                     args, kwargs = data.inputs(now[0])
                     found.outputs.append(self.model(*args, **kwargs))
-                roots, grads = self._gradients(found.outputs, data)
+                roots = [_trained(output) for output in found.outputs]
+                grads = [[torch.ones_like(tensor) for tensor in root] for root in roots]
+                if data.target is not None or self._loss is None:  # else not known: whatever the pipeline's are
+                    grads = self.right_gradients(found.outputs, data.cut(data.target, torch.cat([*data.rows])))
             found.buffers = {name: value.detach().clone() for name, value in self.model.named_buffers()}
             for k, (root, grad) in enumerate(zip(roots, grads, strict=True)):
                 if last is not None:
                     ends = _trained(kept[k][last.call])
-                    right = torch.autograd.grad(root, ends, grad, retain_graph=True, allow_unused=True)
-                    grad = [_or_zeros(g, end) for g, end in zip(right, ends, strict=True)]
-                    root, found.right[k] = ends, grad[0]
+                    grad = [*torch.autograd.grad(root, ends, grad, retain_graph=True, materialize_grads=True)]
+                    root = ends
                     given = [gradients.get(last._replace(microbatch=k, leaf=i)) for i in range(len(ends))]
                     found.scales[k] = None if given[0] is None else scale_of(given[0], grad[0])
                     if found.scales[k] is not None:
@@ -144,46 +145,37 @@ class Replay:
                     sizes.watch(tensor)
                 torch.autograd.backward(root, grad)
         trail.uses = sizes.uses
+        for name in self.tensors:
+            terms = next((terms for alias in self.aliases(name) if (terms := [*found.scaled(alias).values()])), [])
+            if terms:
+                every = torch.stack(terms)
+                found.expected[name], found.sizes[name] = every.sum(0), every.abs().sum(0)
         return found
 
-    def order(self, data: Data) -> list[str]:
-        """The modules in the order in which they end."""
-        trail, args = Trail(0, [*self._names]), data.inputs(0)
+    def left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
+        """What modules leave, in the order in which they end."""
+        trail = Trail(0, [name for name, _ in self.model.named_modules()])
         with torch.no_grad(), trail.following(self.model, {}):
-            self.model(*args[0], **args[1])
-        return [*dict.fromkeys(place.module for place in trail.values if place.what == FORWARD[1])]
+            self.model(*args, **kwargs)
+        return {place: value for place, value in trail.values.items() if place.what == FORWARD[1]}
 
     def aliases(self, name: str) -> list[str]:
         """All names of a tensor."""
         tensors = self.tensors
         return [other for other, tensor in tensors.items() if tensor is tensors[name]]
 
-    def loss(self, output: Any, target: Any) -> Tensor:
-        if self._loss is not None:
-            return self._loss(output, target)
-        own = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-        found: Tensor = leaf_tensors(output)[0] if own is None else own
-        return found
-
-    def right_gradients(self, outputs: Sequence[Any], target: Any, data: Data) -> list[list[Tensor]]:
-        """Gradients of the whole batch's loss by the floating-point leaves of each microbatch's output."""
+    def right_gradients(self, outputs: Sequence[Any], target: Any) -> list[list[Tensor]]:
+        """Gradients of the loss of all these microbatches by the floating-point leaves of each one's output."""
         leaves = [[t.detach().requires_grad_() for t in _trained(output)] for output in outputs]
         whole = [torch.cat(one) if one[0].dim() else torch.stack(one).mean() for one in zip(*leaves, strict=True)]
         flat = flatten(outputs[0])
         values = iter(whole)
         joined = [next(values) if isinstance(x, Tensor) and x.requires_grad else x for x in flat.leaves]
-        rows = torch.cat(list(data.rows))
-        target = map_tensors(lambda x: x[rows] if x.dim() and x.shape[0] == data.count else x, target)
-        total = self.loss(unflatten(joined, flat.structure), target)
-        flat_leaves = [leaf for one in leaves for leaf in one]
-        found = iter(torch.autograd.grad(total, flat_leaves, allow_unused=True))
-        return [[_or_zeros(next(found), leaf) for leaf in one] for one in leaves]
-
-    def _gradients(self, outputs: Sequence[Any], data: Data) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        roots = [_trained(output) for output in outputs]
-        if data.target is None and self._loss is not None:  # not known: whatever the pipeline's gradients are
-            return roots, [[torch.ones_like(tensor) for tensor in root] for root in roots]
-        return roots, self.right_gradients(outputs, data.target, data)
+        output = unflatten(joined, flat.structure)
+        own = output if isinstance(output, Tensor) else getattr(output, "loss", leaf_tensors(output)[0])
+        total = own if self._loss is None else self._loss(output, target)
+        found = iter(torch.autograd.grad(total, [leaf for one in leaves for leaf in one], materialize_grads=True))
+        return [[next(found) for _ in one] for one in leaves]
 
 
 def scale_of(given: Tensor, right: Tensor) -> float | None:
@@ -200,10 +192,6 @@ def scale_of(given: Tensor, right: Tensor) -> float | None:
 
 def _trained(output: Any) -> list[Tensor]:
     return [tensor for tensor in leaf_tensors(output) if tensor.requires_grad]
-
-
-def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if gradient is None else gradient
 
 
 @contextmanager

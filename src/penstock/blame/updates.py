@@ -7,20 +7,20 @@ does not count, not even where Adam divides by it.
 from __future__ import annotations
 
 import importlib
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.blame.data import Feed
 from penstock.blame.finding import Finding
 from penstock.blame.names import Noted, Part
 from penstock.blame.replay import Replay, scale_of
+from penstock.launch.target import Target
 from penstock.proof.comparison import compare
-from penstock.proof.first_difference import describe_difference
 from penstock.words import shortened
 
 _ALIKE = 1e-4
@@ -30,34 +30,26 @@ _ALIKE = 1e-4
 class Updates:
     """Optimizers that follow the pipeline's, one for each of its own, and the unsplit model's."""
 
+    noted: Noted
+    given: Target
+    replay: Replay
     compared: int = 0
     notes: list[str] = field(default_factory=list)
     _made: dict[tuple[int, int], Any] = field(default_factory=dict)
 
-    def step(
-        self, noted: Noted, step: int, expected: Mapping[str, Tensor], feed: Feed, replay: Replay
-    ) -> Finding | None:
+    def step(self, step: int, expected: Mapping[str, Tensor]) -> Finding | None:
         """The first that is wrong."""
-        self.compared, self.notes = 0, []
-        return (
-            self._clipping(noted, step, expected, feed, replay)
-            or self._missed(noted, step)
-            or self._rates(noted, step, feed, replay)
-            or self._updates(noted, step)
-        )
+        return self._clipping(step, expected) or self._missed(step) or self._rates(step) or self._updates(step)
 
-    def _clipping(
-        self, noted: Noted, step: int, expected: Mapping[str, Tensor], feed: Feed, replay: Replay
-    ) -> Finding | None:
+    def _clipping(self, step: int, expected: Mapping[str, Tensor]) -> Finding | None:
         """Gradients after clipping, against those clipped by the norm of all, in which a tie counts once."""
-        clips = [clip for files in noted.files.values() for clip in files[step]["clips"]]
-        limit = feed.max_norm if feed.max_norm is not None else clips[0][0] if clips else None
+        clips = [limit for files in self.noted.files.values() for limit in files[step]["clips"]]
+        limit = self.given.training.get("clip_grad_norm", clips[0] if clips else None)
         if limit is None:
             return None
-        own = dict(replay.model.named_parameters())
-        norm = float(torch.stack([grad.norm() for name, grad in expected.items() if name in own]).norm())
+        norm = _norm(expected[name] for name, _ in self.replay.model.named_parameters() if name in expected)
         scale = min(1.0, limit / (norm + 1e-6))
-        for part in noted.parts:
+        for part in self.noted.parts:
             for name, value in part.of(step, "grads").items():
                 if name not in expected or not expected[name].any():
                     continue
@@ -65,73 +57,72 @@ class Updates:
                 by = scale_of(value, expected[name])
                 if by is None or abs(by - scale) <= _ALIKE * scale:
                     continue
-                used = [norm for _, norm in noted.files[part.rank][step]["clips"]]
-                mine = used[-1] if used else limit / by
-                text = f"gradients are clipped by the norm {mine:.6g}; that of all gradients is {norm:.6g}"
-                why = _why(mine, norm**2, noted, expected, part)
-                return Finding("clipping", text + why, "clipping", **part.where())
+                held = [(p.rank, expected[n]) for p in self.noted.parts for n in {*p.tensors.values()} if n in expected]
+                norms = {
+                    ": it is that of this rank's gradients alone": _norm(g for rank, g in held if rank == part.rank),
+                    ": tied parameters are counted once for each stage that holds them": _norm(g for _, g in held),
+                }
+                said, mine = ("", limit / by) if by < 1 - _ALIKE else ("at most ", limit)
+                fits = [t for t, of in norms.items() if abs(mine - of) <= _ALIKE * of or (said and of <= mine)]
+                text = f"gradients are clipped by the norm {said}{mine:.6g}; that of all gradients is {norm:.6g}"
+                text += fits[0] if fits else ""
+                return Finding("clipping", text, "clipping", **part.where())
         return None
 
-    def _missed(self, noted: Noted, step: int) -> Finding | None:
+    def _missed(self, step: int) -> Finding | None:
         """Parameters with a gradient that no optimizer has, and that stay as they were."""
-        if not any(files[step]["updates"] for files in noted.files.values()):
+        if not any(files[step]["updates"] for files in self.noted.files.values()):
             return None
-        for part in noted.parts:
-            updates, own = noted.files[part.rank][step]["updates"], part.steps[step]
+        for part in self.noted.parts:
+            updates, own = self.noted.files[part.rank][step]["updates"], part.steps[step]
             has = {tuple(key) for update in updates for group in update["groups"] for key in group["params"]}
-            left = [
-                n for n, grad in own["grads"].items() if n in part.tensors and grad.any() and (part.index, n) not in has
-            ]
-            missed = [part.tensors[n] for n in left if torch.equal(own["before"][n], own["after"][n])]
+            left = [n for n, grad in own["grads"].items() if grad.any() and (part.index, n) not in has]
+            left = [n for n in left if n in part.tensors and torch.equal(own["before"][n], own["after"][n])]
+            missed = [part.tensors[n] for n in left]
             if missed:
                 who = "the optimizer lacks" if updates else f"rank {part.rank} takes no optimizer step for"
-                text = f"{who} {shortened(missed)}: they have gradients, and stay as they are"
+                text = f"{who} {shortened(missed)}: there is a gradient, but no update"
                 return Finding("optimizer", text, "update", **part.where(module=missed[0]))
         return None
 
-    def _rates(self, noted: Noted, step: int, feed: Feed, replay: Replay) -> Finding | None:
+    def _rates(self, step: int) -> Finding | None:
         """Options of optimizers that differ from the unsplit model's; or, if these are unknown, by rank."""
         mine = {
             part.tensors[name]: (group["options"], part)
-            for part in noted.parts
-            for update in noted.files[part.rank][step]["updates"]
+            for part in self.noted.parts
+            for update in self.noted.files[part.rank][step]["updates"]
             for group in update["groups"]
             for index, name in group["params"]
             if index == part.index and name in part.tensors
         }
-        if feed.optimizer is not None:
-            of = {id(t): name for name, t in replay.tensors.items()}
-            groups: list[dict[str, Any]] = feed.optimizer(replay.model).param_groups
+        if "optimizer" in self.given.training:
+            of = {id(tensor): name for name, tensor in self.replay.tensors.items()}
+            groups: list[dict[str, Any]] = self.given.training["optimizer"](self.replay.model).param_groups
             right = {of[id(p)]: group for group in groups for p in group["params"] if id(p) in of}
-            pairs = [(name, *mine[name], right[name]) for name in mine if name in right]
-            rates = [
-                options["lr"] / group["lr"] for _, options, _, group in pairs if options.get("lr") and group.get("lr")
-            ]
-            usual = 1.0 if not rates or 1.0 in rates else sorted(rates)[len(rates) // 2]  # a scheduler's
-            for name, options, part, group in pairs:
-                for key in ("lr", "weight_decay", "momentum", "betas", "eps"):
-                    is_rate, value, expected = key == "lr", options.get(key), group.get(key)
-                    if is_rate and value is not None and expected is not None:
-                        expected *= usual
-                        value = expected if abs(value - expected) <= _ALIKE * expected else value
-                    if value == expected:
-                        continue
-                    kind, what = ("learning rate", "the learning rate") if is_rate else ("optimizer", key)
-                    text = f"{what} of {name!r} is {value}; expected {expected}"
+        else:  # unknown: if each rank has one rate, the first one's
+            rates = {(part.rank, options.get("lr")) for options, part in mine.values()}
+            usual = [{"lr": rate} for _, rate in sorted(rates, key=lambda one: one[0])]
+            right = dict.fromkeys(mine, usual[0]) if len(usual) == len({rank for rank, _ in rates}) else {}
+        pairs = [(name, *mine[name], right[name]) for name in mine if name in right]
+        ratios = sorted(o["lr"] / group["lr"] for _, o, _, group in pairs if o.get("lr") and group.get("lr"))
+        by = 1.0 if not ratios or 1.0 in ratios else ratios[len(ratios) // 2]  # a scheduler's
+        for name, options, part, group in pairs:
+            for key in ("lr", "weight_decay", "momentum", "betas", "eps"):
+                value, expected = options.get(key), group.get(key)
+                if key == "lr" and value is not None and expected is not None:
+                    expected *= by
+                    value = expected if abs(value - expected) <= _ALIKE * expected else value
+                if key in group and value != expected:
+                    kind = "learning rate" if key == "lr" else "optimizer"
+                    text = f"{key.replace('lr', 'the learning rate')} of {name!r} is {value}; expected {expected}"
+                    text += "" if "optimizer" in self.given.training else ", as on the first rank"
                     return Finding(kind, text, "update", **part.where(module=name))
-            return None
-        by_rank: dict[int, set[float]] = {}
-        for options, part in mine.values():
-            by_rank.setdefault(part.rank, set()).add(options.get("lr"))
-        if all(len(rates) == 1 for rates in by_rank.values()) and len(set.union(set(), *by_rank.values())) > 1:
-            text = ", ".join(f"{next(iter(by_rank[rank])):g}" for rank in sorted(by_rank))
-            return Finding("learning rate", f"the learning rate differs by rank: {text}", "update")
         return None
 
-    def _updates(self, noted: Noted, step: int) -> Finding | None:
+    def _updates(self, step: int) -> Finding | None:
         """Weights after the step, against the same optimizer's from the same gradients."""
-        for rank, files in noted.files.items():
-            parts = {part.index: part for part in noted.parts if part.rank == rank}
+        for rank, files in self.noted.files.items():
+            parts = {part.index: part for part in self.noted.parts if part.rank == rank}
             updates = files[step]["updates"]
             taken = [tuple(key) for update in updates for group in update["groups"] for key in group["params"]]
             if twice := [key for key, count in Counter(taken).items() if count > 1]:
@@ -145,11 +136,8 @@ class Updates:
                     self.compared += 1
                     row = compare("update", name, (), own["after"][name], parameter.detach(), exact=False)
                     if row.verdict == "different":
-                        before = own["before"][name].double()
-                        of = own["after"][name].double() - before, parameter.detach().double() - before
-                        shape = describe_difference(*of, {2.0: "twice"})
-                        text = f"the update of {part.tensors.get(name, name)!r} is not its optimizer's"
-                        return Finding("update", f"{text}{shape and '; '}{shape}", "update", **part.where(row))
+                        text = f"the update of {part.tensors.get(name, name)!r} is not what its optimizer does"
+                        return Finding("update", text, "update", **part.where(row))
         return None
 
     def _follow(
@@ -178,17 +166,5 @@ class Updates:
         return followers
 
 
-def _why(mine: float, square: float, noted: Noted, expected: Mapping[str, Tensor], part: Part) -> str:
-    """What a wrong norm is the norm of."""
-    held = [(p, n) for p in noted.parts for n in dict.fromkeys(p.tensors.values())]
-    every = sum(float(grad.double().norm()) ** 2 for _, name in held if (grad := expected.get(name)) is not None)
-    own = sum(
-        float(grad.double().norm()) ** 2
-        for p, name in held
-        if p.rank == part.rank and (grad := expected.get(name)) is not None
-    )
-    if abs(mine**2 - own) <= 2 * _ALIKE * own and abs(own - square) > _ALIKE * square:
-        return ": it is that of this rank's gradients alone"
-    if every > square * (1 + _ALIKE) and abs(mine**2 - every) <= 2 * _ALIKE * every:
-        return ": tied parameters are counted once for each stage that holds them"
-    return ""
+def _norm(gradients: Iterable[Tensor]) -> float:
+    return math.hypot(*(float(gradient.double().norm()) for gradient in gradients))

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from penstock.compat import in_backward
 from penstock.partition.values.memory import same_bits
-from penstock.proof.trail import Trail
+from penstock.proof.trail import FORWARD, Place, Trail
 from penstock.trees import leaf_tensors
 
 FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
 """Of the environment: where ranks leave what they saw, and of how many steps."""
-_NOTED = ("before", "grads", "random", "training", "extra", "count", "autocast")
+SENT = "the gradient that {} sends back"
+_NOTED = ("stage", "names", "before", "grads", "random", "training", "extra", "count", "autocast", "overwritten")
 _CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 
 
@@ -39,10 +40,11 @@ class Root:
         count: its forwards in this step.
         extra: its forwards besides those of microbatches.
         grads: what each parameter has accumulated.
+        overwritten: the microbatches whose inputs were others when their backward began.
     """
 
     def __init__(self, module: nn.Module, stage: int | None, names: Mapping[str, str], hooks: ExitStack) -> None:
-        self.module, self.stage, self.names = module, stage, names
+        self.module, self.stage, self.names = module, stage, dict(names)
         self.tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         self.tensors |= dict(module.named_buffers(remove_duplicate=False))
         self.parts = dict(module.named_modules(remove_duplicate=False))
@@ -63,7 +65,7 @@ class Root:
         """A step begins."""
         self.trail.forget()
         self.count = self.extra = self.microbatch = 0
-        self.autocast = ""
+        self.autocast, self.overwritten = "", list[int]()
         self.random: dict[tuple[str, int, int], Tensor] = {}
         self.grads: dict[str, Tensor] = {}
         self.training: dict[str, bool] = {}
@@ -80,18 +82,34 @@ class Root:
             return True
         return not any(tensor.grad is not None and tensor.grad.any() for name, tensor in trained if name in self.grads)
 
-    def call(self, microbatch: int, run: Callable[[], Any]) -> Any:
+    def call(self, microbatch: int, run: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
         """Notes a forward."""
         self.trail.begin(microbatch, self.stage or 0)
         self.microbatch, self.count = microbatch, self.count + 1
         self.training = {name: part.training for name, part in self.parts.items()}
         device = next(iter(self.tensors.values())).device.type
         self.autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        for leaf, tensor in enumerate(inputs):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._sent, leaf))  # type: ignore[no-untyped-call]
+            if tensor.requires_grad and tensor.is_leaf:  # what a script sends is what has accumulated
+                tensor.register_post_accumulate_grad_hook(lambda of, leaf=leaf: self._sent(leaf, of.grad))  # type: ignore[no-untyped-call]
+
+        def begin(_: Tensor) -> None:
+            self.trail.begin(microbatch, self.stage or 0, backward=True)
+            for leaf, tensor in enumerate(inputs):
+                taken = self.trail.values.get(Place(FORWARD[0], "", 0, leaf, microbatch), tensor)
+                self.overwritten += [] if same_bits(tensor, taken) else [microbatch]
+
         found = run()
         for tensor in leaf_tensors(found):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self.trail.begin(microbatch, self.stage or 0, backward=True))  # type: ignore[no-untyped-call]
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
         return found
+
+    def _sent(self, leaf: int, gradient: Tensor) -> None:
+        if self.trail.active:
+            self.trail.values[Place(SENT, "", 0, leaf, self.trail.microbatch)] = gradient.detach().clone()
 
     def _drawn(self, name: str) -> None:
         state = self._states.pop()
@@ -107,18 +125,12 @@ class Root:
         """Notes what has accumulated, as it is now."""
         self.grads |= {name: _copy(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
 
-    def noted(self, after: Mapping[str, Tensor]) -> dict[str, Any]:
+    def noted(self) -> dict[str, Any]:
         """A step, for a file."""
-        classes = {name: type(part).__name__ for name, part in self.parts.items()}
+        modules = {name: type(part).__name__ for name, part in self.parts.items()}
         values = [(tuple(place), value.cpu()) for place, value in self.trail.values.items()]
-        own = {
-            "stage": self.stage,
-            "names": dict(self.names),
-            "modules": classes,
-            "values": values,
-            "after": dict(after),
-        }
-        return own | {name: getattr(self, name) for name in _NOTED}
+        noted = {name: getattr(self, name) for name in _NOTED}
+        return {**noted, "modules": modules, "values": values, "after": self.now()}
 
 
 class Watch:
@@ -126,31 +138,23 @@ class Watch:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps, self.step = folder, steps, 0
-        self.rank, self.world = int(os.environ.get("RANK", "0")), os.environ.get("WORLD_SIZE", "1")
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.roots: dict[int, Root] = {}
         self.microbatch: Callable[[], int | None] | None = None
         self.paused = self.is_scheduled = self._inside = False
         self.finds_roots = True
         self._hooks = ExitStack()
         self._begin()
-
-    def __enter__(self) -> Watch:
         call, clips = nn.Module.__call__, {name: getattr(nn.utils, name) for name in _CLIPS if hasattr(nn.utils, name)}
         nn.Module.__call__ = lambda module, *args, **kwargs: self._called(call, module, args, kwargs)  # type: ignore[method-assign]
         self._hooks.callback(setattr, nn.Module, "__call__", call)
         for name, clip in clips.items():
-            setattr(nn.utils, name, self._clipping(clip))
+            setattr(nn.utils, name, partial(self._clip, clip))
             self._hooks.callback(setattr, nn.utils, name, clip)
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_update).remove)
         self._hooks.callback(atexit.unregister, self.flush)
         atexit.register(self.flush)
-        self.folder.joinpath(f"rank-{self.rank}").write_text(self.world)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.flush()
-        self._hooks.close()
 
     def root(self, module: nn.Module, stage: int | None = None, names: Mapping[str, str] | None = None) -> Root | None:
         """The root that a module is; None if it is a part of one, or has no parameters."""
@@ -166,30 +170,43 @@ class Watch:
 
     def enter_step(self) -> None:
         """Forwards begin: if the weights have changed since the last ones, so does a step."""
-        if self._updated or any(root.grads and root.has_ended() for root in self.roots.values()):
+        if self._has_ended():
             self.flush()
             self.step += 1
             self._begin()
             for root in self.roots.values():
                 root.begin()
             if self.step == self.steps:
-                self.folder.joinpath(f"done-{self.rank}").touch()
+                self.folder.joinpath(f"done-{self.rank}-{self.world}").touch()
                 self._hooks.close()
+
+    def _has_ended(self) -> bool:
+        return self._updated or any(root.grads and root.has_ended() for root in self.roots.values())
+
+    def aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls something that trains nothing."""
+        before, self.paused = self.paused, True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.paused = before
 
     def flush(self) -> None:
         """Leaves the present step in a file."""
+        if distributed.is_initialized():  # torch.multiprocessing sets no environment
+            self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         if any(root.count for root in self.roots.values()) and self.step < self.steps:
-            roots = [root.noted(root.now()) for root in self.roots.values()]
-            noted = {"rank": self.rank, "step": self.step, "threads": torch.get_num_threads(), "roots": roots}
-            noted |= {"clips": self.clips, "updates": self.updates, "unclipped": self.unclipped}
-            noted["is_complete"] = self._updated or any(root.grads and root.has_ended() for root in self.roots.values())
+            names = "rank", "world", "step", "clips", "updates", "unclipped"
+            noted = {name: getattr(self, name) for name in names}
+            noted |= {"roots": [root.noted() for root in self.roots.values()], "threads": torch.get_num_threads()}
+            noted["is_complete"] = self._has_ended()
             file = self.folder / f"step-{self.step}-{self.rank}.pt"
             torch.save(noted, file.with_suffix(".part"))
             file.with_suffix(".part").rename(file)
 
     def _begin(self) -> None:
         self._updated = False
-        self.clips: list[tuple[float, float]] = []
+        self.clips: list[float] = []
         self.updates: list[dict[str, Any]] = []
         self.unclipped: dict[tuple[int, str], Tensor] = {}
 
@@ -208,33 +225,26 @@ class Watch:
         root.extra += not is_noted and torch.is_grad_enabled()
         try:
             run = partial(call, module, *args, **kwargs)
-            return root.call(number or 0, run) if is_noted else run()
+            return root.call(number or 0, run, leaf_tensors((args, kwargs))) if is_noted else run()
         finally:
             self._inside, root.trail.active = False, True
 
-    def _clipping(self, clip: Any) -> Any:
-        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            self.unclipped = self._gradients()
-            found = clip(parameters, max_norm, *args, **kwargs)
-            norm = found if isinstance(found, Tensor) else kwargs.get("total_norm", args[0] if args else 0.0)
-            self.clips.append((float(max_norm), float(norm)))
-            return found
-
-        return clipped
+    def _clip(self, clip: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        self.unclipped = self._gradients()
+        self.clips.append(float(max_norm))
+        return clip(parameters, max_norm, *args, **kwargs)
 
     def _gradients(self) -> dict[tuple[int, str], Tensor]:
         tensors = [(i, n, t) for i, root in enumerate(self.roots.values()) for n, t in root.tensors.items()]
-        return {(i, name): _copy(t.grad) for i, name, t in tensors if t.grad is not None}
+        return {(i, name): _copy(tensor.grad) for i, name, tensor in tensors if tensor.grad is not None}
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Notes the gradients that an optimizer takes, and how it updates which parameters."""
         roots = [*self.roots.values()]
         holders = {id(tensor): (i, name) for i, root in enumerate(roots) for name, tensor in root.tensors.items()}
-        if not self._updated:
-            for root in roots:
-                root.grads = {}
-            for (i, name), grad in self._gradients().items():
-                roots[i].grads[name] = grad
+        grads = self._gradients()
+        for i, root in enumerate([] if self._updated else roots):
+            root.grads = {name: grad for (j, name), grad in grads.items() if j == i}
         kind, groups = type(optimizer), list[dict[str, Any]]()
         for group in optimizer.param_groups:
             plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -243,8 +253,7 @@ class Watch:
 
     def _after_update(self, *_: Any) -> None:
         self._updated = True
-        if self.step == self.steps - 1:
-            self.flush()  # whoever started this may end it now
+        self.flush()  # whoever started this may end it now, and a job that hangs is judged by it
 
 
 WATCH: list[Watch] = []
@@ -254,7 +263,7 @@ WATCH: list[Watch] = []
 def watching() -> Watch | None:
     """Notes what this process computes from now on, if the environment says where; None if it does not."""
     if not WATCH and (folder := os.environ.get(FOLDER)):
-        WATCH.append(Watch(Path(folder), int(os.environ.get(STEPS, "3"))).__enter__())
+        WATCH.append(Watch(Path(folder), int(os.environ.get(STEPS, "3"))))
     return WATCH[0] if WATCH else None
 
 

@@ -20,9 +20,10 @@ from penstock.words import counted
 def blame(
     target: TargetName,
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND", help="What starts the ranks: torchrun ..., or penstock run ...")
+        list[str], typer.Argument(metavar="-- COMMAND", help="What starts the ranks: torchrun ..., or python ...")
     ],
     steps: Annotated[int, typer.Option(help="How many optimizer steps to compare; the job is then ended.")] = 3,
+    timeout: Annotated[int, typer.Option(help="Seconds a step may take before the job is ended, and judged.")] = 300,
     as_json: Json = False,
 ) -> None:
     """Find out why a pipeline trains wrongly: run it, unedited, and compare it with the unsplit model.
@@ -39,9 +40,9 @@ def blame(
     from penstock.blame import command as job
 
     command = command[1:] if command[:1] == ["--"] else command
-    job.watched(command)  # raises before anything is loaded
+    job.checked(command)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as given:
-        found = job.blame(command, given, steps)
+        found = job.blame(command, given, steps, timeout)
     if as_json:
         print(json.dumps(finite(found.to_dict()), allow_nan=False))
     else:

@@ -51,10 +51,10 @@ def end_with_parent(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def kill_left(job: str) -> None:
+def kill_left(job: str, tag: str = TAG) -> None:
     """Kills what the job left: ranks have their own sessions, so the mark in their environment finds them."""
     for _ in range(100):  # again until none is found: one may have started another meanwhile
-        found = left(job)
+        found = left(job, tag=tag)
         if not found:
             return
         for pid in found:
@@ -63,9 +63,9 @@ def kill_left(job: str) -> None:
         time.sleep(0.02)
 
 
-def left(job: str, besides: Sequence[int] = ()) -> set[int]:
+def left(job: str, besides: Sequence[int] = (), tag: str = TAG) -> set[int]:
     """The processes of a job that have not ended, but for this one and those named."""
-    mark = f"{TAG}={job}".encode()
+    mark = f"{tag}={job}".encode()
     return {pid for pid, given in environments() if mark in given} - {os.getpid(), *besides}
 
 

@@ -63,17 +63,21 @@ def first_difference(
 def first_value(mine: Trail, other: Trail, exact: bool) -> tuple[Place, Comparison] | None:
     """The first value that modules take or leave, or gradient that reaches them, that differs; None if none does."""
     position = {name: index for index, name in reversed([*enumerate(mine.order)])}
+    begins = {
+        name: min(p for n, p in position.items() if f"{n}.".startswith(f"{name}.") or not name) for name in position
+    }
 
     def in_order(place: Place) -> tuple[int, ...]:
         what, name, call, leaf, microbatch = place
         if what == BACKWARD:
-            return 1, -position[name], -call, 0, microbatch, leaf
-        return 0, position[name], call, FORWARD.index(what), microbatch, leaf
+            return 1, -position[name], 0, -call, 0, microbatch, leaf
+        is_entry = what == FORWARD[0]  # what enters a module enters it before the modules in it
+        at, depth = (begins[name], name.count(".") + bool(name)) if is_entry else (position[name], len(name))
+        return 0, at, call, FORWARD.index(what), depth, microbatch, leaf
 
-    for place in sorted(mine.values, key=in_order):
-        value, expected = mine.values[place], other.values.get(in_reference(place))
-        if expected is None:
-            continue
+    shared = [place for place in mine.values if in_reference(place) in other.values]
+    for place in sorted(shared, key=in_order):
+        value, expected = mine.values[place], other.values[in_reference(place)]
         row = compare("gradient" if place.what == BACKWARD else "output", place.module, (), value, expected, exact)
         if not row.ok and row.verdict != "undefined":
             return place, row
@@ -95,7 +99,12 @@ def confusable_values(place: Place, mine: Trail, other: Trail) -> dict[str, Tens
             text = f"it is the value of microbatch {j}" + (", the one before" if j == k - 1 else "")
             found[f"microbatches {min(j, k)} and {max(j, k)} are swapped" if is_swap else text] = value
         elif j == k and known != place and (known.what == BACKWARD) == (place.what == BACKWARD):
-            found.setdefault(f"it is {known.text}: a layer between is left out", value)
+            names = [*dict.fromkeys(mine.order)]
+            is_next = names[: names.index(place.module)][-1:] == [known.module] and place.what == FORWARD[0]
+            is_late = place.leaf or not value.is_floating_point()  # an argument besides what layers hand on
+            found.setdefault(
+                f"it is {known.text}{'' if is_next or is_late else ': a layer between is left out'}", value
+            )
     return found
 
 

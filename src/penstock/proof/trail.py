@@ -43,6 +43,7 @@ class Trail:
         uses: for each tied parameter, the sum of each use's terms; the last use comes first.
         stages: where a module's call was made.
         active: whether forwards and terms are noted.
+        microbatch: the one that runs.
     """
 
     step: int
@@ -52,7 +53,7 @@ class Trail:
     uses: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
     stages: dict[Place, int] = field(default_factory=dict)
     active: bool = True
-    _microbatch: int = 0
+    microbatch: int = 0
     _stage: int = 0
     _again: bool = False
     _calls: dict[int, Counter[str]] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Trail:
 
     def begin(self, microbatch: int, stage: int = 0, *, backward: bool = False) -> None:
         """Notes what runs next; in a backward, the forward may run again."""
-        self._microbatch, self._stage, self._again = microbatch, stage, backward
+        self.microbatch, self._stage, self._again = microbatch, stage, backward
         if backward:
             self._calls[microbatch] = Counter(self._begun.get((microbatch, stage), Counter()))
         else:
@@ -98,12 +99,12 @@ class Trail:
         for place, tensor in self._note(FORWARD[1 + self._again], name, result):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._keep, place._replace(what=BACKWARD)))  # type: ignore[no-untyped-call]
-        self._calls[self._microbatch][name] += 1
+        self._calls[self.microbatch][name] += 1
 
     def _note(self, what: str, name: str, value: Any) -> list[tuple[Place, Tensor]]:
-        call = self._calls.setdefault(self._microbatch, Counter())[name]
+        call = self._calls.setdefault(self.microbatch, Counter())[name]
         tensors = enumerate(leaf_tensors(value))
-        found = [(Place(what, name, call, leaf, self._microbatch), tensor) for leaf, tensor in tensors]
+        found = [(Place(what, name, call, leaf, self.microbatch), tensor) for leaf, tensor in tensors]
         for place, tensor in found:
             self._keep(place, tensor)
             self.stages[place] = self.stages[place._replace(what=BACKWARD)] = self._stage
@@ -116,4 +117,4 @@ class Trail:
         if not self.active:
             return
         terms, dense = self.terms.setdefault(name, {}), term.detach().clone()
-        terms[self._microbatch] = terms[self._microbatch] + dense if self._microbatch in terms else dense
+        terms[self.microbatch] = terms[self.microbatch] + dense if self.microbatch in terms else dense
