@@ -4,9 +4,6 @@ A quarter of a core is the same on a machine with two cores or a hundred. It is 
 has less to spare, a host gets less.
 
 The kernel enforces it through a cgroup quota, a number of microseconds of processor time per period on any cores.
-Without such a cgroup (for example in a container where none is writable), a process of ours stops and continues the
-host's processes (signal_throttle.py). That is coarser: a waiting system call may return EINTR, a process of the host
-that was stopped by someone else is continued, and each slow host costs a few percent of a core.
 
 The period is short, because otherwise a host is not slow but stalls: whatever fits into one quota runs at full speed,
 and the rest waits for the next. At 25%, 3 ms of work should take 12 ms, and 10 ms of work 40 ms. Measured, from the 5th
@@ -26,14 +23,12 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.network import keeper, signal_throttle
-from penstock.network.programs import start_program
+from penstock.network import keeper
 
 PERIOD_US = 10_000
 LEAST_QUOTA_US = 1000
@@ -83,45 +78,22 @@ def quota(share: float) -> tuple[int, int]:
     return max(round(share * period), LEAST_QUOTA_US), period
 
 
-class Means(ABC):
-    """A way to throttle the slow hosts of one emulation; the emulation's keeper ends it.
+class Groups(ABC):
+    """A cgroup for each slow host of one emulation; the emulation's keeper removes them.
+
+    A command joins its host's cgroup before it enters the host, and its children are born in it.
 
     Attributes:
         name: for people, and for a run's record.
+        version: of cgroups.
     """
 
     name: str
-
-    @abstractmethod
-    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        """Creates what must exist before the hosts. Raises OSError: it does not work on this machine, and why. Nothing
-        is left behind."""
-
-    @abstractmethod
-    def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction.
-
-        Args:
-            entering: the words that run a command on this host.
-        """
-
-    def start(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """Does what must wait until the hosts exist. Raises FabricError: it does not work."""
-
-    def failed(self) -> str | None:
-        """Says which hosts were not throttled until the end; None if all were."""
-        return None
-
-    def close(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """Waits for our own processes, once the emulation has been removed."""
-
-
-class _Groups(Means):
-    """A cgroup for each slow host. A command joins it before it enters the host, and its children are born in it."""
-
     version: int
 
     def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
+        """Creates the cgroups, before the hosts. Raises OSError: it does not work on this machine, and why. Nothing is
+        left behind."""
         parent = self._parent()
         self._slow = dict(slow)
         self._folders: dict[int, Path] = {}
@@ -138,11 +110,17 @@ class _Groups(Means):
             raise
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
+        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction.
+
+        Args:
+            entering: the words that run a command on this host.
+        """
         # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *entering, *argv]
 
     def failed(self) -> str | None:
+        """Says which host was not throttled until the end; None if all were."""
         for host, folder in self._folders.items():
             for name, value in self._limits(*quota(self._slow[host])):
                 found = keeper.words_of(folder / name)
@@ -173,7 +151,7 @@ class _Groups(Means):
         """Returns what to write into which files, in order."""
 
 
-class GroupsV2(_Groups):
+class GroupsV2(Groups):
     name = "cgroup v2 (cpu.max)"
     version = 2
 
@@ -185,7 +163,7 @@ class GroupsV2(_Groups):
         return [("cpu.max", f"{quota_us} {period_us}")]
 
 
-class GroupsV1(_Groups):
+class GroupsV1(Groups):
     name = "cgroup v1 (cpu.cfs_quota_us)"
     version = 1
 
@@ -193,60 +171,22 @@ class GroupsV1(_Groups):
         return [("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(quota_us))]
 
 
-class Signals(Means):
-    """A process of ours for each slow host, which stops and continues the host's processes (signal_throttle.py).
-
-    A command stops itself before its first instruction, and our process continues it once it has seen it.
-    """
-
-    name = "SIGSTOP and SIGCONT"
-
-    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        self._emulation = emulation
-        self._slow = dict(slow)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self) -> None:
-        for host, share in self._slow.items():
-            namespace = keeper.FOLDER / f"{self._emulation}-h{host}"
-            self._processes[host] = start_program(
-                str(signal_throttle.__file__),
-                (str(namespace), repr(share), str(os.getpid())),
-                f"slows host {host}",
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, keeper.MARK: self._emulation},  # how the keeper finds it
-            )
-
-    def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        return [*entering, "/bin/sh", "-c", 'kill -s STOP "$$" && exec "$@"', "sh", *argv]
-
-    def failed(self) -> str | None:
-        gone = [host for host, process in self._processes.items() if process.poll() is not None]
-        if not gone:
-            return None
-        return (
-            f"host {gone[0]} was not slowed until the end: the process that stops and resumes its processes has ended"
-        )
-
-    def close(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
+VERSIONS: tuple[type[Groups], ...] = (GroupsV2, GroupsV1)
+"""Best first."""
 
 
-MEANS: tuple[type[Means], ...] = (GroupsV2, GroupsV1, Signals)
-"""The available means, best first."""
-
-
-def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
-    """Picks the first means that works on this machine. Raises FabricError: none works, and why."""
+def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
+    """Makes the cgroups of the first version that works on this machine. Raises FabricError: none does, and why."""
     reasons = []
-    for means in MEANS:
+    for groups in VERSIONS:
         try:
-            return means(emulation, slow)
+            return groups(emulation, slow)
         except OSError as error:
-            reasons.append(f"{means.name}: {error}")
-    raise FabricError(f"no host can be slowed on this machine: {'; '.join(reasons)}")
+            reasons.append(f"{groups.name}: {error}")
+    raise FabricError(
+        f"no host can be slowed on this machine: {'; '.join(reasons)}. A slow host needs a cgroup: run the container "
+        "with --privileged, or omit --slow"
+    )
 
 
 def _own(version: int) -> str:

@@ -17,7 +17,7 @@ from penstock.errors import ArgumentError, FabricError
 from penstock.network import keeper, subnets
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not
-from penstock.network.holdback import Means, check_slow, hold_back
+from penstock.network.holdback import Groups, check_slow, hold_back
 from penstock.network.inside import within
 from penstock.network.link import Link
 from penstock.network.programs import start_program
@@ -101,12 +101,12 @@ class Machines:
         self._count = hosts
         self._maker = 0
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._means: Means | None = None
+        self._groups: Groups | None = None
 
     @property
     def held_back_by(self) -> str | None:
-        """The means that throttles the slow hosts; None if no host is slow, or the hosts do not exist yet."""
-        return None if self._means is None else self._means.name
+        """What throttles the slow hosts; None if no host is slow, or the hosts do not exist yet."""
+        return None if self._groups is None else self._groups.name
 
     def __enter__(self) -> Self:
         """Creates the hosts.
@@ -133,10 +133,8 @@ class Machines:
             )
         try:
             # Before the hosts, so that nothing of them is created if they cannot be throttled.
-            self._means = hold_back(self.id, self.slow) if self.slow else None
+            self._groups = hold_back(self.id, self.slow) if self.slow else None
             self._make()
-            if self._means is not None:
-                self._means.start()
         except BaseException:
             self.close()
             raise
@@ -177,14 +175,12 @@ class Machines:
             self._switch = None
         process = self._keeper
         assert process.stdin is not None
-        failed = None if self._means is None else self._means.failed()
+        failed = None if self._groups is None else self._groups.failed()
         process.stdin.close()
         status = process.wait()
         self._keeper = None
         if status:  # the keeper was killed, or failed
             keeper.remove(self.id)
-        if self._means is not None:
-            self._means.close()
         left = keeper.names_of(self.id)
         if left:
             raise FabricError(f"{', '.join(left)} cannot be removed: try `ip netns delete {left[0]}`")
@@ -198,8 +194,8 @@ class Machines:
         """Returns the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
         entering = [keeper.tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
-        if host in self.slow and self._means is not None:
-            return self._means.command(host, entering, argv)
+        if host in self.slow and self._groups is not None:
+            return self._groups.command(host, entering, argv)
         return [*entering, *argv]
 
     def variables(self) -> dict[str, str]:
