@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from scaffolding.some_schedules import generated
 
 palettes = st.sampled_from(Palette)
 NUMBERS = ("--ranks", "4", "--microbatches", "8")
+needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
 
 
 def picture(text: str) -> list[str]:
@@ -135,6 +137,7 @@ def test_json_has_when_each_action_runs() -> None:
     assert Schedule.parse(made["text"]) == outcome.schedule
 
 
+@needs_browser
 def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     svg, png = tmp_path / "a.svg", tmp_path / "a.png"
     assert output("show", "--schedule", "zb-v", *NUMBERS, "--svg", str(svg)) == f"wrote {svg}\n"
@@ -144,9 +147,10 @@ def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     outcome = Outcome.simulated(generate("zb-v", 4, 8), CostOptions(forward=3).read())
     drawn = schedule_svg(outcome.schedule, outcome.timeline, unit="time", background="dark", width=600)
     assert svg.read_text() == drawn
-    assert int.from_bytes(png.read_bytes()[16:20]) == 1200
+    assert int.from_bytes(png.read_bytes()[16:20]) == 1200, "two dots a pixel"
 
 
+@needs_browser
 def test_several_schedules_lie_on_one_axis(tmp_path: Path) -> None:
     svg, png = tmp_path / "a.svg", tmp_path / "a.png"
     several = ("show", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2")
@@ -176,10 +180,11 @@ def test_a_picture_is_what_its_name_says(tmp_path: Path, option: str, name: str)
     assert not [*tmp_path.iterdir()]
 
 
-def test_png_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.errors.importlib.util.find_spec", lambda name: None)
-    says = refusal("show", "--schedule", "1f1b", *NUMBERS, "--png", "x.png")
-    assert says == "pictures as PNG: this needs matplotlib, pip install 'penstock[plot]'"
+def test_png_needs_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    files = ("--svg", str(tmp_path / "x.svg"), "--png", str(tmp_path / "x.png"))
+    assert "install chromium" in refusal("show", "--schedule", "1f1b", *NUMBERS, *files)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from penstock.cli._outcome import format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
 from penstock.costs import Outcome, with_one_model
 from penstock.errors import ArgumentError, check_counts
-from penstock.files import replacing, write_text
-from penstock.report.plot import write_png
+from penstock.files import write_text
 from penstock.report.svg import WIDTH, panel_of, unit_of
 from penstock.report.svg import svg as drawn
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
+from penstock.web.picture import browser, write_drawing
 
 
 class Background(Enum):
@@ -59,7 +59,7 @@ def show(
         Path | None, output_option("Draw into a file: for pages, with names on hover.", "--svg", metavar="FILE")
     ] = None,
     png: Annotated[
-        Path | None, output_option("The same for slides and chats; needs matplotlib.", "--png", metavar="FILE")
+        Path | None, output_option("The same for slides and chats; needs chromium.", "--png", metavar="FILE")
     ] = None,
     background: Annotated[
         Background | None, output_option("Of a file. By default an SVG follows the reader's system, a PNG is light.")
@@ -141,6 +141,8 @@ def _write(several: _Several, svg: Path | None, png: Path | None, background: Ba
     """Draws schedules into files, under each other: in proportion to time if there are outcomes, else in slots."""
     refuse_other("--svg", svg, ".svg")
     refuse_other("--png", png, ".png")
+    if png is not None:
+        browser(png)  # before anything is written
     panels = [panel_of(one.schedule, one.timeline) for one in several.outcomes]
     unit = unit_of(several.schedules[0]) if not panels else "s" if several.outcomes[0].costs.are_measured else "time"
     panels = panels or [panel_of(schedule) for schedule in several.schedules]
@@ -149,9 +151,7 @@ def _write(several: _Several, svg: Path | None, png: Path | None, background: Ba
         write_text(svg, picture, f"--svg {svg}")
         print(f"wrote {svg}")
     if png is not None:
-        dark = background is Background.DARK
-        with replacing(png, f"--png {png}") as new:
-            write_png(panels, new, unit=unit, dark=dark, width=width)
+        write_drawing(picture, png)
         print(f"wrote {png}")
 
 
