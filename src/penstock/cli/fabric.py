@@ -6,24 +6,25 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.cli._as_typed import Commands
 from penstock.cli._dry_run import show_traffic
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, prepare, report, show_run
-from penstock.cli._live import Follower, follower
 from penstock.cli._network import NetworkOptions
 from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._predict import predict
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError, require
 from penstock.fabric.algorithms import ENGINE
-from penstock.fabric.emulation.spec import Spec, usual_algorithm
+from penstock.fabric.emulation.spec import Spec, Watch, usual_algorithm
 from penstock.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def _on_hosts(spec: Spec, network: Network, output: Output) -> None:
     failure: FabricError | None = None
     stopped = 0
     try:
-        with _machines(network) as machines, _followed(spec, quiet=output.as_json) as watch:
+        with _machines(network) as machines, _progress(spec.trials, quiet=output.as_json) as watch:
             if machines is not None:
                 spec = replace(spec, network=machines.described())
             emulate(spec, output.folder, machines, watch, events=network.events)
@@ -277,7 +278,7 @@ def _as_host(spec: Spec, output: Output) -> None:
         run(spec, output.folder)
         return
     try:
-        with _followed(spec, quiet=output.as_json) as watch:
+        with _progress(spec.trials, quiet=output.as_json) as watch:
             run(spec, output.folder, watch)
     finally:
         if (output.folder / RUN).exists():
@@ -299,9 +300,16 @@ def _machines(network: Network) -> Iterator[Machines | None]:
         yield machines
 
 
-def _followed(spec: Spec, *, quiet: bool) -> AbstractContextManager[Follower | None]:
-    names = [transfer.name for transfer in spec.workload.transfers]
-    return follower(names, spec.trials, quiet=quiet, iterations=spec.iterations)
+@contextmanager
+def _progress(trials: int, *, quiet: bool) -> Iterator[Watch | None]:
+    """Shows a progress bar on stderr. Yields None if that is not a terminal, or if `quiet`."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    columns = BarColumn(bar_width=None), TextColumn("trial {task.completed} of {task.total}"), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=trials)
+        yield lambda number: bar.update(task, completed=number + 1)
 
 
 app.command("show")(show_run)
