@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ WARMUP_STEPS = 10
 TIMED_EVERY = 5
 """One step in this many is timed: recording when each action ran, and gathering that, costs a little."""
 LINE_EVERY = 10
-"""Where stderr is no terminal, on which the recorded run shows its line, one step in this many gets a line."""
+"""One step in this many gets a line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,7 +107,7 @@ def train(
         rate.step()
         speeds.append(ROWS * CONTEXT / (time.perf_counter() - began))
         timelines += [] if result.timeline is None else [result.timeline]
-        if not sys.stderr.isatty() and (number % LINE_EVERY == 0 or number in (1, settings.steps)):
+        if number % LINE_EVERY == 0 or number in (1, settings.steps):
             step = f"{number:>{len(str(settings.steps))}}/{settings.steps}"
             bubble = f"  bubble {timelines[-1].bubble_rate:4.0%}" if timelines else ""
             console.print(f"  step {step}  loss {float(result.loss):.3f}  {speeds[-1]:6,.0f} bytes/s{bubble}")
