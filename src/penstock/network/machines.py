@@ -21,7 +21,7 @@ from penstock.network.holdback import Groups, check_slow, hold_back
 from penstock.network.inside import within
 from penstock.network.link import Link
 from penstock.network.programs import start_program
-from penstock.network.settings import check_congestion_control, with_large_windows, without_ipv6
+from penstock.network.settings import with_large_windows, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Switch
 from penstock.network.switch.protocol import Order, Setup
@@ -54,7 +54,6 @@ class Machines:
         hosts: int,
         link: Link | Topology | None = None,
         *,
-        congestion_control: str | None = None,
         shaper: str = AUTO,
         background: Sequence[str] = (),
         slow: Mapping[int, float] | None = None,
@@ -66,7 +65,6 @@ class Machines:
             hosts: the number of hosts.
             link: each host's link to the switch, or all links as a Topology; None for links as fast as the machine can
                 make them.
-            congestion_control: TCP's congestion control between the hosts; None for the kernel's default.
             shaper: what shapes the links, one of `shapers.SHAPERS`.
             background: neighbors' traffic, as texts (background.py).
             slow: hosts whose processes together get at most this share of one core's time (holdback.py).
@@ -74,12 +72,10 @@ class Machines:
 
         Raises:
             ArgumentError: there are too few or too many hosts, a link or share is given for a host that does not exist,
-                a share is invalid, or the kernel does not have the congestion control.
+                or a share is invalid.
         """
         if not 1 <= hosts <= MAX_HOSTS:
             raise ArgumentError(f"{hosts} hosts requested: pass 1 to {MAX_HOSTS}")
-        if congestion_control is not None:
-            check_congestion_control(congestion_control)
         for text in background:
             parse_background(text, hosts)
         self.topology = Topology(link) if isinstance(link, Link) else link
@@ -88,7 +84,6 @@ class Machines:
         if self.topology is None and (background or changes):
             raise ArgumentError("neighbors and changes need links with a rate: pass --link 1gbit, for example")
         self.shaper: Shaper | None = None
-        self.congestion_control = congestion_control
         self._wanted = shaper
         self.background = tuple(background)
         self._changes = changes
@@ -259,7 +254,6 @@ class Machines:
             "background": list(self.background),
             "slow": {str(host): share for host, share in self.slow.items()},
             "held_back_by": self.held_back_by,
-            "congestion_control": self.congestion_control,
         }
 
     def _make(self) -> None:
@@ -329,10 +323,6 @@ class Machines:
             for other in range(self._count)
             if other != host
         ]
-        if self.congestion_control is not None:
-            # A route may use one that the administrator has not opened to all users; a namespace's default may not.
-            source = f"src {self.addresses[host]} congctl {self.congestion_control}"
-            lines.append(f"route replace {self.network} dev {INTERFACE} proto kernel scope link {source}")
         return lines
 
     def _mac(self, host: int) -> str:
