@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -78,31 +77,35 @@ def quota(share: float) -> tuple[int, int]:
     return max(round(share * period), LEAST_QUOTA_US), period
 
 
-class Groups(ABC):
+VERSIONS = (2, 1)
+"""Of cgroups, best first."""
+_FILES = {2: "cpu.max", 1: "cpu.cfs_quota_us"}
+"""The quota's, by version."""
+
+
+class Groups:
     """A cgroup for each slow host of one emulation; the emulation's keeper removes them.
 
     A command joins its host's cgroup before it enters the host, and its children are born in it.
 
     Attributes:
         name: for people, and for a run's record.
-        version: of cgroups.
     """
 
-    name: str
-    version: int
-
-    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
+    def __init__(self, emulation: str, slow: Mapping[int, float], version: int) -> None:
         """Creates the cgroups, before the hosts. Raises OSError: it does not work on this machine, and why. Nothing is
         left behind."""
-        parent = self._parent()
+        self.name = f"cgroup v{version} ({_FILES[version]})"
+        self._version = version
         self._slow = dict(slow)
         self._folders: dict[int, Path] = {}
+        parent = self._parent()
         try:
             for host, share in slow.items():
                 folder = parent / keeper.group_name(emulation, host)
                 folder.mkdir()
                 self._folders[host] = folder
-                for name, value in self._limits(*quota(share)):
+                for name, value in self._limits(share):
                     (folder / name).write_text(value)
         except OSError:
             for folder in self._folders.values():
@@ -122,7 +125,7 @@ class Groups(ABC):
     def failed(self) -> str | None:
         """Says which host was not throttled until the end; None if all were."""
         for host, folder in self._folders.items():
-            for name, value in self._limits(*quota(self._slow[host])):
+            for name, value in self._limits(self._slow[host]):
                 found = keeper.words_of(folder / name)
                 if found != value.split():
                     return f"host {host} was not slowed until the end: {folder / name} now says {' '.join(found)!r}"
@@ -130,59 +133,37 @@ class Groups(ABC):
 
     def _parent(self) -> Path:
         """Returns the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
-        mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self.version]
+        mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self._version]
         if not mounts:
-            raise OSError(f"no cgroup v{self.version} with the cpu controller is mounted")
+            raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted")
         place, root = mounts[0]
-        folder = place / os.path.relpath(_own(self.version), root)
+        folder = place / os.path.relpath(_own(self._version), root)
         if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
             folder = place
-        while not self._fits(folder):
+        # In version 2, a cgroup either delegates a controller or has processes. Making it delegate this one would
+        # outlast us.
+        while self._version == 2 and "cpu" not in keeper.words_of(folder / "cgroup.subtree_control"):
             if folder == place:
                 raise OSError(f"no cgroup up to {place} delegates the cpu controller")
             folder = folder.parent
         return folder
 
-    def _fits(self, folder: Path) -> bool:
-        return True
-
-    @abstractmethod
-    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
+    def _limits(self, share: float) -> list[tuple[str, str]]:
         """Returns what to write into which files, in order."""
-
-
-class GroupsV2(Groups):
-    name = "cgroup v2 (cpu.max)"
-    version = 2
-
-    def _fits(self, folder: Path) -> bool:
-        # A cgroup either delegates a controller or has processes. Making it delegate this one would outlast us.
-        return "cpu" in keeper.words_of(folder / "cgroup.subtree_control")
-
-    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
-        return [("cpu.max", f"{quota_us} {period_us}")]
-
-
-class GroupsV1(Groups):
-    name = "cgroup v1 (cpu.cfs_quota_us)"
-    version = 1
-
-    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
-        return [("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(quota_us))]
-
-
-VERSIONS: tuple[type[Groups], ...] = (GroupsV2, GroupsV1)
-"""Best first."""
+        microseconds, period = quota(share)
+        if self._version == 2:
+            return [(_FILES[2], f"{microseconds} {period}")]
+        return [("cpu.cfs_period_us", str(period)), (_FILES[1], str(microseconds))]
 
 
 def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
     """Makes the cgroups of the first version that works on this machine. Raises FabricError: none does, and why."""
     reasons = []
-    for groups in VERSIONS:
+    for version in VERSIONS:
         try:
-            return groups(emulation, slow)
+            return Groups(emulation, slow, version)
         except OSError as error:
-            reasons.append(f"{groups.name}: {error}")
+            reasons.append(f"cgroup v{version} ({_FILES[version]}): {error}")
     raise FabricError(
         f"no host can be slowed on this machine: {'; '.join(reasons)}. A slow host needs a cgroup: run the container "
         "with --privileged, or omit --slow"
