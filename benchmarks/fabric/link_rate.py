@@ -61,9 +61,9 @@ def send(address: str, idle_seconds: float) -> None:
     print(json.dumps(times))
 
 
-def measure(text: str, congestion_control: str | None, idle_seconds: float) -> None:
+def measure(text: str, idle_seconds: float) -> None:
     link, me = parse_link(text), [sys.executable, __file__]
-    with Machines(2, link, congestion_control=congestion_control) as machines:
+    with Machines(2, link) as machines:
         to = machines.addresses[1]
         with subprocess.Popen(machines.command(1, [*me, "--receive", to]), stdout=subprocess.PIPE) as receiver:
             assert receiver.stdout is not None
@@ -79,13 +79,12 @@ def measure(text: str, congestion_control: str | None, idle_seconds: float) -> N
         ideal = wire_bytes(link, size) / link.bytes_per_second
         median, fastest = ((value - least) / ideal for value in (statistics.median(taken), min(taken)))
         cells.append(f"{size >> 10} KiB {median:.3f} ({fastest:.3f})")
-    print(f"{text}, {congestion_control or 'default'}: {', '.join(cells)}; processors busy {busy:.0%}", flush=True)
+    print(f"{text}: {', '.join(cells)}; processors busy {busy:.0%}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("links", nargs="*", default=["100mbit", "1gbit"])
-    parser.add_argument("--congestion-control")
     parser.add_argument("--idle", type=float, default=0.0, help="seconds before each message")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     parser.add_argument("--send", help=argparse.SUPPRESS)
@@ -96,4 +95,4 @@ if __name__ == "__main__":
         send(given.send, given.idle)
     else:
         for link in given.links:
-            measure(link, given.congestion_control, given.idle)
+            measure(link, given.idle)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from command_line import as_json, output, penstock, refusal
 
-from penstock.cli import _live
 from penstock.cli._traffic import TrafficOptions
-from penstock.cli.fabric import _check
+from penstock.cli.fabric import _check, _progress
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation import coordinate
 from penstock.fabric.emulation.spec import Spec
@@ -97,9 +96,6 @@ WRONG = {
     "--model m:f --schedule gpipe": "--schedule applies to a pipeline's stages, but --ranks is 1",
     "--preset mlp --factor 3": "--factor belongs to --from and --to, and --preset was given: leave it out",
     "--sizes 4 --cuts a": "--cuts belongs to --model, and --sizes was given",
-    "--sizes 4 --trials 3 --epochs 2": "pass --trials, or both --batches and --epochs",
-    "--sizes 4 --batches 3": "pass --trials, or both --batches and --epochs",
-    "--sizes 4 --batches 3 --epochs 0": "--batches 3, --epochs 0",
     "--from 4 --to 64 --factor 1": "--factor 1: pass a factor above 1",
     "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
     "--from 8KiB": "a sweep needs both --from and --to",
@@ -354,37 +350,9 @@ def test_a_run_that_is_stopped_before_its_hosts_have_joined_is_no_run(monkeypatc
 # -- the bar ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_bar_is_told_trial_layer_and_p99_when_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, str, float | None]] = []
-    seconds = [1000.0]
-    monkeypatch.setattr(_live.time, "monotonic", lambda: seconds[0])
-    bar = _live.Follower(["fc2", "fc1"], lambda *what: told.append(what))
-    bar.tick()
-    assert told == [], "no trial has ended"
-    bar.trial(0, [int(1e9), int(4e9)])
-    assert told == [(1, "fc2", None)]
-    seconds[0] += 0.1
-    bar.tick()
-    assert len(told) == 1, "it is not drawn all the time"
-    seconds[0] += 2.0
-    bar.tick()
-    assert told[-1] == (1, "fc2", None), "not known yet how long it takes"
-    for number in range(1, 10):
-        seconds[0] += 5.0
-        bar.trial(number, [int(1e9), int(4e9)])
-    for later, name in ((0.5, "fc2"), (1.5, "fc1"), (100.0, "fc1")):
-        seconds[0] += later
-        bar.tick()
-        assert told[-1] == (10, name, None)
-    for number in range(10, 400):
-        seconds[0] += 5.0
-        bar.trial(number, [int(1e9), int(4e9)])
-    assert told[-1] == (400, "fc2", pytest.approx(1.0, rel=0.05))
-
-
 def test_no_bar_where_nobody_would_see_it() -> None:
     for quiet in (True, False):
-        with _live.follower(["fc1"], 3, quiet=quiet) as bar:
+        with _progress(3, quiet=quiet) as bar:
             assert bar is None
 
 

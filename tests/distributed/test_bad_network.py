@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 from bad_network_job import LOST_AFTER, STEPS, Trained, demonstrate, train
 
-from penstock.demo import show
+from penstock.runs import read_run
 from penstock.testing import BadNetwork
 from scaffolding.ranks import Ranks
 
@@ -111,9 +110,9 @@ def test_silence_that_is_allowed_for_changes_no_bit(
     assert_same_bits(found, ranks2)
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder: Path) -> list[float | None]:
     """Of the demonstration's steps."""
-    return [json.loads(line)["loss"] for line in (folder / show.METRICS).read_text().splitlines()]
+    return [step.loss for step in read_run(folder).steps()]
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.network import keeper
@@ -34,15 +34,12 @@ class Seen:
     """A watch that keeps what it is told, and does something after a trial."""
 
     def __init__(self, after: Callable[[int], None] = lambda number: None) -> None:
-        self.trials: list[tuple[int, list[int]]] = []
+        self.trials: list[int] = []
         self._after = after
 
-    def trial(self, number: int, longest_ns: Sequence[int]) -> None:
-        self.trials.append((number, list(longest_ns)))
+    def __call__(self, number: int) -> None:
+        self.trials.append(number)
         self._after(number)
-
-    def tick(self) -> None:
-        pass
 
 
 def kill_rank(rank: int, folder: Path, after: int) -> Callable[[int], None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,10 +22,10 @@ from penstock.fabric.compare import compare
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
 from penstock.fabric.views import facts, nccl
+from penstock.fabric.views.chart import Scale
 from penstock.fabric.views.numbers import seconds
 from penstock.fabric.views.page import page, write_page
 from penstock.fabric.views.plots import _timeline, draw
-from penstock.fabric.views.style import look
 from penstock.fabric.views.text import show, show_comparison
 from penstock.fabric.workload import Transfer, Workload
 from penstock.report.frame import base_style
@@ -270,14 +269,10 @@ def sixty() -> tuple[Run, dict[str, str]]:
 
 def test_pictures_are_svg_whose_text_is_text_and_come_out_the_same(sixty: tuple[Run, dict[str, str]]):
     run, drawn = sixty
-    assert list(drawn) == ["cdf", "trials", "busbw", "timeline", "slowest"]
+    assert list(drawn) == ["cdf", "trials", "busbw", "timeline"]
     for name, text in drawn.items():
         assert text.startswith("<svg"), name
         assert any("fc1" in label or "all_reduce" in label for label in texts(text)), name
-        ids = re.findall(r'id="([^"]*)"', text)
-        assert all(one.startswith(f"{name}-") for one in ids)
-        assert len(ids) == len(set(ids))
-        assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
     assert drawn == draw(run, results(run))
 
 
@@ -285,10 +280,19 @@ def test_the_slowest_trial_is_named_and_its_rounds_are_drawn(sixty: tuple[Run, d
     run, drawn = sixty
     took = run.end_ns.max(axis=(1, 2)) - run.start_ns.min(axis=(1, 2))
     assert any(f"number {took.argmax()}:" in text for text in texts(drawn["timeline"]))
-    with look():
-        whole = _timeline(Run(run.record, run.start_ns, run.end_ns))
+    whole = _timeline(Run(run.record, run.start_ns, run.end_ns))
     # 6 rounds for each of 4 transfers, 4 ranks and 2 trials are bars of their own, over those of the transfers.
-    assert drawn["timeline"].count("<path") - whole.count("<path") == pytest.approx(6 * 4 * 4 * 2, abs=20)
+    assert drawn["timeline"].count("z") - whole.count("z") == 6 * 4 * 4 * 2
+
+
+@given(st.floats(1e-7, 10), st.floats(1.01, 1e6), st.floats(60, 900), st.booleans())
+def test_ticks_are_within_their_axis_and_leave_room_for_labels(low: float, ratio: float, pixels: float, is_log: bool):
+    scale = Scale(low if is_log else 0.0, low * ratio, 10, 10 + pixels, is_log)
+    ticks = scale.ticks(60)
+    at = scale.at(ticks)
+    assert all(10 - 1e-6 <= place <= 10 + pixels + 1e-6 for place in at)
+    assert all(np.diff(at) >= 60 - 1e-6)
+    assert ticks or ratio < 4, "an axis that is not short has ticks"
 
 
 def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
@@ -299,14 +303,6 @@ def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
     stored = Run.read(tmp_path)
     assert text == page(stored, results(stored))
     assert base_style() in text
-
-
-def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    run = made_run(10)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"penstock\[fabric\]"):
-        draw(run, results(run))
-    assert "penstock[fabric]" in page(run, results(run))
 
 
 # -- page -------------------------------------------------------------------------------------------------------------

@@ -95,9 +95,6 @@ def test_who_is_slow_and_who_is_late() -> None:
     assert made["per_rank"][1]["p99"] is None
     assert made["slowest_rank"]["rank"] == 1
     assert made["slowest_rank"]["trials_slowest"] == 37
-    histogram = made["slowest_rank"]["histogram"]
-    assert sum(histogram["counts"]) == 40
-    assert histogram["edges_s"][0] <= 1.1e-3 <= histogram["edges_s"][-1]
     assert made["outliers"] == [0, 1, 2]
     assert made["arrival_skew_s"]["max"] == pytest.approx(5e-4)
 

@@ -16,7 +16,6 @@ from penstock.fabric.statistics import (
     PERCENTILES,
     Summary,
     fewest,
-    log_histogram,
     mean_interval,
     order_interval,
     outliers,
@@ -161,17 +160,6 @@ def test_dependent_trials_count_for_fewer() -> None:
     assert dependent.effective < 40
     assert dependent.p99 is None, "as with fewer than 368 independent ones"
     assert Summary.of(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
-
-
-@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e3)), max_size=50))
-def test_a_histogram_counts_every_sample_where_it_is(samples: list[float]) -> None:
-    edges, counts = log_histogram(samples)
-    positive = [one for one in samples if one > 0]
-    assert sum(counts) == (len(samples) if positive else 0)
-    assert len(edges) == len(counts) + 1 or not edges
-    for place, count in list(enumerate(counts))[1:]:
-        inside = sum(edges[place] * (1 - 1e-9) <= one < edges[place + 1] * (1 + 1e-9) for one in positive)
-        assert count <= inside
 
 
 def test_outliers_are_those_far_above_the_others() -> None:

@@ -2,12 +2,11 @@
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,14 @@ import pytest
 from penstock.errors import FabricError
 from penstock.network import holdback, keeper
 from penstock.network.checks import why_not
-from penstock.network.holdback import GroupsV1, GroupsV2, Means, Signals, quota
+from penstock.network.holdback import Groups, quota
 from penstock.network.machines import Machines, clean
 
 pytestmark = pytest.mark.alone
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
-every_means = pytest.mark.parametrize("means", [GroupsV2, GroupsV1, Signals], indirect=True)
-groups_only = pytest.mark.parametrize("means", [GroupsV2, GroupsV1], indirect=True)
+every_version = pytest.mark.parametrize("version", [2, 1], indirect=True)
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 BUSY = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
@@ -44,13 +42,12 @@ import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 from penstock.network import holdback
 from penstock.network.machines import Machines
-holdback.MEANS = (getattr(holdback, sys.argv[1]),)
+holdback.VERSIONS = (int(sys.argv[1]),)
 with Machines(2, slow={1: 0.05}) as made:
     line = made.command(1, [sys.executable, "-I", "-S", "-c", "print(flush=True)\\nwhile True: pass"])
     busy = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
     busy.stdout.readline()
-    ours = [process.pid for process in getattr(made._means, "_processes", {}).values()]
-    print(made.id, made._keeper.pid, busy.pid, *ours, flush=True)
+    print(made.id, made._keeper.pid, busy.pid, flush=True)
     if "raise" in sys.argv:
         raise RuntimeError("planned")
     if "end" not in sys.argv:
@@ -59,17 +56,17 @@ with Machines(2, slow={1: 0.05}) as made:
 
 
 @pytest.fixture
-def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Means]:
-    """The only one that is tried; the test is skipped where it does not work."""
-    asked: type[Means] = request.param
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The only version that is tried; the test is skipped where it does not work."""
+    asked: int = request.param
     emulation = f"penstock-{os.getpid()}-{keeper.started(os.getpid())}-99999"
     try:
-        asked(emulation, {0: 0.5})
+        Groups(emulation, {0: 0.5}, asked)
     except OSError as error:
-        pytest.skip(f"{asked.name}: {error}")
+        pytest.skip(f"cgroup v{asked}: {error}")
     keeper.remove(emulation)
     assert keeper.groups_of(emulation) == []
-    monkeypatch.setattr(holdback, "MEANS", (asked,))
+    monkeypatch.setattr(holdback, "VERSIONS", (asked,))
     return asked
 
 
@@ -124,12 +121,12 @@ def _running(line: list[str]) -> Iterator[list[int]]:
 
 
 @hosts_needed
-@every_means
+@every_version
 @pytest.mark.parametrize("work", [[*PYTHON, FAMILY], ["/bin/sh", "-c", FORKING]], ids=["family", "short children"])
-def test_a_slow_host_gets_its_share_and_another_is_not_held_back(means: type[Means], work: list[str]) -> None:
+def test_a_slow_host_gets_its_share_and_another_is_not_held_back(version: int, work: list[str]) -> None:
     share = 0.25
     with Machines(2, slow={1: share}) as made:
-        assert made.held_back_by == means.name
+        assert f"cgroup v{version} " in str(made.held_back_by)
         with _running(made.command(1, work)) as slow, _running(made.command(0, [*PYTHON, BUSY])) as free:
             _prefer(made.id, [*slow, *free])
             start, slow_before, free_before = time.monotonic(), _used(slow), _used(free)
@@ -147,8 +144,8 @@ def test_a_slow_host_gets_its_share_and_another_is_not_held_back(means: type[Mea
 
 
 @hosts_needed
-@every_means
-def test_commands_that_follow_each_other_share_the_share(means: type[Means]) -> None:
+@every_version
+def test_commands_that_follow_each_other_share_the_share(version: int) -> None:
     share, seconds, used = 0.25, 0.1, 0.0
     work = f"import time; end = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
     with Machines(1, slow={0: share}) as made:
@@ -162,8 +159,8 @@ def test_commands_that_follow_each_other_share_the_share(means: type[Means]) -> 
 
 
 @hosts_needed
-@groups_only
-def test_a_command_is_in_the_group_with_all_that_it_starts(means: type[Means]) -> None:
+@every_version
+def test_a_command_is_in_the_group_with_all_that_it_starts(version: int) -> None:
     with Machines(2, slow={1: 0.5}) as made:
         (group,) = keeper.groups_of(made.id)
         line = made.command(
@@ -181,34 +178,6 @@ def test_a_command_is_in_the_group_with_all_that_it_starts(means: type[Means]) -
         assert done.stdout == ""
         with pytest.raises(FabricError, match="host 1 was not slowed until the end"):
             made.close()
-
-
-@hosts_needed
-@pytest.mark.parametrize("means", [Signals], indirect=True)
-def test_a_command_waits_for_the_process_that_holds_it_back(means: type[Means]) -> None:
-    with Machines(1, slow={0: 0.5}) as made:
-        assert isinstance(made._means, Signals)
-        ours = made._means._processes[0].pid
-        os.kill(ours, signal.SIGSTOP)
-        _wait(lambda: _state(ours) == "T")
-        with subprocess.Popen(made.command(0, ["echo", "hello"]), stdout=subprocess.PIPE, text=True) as process:
-            _wait(lambda: _state(process.pid) == "T")
-            assert select.select([process.stdout], [], [], 0.1)[0] == []
-            os.kill(ours, signal.SIGCONT)
-            assert process.communicate(timeout=60)[0] == "hello\n"
-
-
-@hosts_needed
-@pytest.mark.parametrize("means", [Signals], indirect=True)
-def test_a_host_whose_holder_is_lost_is_named(means: type[Means]) -> None:
-    with Machines(2, slow={1: 0.5}) as made:
-        assert isinstance(made._means, Signals)
-        process = made._means._processes[1]
-        process.kill()
-        process.wait()
-        with pytest.raises(FabricError, match="host 1 was not slowed until the end"):
-            made.close()
-    assert keeper.names_of(made.id) == []
 
 
 # -- what is left -----------------------------------------------------------------------------------------------------
@@ -230,13 +199,12 @@ def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[i
 
 
 @hosts_needed
-@every_means
+@every_version
 @pytest.mark.parametrize("how", ["end", "raise", signal.SIGKILL, signal.SIGINT])
-def test_nothing_of_a_slow_host_outlives_the_maker(means: type[Means], how: signal.Signals | str) -> None:
-    with _maker(means.__name__, *[how] if isinstance(how, str) else []) as (process, emulation, pids):
+def test_nothing_of_a_slow_host_outlives_the_maker(version: int, how: signal.Signals | str) -> None:
+    with _maker(str(version), *[how] if isinstance(how, str) else []) as (process, emulation, pids):
         if isinstance(how, signal.Signals):
-            assert len(keeper.groups_of(emulation)) == (means is not Signals)
-            assert len(pids) == 2 + (means is Signals)
+            assert len(keeper.groups_of(emulation)) == 1
             process.send_signal(how)
         process.wait(60)
         _wait(lambda: not keeper.names_of(emulation) and not keeper.groups_of(emulation))
@@ -244,11 +212,11 @@ def test_nothing_of_a_slow_host_outlives_the_maker(means: type[Means], how: sign
 
 
 @hosts_needed
-@groups_only
-def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(means: type[Means]) -> None:
+@every_version
+def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(version: int) -> None:
     with Machines(2, slow={1: 0.5}) as made:
-        assert made._means is not None
-        process = subprocess.Popen(made._means.command(1, ["sleep", "300"], []))
+        assert made._groups is not None
+        process = subprocess.Popen(made._groups.command(1, ["sleep", "300"], []))
         (group,) = keeper.groups_of(made.id)
         _wait(lambda: str(process.pid) in (group / "cgroup.procs").read_text().split())
     assert process.wait(60) == -signal.SIGKILL
@@ -256,9 +224,9 @@ def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(m
 
 
 @hosts_needed
-@every_means
-def test_clean_removes_a_slow_host_whose_maker_and_keeper_were_killed(means: type[Means]) -> None:
-    with _maker(means.__name__) as (living, alive, _), _maker(means.__name__) as (process, emulation, pids):
+@every_version
+def test_clean_removes_a_slow_host_whose_maker_and_keeper_were_killed(version: int) -> None:
+    with _maker(str(version)) as (living, alive, _), _maker(str(version)) as (process, emulation, pids):
         os.kill(pids[0], signal.SIGKILL)
         process.kill()
         process.wait()
@@ -270,51 +238,41 @@ def test_clean_removes_a_slow_host_whose_maker_and_keeper_were_killed(means: typ
         assert not any(group.exists() for group in groups)
         _wait(lambda: all(keeper.started(pid) is None for pid in pids))
         assert len(keeper.names_of(alive)) == 3
-        assert len(keeper.groups_of(alive)) == (means is not Signals)
+        assert len(keeper.groups_of(alive)) == 1
         assert living.poll() is None
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-class _Nothing(Means):
-    name = "by magic"
-
-    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        raise OSError("there is none")
-
-    def command(self, host: int, entering: object, argv: object) -> list[str]:
-        raise AssertionError
-
-
 @hosts_needed
 def test_where_nothing_works_no_host_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdback, "MEANS", (_Nothing, _Nothing))
+    monkeypatch.setattr(keeper, "group_mounts", list)
     monkeypatch.setattr(Machines, "_make", lambda self: pytest.fail("made hosts"))
-    with pytest.raises(FabricError, match=r"no host can be slowed .*by magic: there is none; by magic: there"):
+    with pytest.raises(
+        FabricError,
+        match=r"no host can be slowed .*no cgroup v2 .*no cgroup v1 .*omit --slow",
+    ):
         with Machines(2, slow={1: 0.5}):
             pass
 
 
 @hosts_needed
-@groups_only
-def test_where_a_group_cannot_be_limited_the_next_means_is_used(
-    means: type[Means], monkeypatch: pytest.MonkeyPatch
+@every_version
+def test_a_group_that_cannot_be_limited_is_refused_with_the_reason(
+    version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holdback, "quota", lambda share: (1, 1))
     refused = r"no host can be slowed on this machine: .*cgroup v\d \(cpu\.\S+\): .*Invalid argument"
     with pytest.raises(FabricError, match=refused):
         Machines(3, slow={1: 0.5, 2: 0.5}).__enter__()
-    monkeypatch.setattr(holdback, "MEANS", (means, Signals))
-    with Machines(3, slow={1: 0.5, 2: 0.5}) as made:
-        assert made.held_back_by == Signals.name
-        assert keeper.groups_of(made.id) == []
+    assert not any(f"penstock-{os.getpid()}-" in group.name for group in keeper.groups_of())
 
 
 def test_who_is_not_root_is_told_so_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(holdback, "MEANS", ())
+    monkeypatch.setattr(holdback, "VERSIONS", ())
     with pytest.raises(FabricError, match="root"), Machines(2, slow={1: 0.5}):
         pass
 
@@ -374,7 +332,7 @@ def test_a_group_of_version_2_stands_where_the_cpu_is_handed_down(
     (tmp_path / "a.slice/b.slice/c.scope").mkdir()
     monkeypatch.setattr(keeper, "group_mounts", lambda: [(1, Path("/none"), "/"), (2, tmp_path, root)])
     monkeypatch.setattr(holdback, "_own", lambda version: own)
-    GroupsV2("penstock-1-2-3", {5: 0.25})
+    Groups("penstock-1-2-3", {5: 0.25}, 2)
     made = tmp_path / parent / "penstock-1-2-3-h5-cpu"
     assert keeper.groups_of("penstock-1-2-3") == [made]
     assert (made / "cpu.max").read_text() == "2500 10000"
@@ -386,7 +344,7 @@ def test_version_2_is_not_used_where_nothing_hands_the_cpu_down(
     monkeypatch.setattr(keeper, "group_mounts", lambda: [(2, tmp_path, "/")])
     monkeypatch.setattr(holdback, "_own", lambda version: "/")
     with pytest.raises(OSError, match="delegates the cpu controller"):
-        GroupsV2("penstock-1-2-3", {5: 0.25})
+        Groups("penstock-1-2-3", {5: 0.25}, 2)
     with pytest.raises(OSError, match="no cgroup v1"):
-        GroupsV1("penstock-1-2-3", {5: 0.25})
+        Groups("penstock-1-2-3", {5: 0.25}, 1)
     assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,9 @@
-"""Schedules and timelines draw themselves: in notebooks, with matplotlib, as PNG."""
+"""Schedules and timelines draw themselves: in notebooks, and with matplotlib."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from matplotlib.colors import to_hex
@@ -12,7 +11,6 @@ from matplotlib.figure import Figure
 
 from penstock.errors import MissingExtraError, ScheduleError
 from penstock.report.colors import DARK, LIGHT, Kind, shade
-from penstock.report.plot import write_png
 from penstock.report.svg import panel_of, schedule_svg, svg
 from penstock.schedule import Action, Op, Placement, Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
@@ -86,10 +84,3 @@ def test_plot_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.errors.importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"plot\(\): this needs matplotlib, pip install 'penstock\[plot\]'"):
         generate("gpipe", 2, 2).plot()
-
-
-def test_png_has_two_dots_a_pixel(timeline: Timeline, tmp_path: Path) -> None:
-    write_png([panel_of(timeline)], tmp_path / "picture.png", width=480)
-    data = (tmp_path / "picture.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(data[16:20]) == 960

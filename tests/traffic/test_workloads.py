@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
 from penstock.schedule import Op, generate
-from penstock.traffic import DDP_BUCKET_BYTES, from_model, layers, pipeline
+from penstock.traffic import from_model, layers, pipeline
 from scaffolding import models
 from scaffolding.representatives import representatives
 
@@ -113,7 +111,6 @@ def test_all_gradients_are_sent_once(name):
     )
     total = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     assert by_kind(of(case, hosts=2)) == {"gradient": total}
-    assert by_kind(of(case, hosts=2, bucket_bytes=200)) == {"gradient": total}
 
 
 def test_mixed_types_of_a_layer_go_apart():
@@ -133,22 +130,9 @@ def test_gradients_are_sent_in_the_dtype_in_which_they_accumulate():
     assert [t.bytes for t in asked.transfers] == [8 * 20, 4 * 20, 4 * 20]
     assert asked.element_bytes == 4
     small[1].weight.grad_dtype = torch.float64  # by hand
-    by_hand = from_model(small, **given, bucket_bytes=1)
-    assert sorted(t.bytes for t in by_hand.transfers) == sorted([8 * 16, 8 * 4, 8 * 16, 2 * 4, 2 * 16, 2 * 4])
+    by_hand = from_model(small, **given)
+    assert sorted(t.bytes for t in by_hand.transfers) == sorted([8 * 20, 8 * 16 + 2 * 4, 2 * 20])
     assert small[0].weight.grad_dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 5000, 100_000, DDP_BUCKET_BYTES])
-def test_buckets_are_those_of_distributed_data_parallel(bucket_bytes):
-    widths = [300, 7, 1200, 900, 300, 3000, 2500]
-    given = [nn.Parameter(torch.empty(a, b)) for a, b in pairwise(widths)]
-    first = [2**20] if bucket_bytes == DDP_BUCKET_BYTES else []
-    indices, _ = dist._compute_bucket_assignment_by_size(given, [*first, bucket_bytes])
-    mine = [
-        [next(i for i, p in enumerate(given) if p is one) for one in some]
-        for some in layers.buckets(given, bucket_bytes)
-    ]
-    assert mine == sorted(indices)
 
 
 def test_gradients_of_a_pipelines_stages_go_between_its_replicas():
@@ -264,9 +248,10 @@ def test_a_frozen_stage_sends_no_gradients():
     assert Counter(t.kind for t in workload.transfers) == {"activation": 4, "gradient": 1}
 
 
-def test_stages_are_averaged_in_buckets():
+def test_stages_are_averaged_in_buckets(monkeypatch):
+    monkeypatch.setattr(pipeline, "BUCKET_BYTES", 250)
     case = models.mlp()
-    workload = of(case, hosts=4, ranks=2, traffic="pipeline", microbatches=1, cuts=["4"], bucket_bytes=250)
+    workload = of(case, hosts=4, ranks=2, traffic="pipeline", microbatches=1, cuts=["4"])
     sizes = [t.bytes for t in workload.transfers if t.name.startswith("gradients of stage 0")]
     both = 256 + 64 + 2 * 4  # a weight of 196 bytes and its bias of 28, up to cache lines, and are they there
     assert sizes == [both, both]
@@ -278,7 +263,7 @@ def test_each_rank_finds_its_transfers_in_the_order_of_its_row(name, microbatche
     order = generate(name, 2, microbatches)
     workload = of(case, hosts=2 * replicas, ranks=2, traffic="pipeline", schedule=order)
     recorded = layers.record(case.model, case.args, case.kwargs, order.placement.depth)
-    row_of = pipeline.lowered(pipeline.Pipelines(recorded.partition, order, 2 * replicas, False, DDP_BUCKET_BYTES)).rows
+    row_of = pipeline.lowered(pipeline.Pipelines(recorded.partition, order, 2 * replicas, False)).rows
     place = {t.name: number for number, t in enumerate(workload.transfers)}
     for replica in range(replicas):
         suffix = f" of replica {replica}" if replicas > 1 else ""
@@ -336,16 +321,6 @@ def test_seconds_of_layers_are_divided_by_what_they_train():
     assert shares[1:] == pytest.approx([2 * 56 / (4 * 56 + 24)] * 4)
 
 
-def test_a_bucket_is_sent_when_its_last_gradient_is_there():
-    workload = of(models.mlp(), hosts=2, compute=1.0, microbatches=1, bucket_bytes=1000)
-    assert [t.bytes for t in workload.transfers] == [4 * (56 * 4 + 24)]
-    assert workload.transfers[0].compute_seconds == pytest.approx(1 + 2), "after the whole backward"
-    two = of(models.mlp(), hosts=2, compute=1.0, microbatches=1, bucket_bytes=500)
-    first, second = two.transfers
-    assert first.bytes + second.bytes == 4 * (56 * 4 + 24)
-    assert second.compute_seconds == pytest.approx(2 * second.bytes / (first.bytes + second.bytes))
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     representatives(
@@ -382,13 +357,10 @@ def test_measured_layers_take_their_own_time():
     [
         ({"hosts": 4, "traffic": "ring"}, "traffic='ring': expected one of 'gradients', 'pipeline'"),
         ({"hosts": 5, "ranks": 2}, r"hosts=5, ranks=2, replicas=2"),
-        ({"hosts": 4, "ranks": 2, "replicas": 3}, r"hosts=4, ranks=2, replicas=3"),
         ({"hosts": 0}, "hosts=0"),
         ({"hosts": 1}, "sends nothing"),
         ({"hosts": 2, "ranks": 2}, "sends nothing"),
         ({"hosts": 2, "ranks": 2, "sharded": True}, "sharded=True"),
-        ({"hosts": 2, "bucket_bytes": 0}, "bucket_bytes=0"),
-        ({"hosts": 2, "bucket_bytes": 9, "sharded": True}, "bucket_bytes=9"),
         ({"hosts": 2, "compute": "guess"}, "compute='guess'"),
         ({"hosts": 2, "compute": -1.0}, "compute=-1.0"),
         ({"hosts": 2, "schedule": "1f2b"}, "1f2b"),

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli._options import Json, option
-from penstock.errors import ArgumentError, MissingExtraError
+from penstock.errors import ArgumentError
 from penstock.files import write_json
 
 if TYPE_CHECKING:
@@ -84,11 +84,8 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
     elif len(run.start_ns):
         from penstock.fabric.views.page import write_page
 
-        try:
-            write_page(run, found, folder / "report.html")
-            made.append("report.html")
-        except MissingExtraError as error:  # matplotlib is an extra
-            notes.append(str(error))
+        write_page(run, found, folder / "report.html")
+        made.append("report.html")
     if chakra:
         from penstock.fabric.chakra import write_chakra
 

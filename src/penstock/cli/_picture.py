@@ -62,35 +62,31 @@ def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
 
 
 def proportional(
-    schedule: Schedule, timeline: Timeline, width: int, zoom: int, palette: Palette, longest: float | None = None
+    schedule: Schedule, timeline: Timeline, width: int, palette: Palette, longest: float | None = None
 ) -> Text:
-    """The timeline as a picture, in `zoom` parts below each other, each of `width` characters, which are `longest`
-    seconds, by default the whole timeline.
+    """The timeline as a picture of `width` characters, which are `longest` seconds, by default the whole timeline.
 
     A column shows the action that runs in its middle, so an action much shorter than a column may not show at all. An
     action's name is where it begins, if there is room; its letter fills the rest, or its color if there are colors.
     """
     label = len(f"rank {schedule.ranks - 1}")
     columns = max(1, width - label - 3)
-    unit = (timeline.makespan_seconds if longest is None else longest) / (columns * zoom)
+    unit = (timeline.makespan_seconds if longest is None else longest) / columns
     place = _places(schedule)
     bare = schedule.stages == schedule.ranks
     picture = Text()
-    for part in range(zoom):
-        picture.append("\n" if part else "")
-        for rank, track in enumerate(timeline.tracks):
-            picture.append(f"{f'rank {rank}':<{label}} | ")
-            moments = [(part * columns + column + 0.5) * unit for column in range(columns)]
-            moments = [moment for moment in moments if moment < timeline.makespan_seconds]
-            for action, cell in _runs(track, moments):
-                if action is None:
-                    picture.append(_IDLE * cell, "dim")
-                    continue
-                fill = action.op.value.lower() if palette is Palette.NONE else " "
-                text = _fitting(action, cell, bare=bare, fill=fill)
-                picture.append(text, style(palette, action.op, place[action.stage], action.microbatch or 0))
-            last = part == zoom - 1 and rank == schedule.ranks - 1
-            picture.append("" if last else "\n")
+    for rank, track in enumerate(timeline.tracks):
+        picture.append(f"{f'rank {rank}':<{label}} | ")
+        moments = [(column + 0.5) * unit for column in range(columns)]
+        moments = [moment for moment in moments if moment < timeline.makespan_seconds]
+        for action, cell in _runs(track, moments):
+            if action is None:
+                picture.append(_IDLE * cell, "dim")
+                continue
+            fill = action.op.value.lower() if palette is Palette.NONE else " "
+            text = _fitting(action, cell, bare=bare, fill=fill)
+            picture.append(text, style(palette, action.op, place[action.stage], action.microbatch or 0))
+        picture.append("" if rank == schedule.ranks - 1 else "\n")
     return picture
 
 
@@ -104,7 +100,7 @@ def on_one_axis(
     if longest == round(longest) <= columns:
         width -= columns % round(longest)
     pairs = zip(schedules, timelines, strict=True)
-    return [proportional(schedule, timeline, width, 1, palette, longest) for schedule, timeline in pairs]
+    return [proportional(schedule, timeline, width, palette, longest) for schedule, timeline in pairs]
 
 
 def legend(schedules: Sequence[Schedule], palette: Palette, *, fills: bool = False) -> Text:

@@ -6,24 +6,25 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.cli._as_typed import Commands
 from penstock.cli._dry_run import show_traffic
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, prepare, report, show_run
-from penstock.cli._live import Follower, follower
 from penstock.cli._network import NetworkOptions
 from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._predict import predict
-from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
+from penstock.cli._traffic import DEFAULT_HOSTS, TrafficOptions
 from penstock.errors import ArgumentError, FabricError, require
 from penstock.fabric.algorithms import ENGINE
-from penstock.fabric.emulation.spec import Spec, usual_algorithm
+from penstock.fabric.emulation.spec import Spec, Watch, usual_algorithm
 from penstock.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class RunOptions:
             "collective's usual one if it has no ring."
         ),
     ] = None
+    trials: Annotated[int, option("How often everything is sent. p99 needs 368.")] = 200
     overlap: Annotated[bool, option("Compute while sending.", "--overlap")] = False
     warmup: Annotated[
         int | None,
@@ -90,14 +92,13 @@ class RunOptions:
             raise ArgumentError(f"--hosts {self.hosts}: one machine can make at most {MAX_HOSTS}")
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
-    def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
+    def spec(self, workload: Workload, network: Network) -> Spec:
         """The specification of a run of `workload` over `network`."""
-        same = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
+        same = {name: getattr(self, name) for name in ("trials", "warmup", "overlap", "iterations", "seed", "backend")}
         return Spec(
             workload=workload,
             hosts=network.hosts,
             algorithm=self.algorithm or usual_algorithm(workload),
-            trials=trials,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
             link=None if network.topology is None else str(network.topology.link),
@@ -120,7 +121,6 @@ def fabric(
     traffic: TrafficOptions,
     how: RunOptions,
     asked: NetworkOptions,
-    counts: CountOptions,
     out: Folder = None,
     chakra: Annotated[
         bool, output_option("Write the workload as Chakra traces, one file per rank.", "--chakra")
@@ -148,7 +148,7 @@ def fabric(
         )
     network = asked.network(hosts)
     _refuse_unmade(network)
-    spec = how.spec(traffic.workload(hosts), network, counts.count())
+    spec = how.spec(traffic.workload(hosts), network)
     _check(spec, 1 if by_torchrun else hosts)
     first = not by_torchrun or os.environ["RANK"] == "0"
     if dry_run:
@@ -201,7 +201,7 @@ def _on_hosts(spec: Spec, network: Network, output: Output) -> None:
     failure: FabricError | None = None
     stopped = 0
     try:
-        with _machines(network) as machines, _followed(spec, quiet=output.as_json) as watch:
+        with _machines(network) as machines, _progress(spec.trials, quiet=output.as_json) as watch:
             if machines is not None:
                 spec = replace(spec, network=machines.described())
             emulate(spec, output.folder, machines, watch, events=network.events)
@@ -277,7 +277,7 @@ def _as_host(spec: Spec, output: Output) -> None:
         run(spec, output.folder)
         return
     try:
-        with _followed(spec, quiet=output.as_json) as watch:
+        with _progress(spec.trials, quiet=output.as_json) as watch:
             run(spec, output.folder, watch)
     finally:
         if (output.folder / RUN).exists():
@@ -299,9 +299,16 @@ def _machines(network: Network) -> Iterator[Machines | None]:
         yield machines
 
 
-def _followed(spec: Spec, *, quiet: bool) -> AbstractContextManager[Follower | None]:
-    names = [transfer.name for transfer in spec.workload.transfers]
-    return follower(names, spec.trials, quiet=quiet, iterations=spec.iterations)
+@contextmanager
+def _progress(trials: int, *, quiet: bool) -> Iterator[Watch | None]:
+    """Shows a progress bar on stderr. Yields None if that is not a terminal, or if `quiet`."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    columns = BarColumn(bar_width=None), TextColumn("trial {task.completed} of {task.total}"), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=trials)
+        yield lambda number: bar.update(task, completed=number + 1)
 
 
 app.command("show")(show_run)

@@ -19,14 +19,14 @@ from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
 from penstock.costs import Outcome, with_one_model
-from penstock.errors import ArgumentError, check_counts
-from penstock.files import replacing, write_text
-from penstock.report.plot import write_png
+from penstock.errors import ArgumentError
+from penstock.files import write_text
 from penstock.report.svg import WIDTH, panel_of, unit_of
 from penstock.report.svg import svg as drawn
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
+from penstock.web.picture import browser, write_drawing
 
 
 class Background(Enum):
@@ -50,16 +50,13 @@ def show(
     width: Annotated[
         int | None, output_option("Characters per line; default the terminal's. Of a file: pixels, 960 by default.")
     ] = None,
-    zoom: Annotated[
-        int | None, output_option("With costs: this many times as many columns, continued on lines below.")
-    ] = None,
     text: Annotated[bool, output_option("Print each rank's actions, as --csv reads them.", "--text")] = False,
     comms: Annotated[bool, output_option("Like --text, with messages.", "--comms")] = False,
     svg: Annotated[
         Path | None, output_option("Draw into a file: for pages, with names on hover.", "--svg", metavar="FILE")
     ] = None,
     png: Annotated[
-        Path | None, output_option("The same for slides and chats; needs matplotlib.", "--png", metavar="FILE")
+        Path | None, output_option("The same for slides and chats; needs chromium.", "--png", metavar="FILE")
     ] = None,
     background: Annotated[
         Background | None, output_option("Of a file. By default an SVG follows the reader's system, a PNG is light.")
@@ -77,10 +74,10 @@ def show(
     schedule = order.one() if several is None else several.schedules[0]
     written = add_communication(schedule) if comms else schedule
     if svg is not None or png is not None:
-        if text or comms or as_json or zoom is not None:
+        if text or comms or as_json:
             raise ArgumentError(
-                f"{'--png' if svg is None else '--svg'}: a file shows the whole picture; leave out --text, --comms, "
-                "--zoom and --json"
+                f"{'--png' if svg is None else '--svg'}: a file shows the whole picture; leave out --text, --comms "
+                "and --json"
             )
         if several is None:
             several = _Several([schedule], [Outcome.simulated(schedule, costs.read(order.count))] if has_costs else [])
@@ -95,7 +92,7 @@ def show(
         return
     if text or comms:
         option = "--comms" if comms else "--text"
-        if has_costs or width is not None or zoom is not None:
+        if has_costs or width is not None:
             raise ArgumentError(
                 f"{option}: the text has no times and no width; leave those options out, or pass --json"
             )
@@ -104,13 +101,13 @@ def show(
     console = Console(highlight=False)
     palette = Palette.of(console)
     width = console.width if width is None else width
-    _check(schedule, width, zoom, has_costs=has_costs)
+    _check(schedule, width)
     if several is not None:
-        _print_several(several, width, zoom, console)
+        _print_several(several, width, console)
         return
     if has_costs:
         outcome = Outcome.simulated(schedule, costs.read(order.count))
-        picture, note = proportional(schedule, outcome.timeline, width, zoom or 1, palette), _note(schedule, outcome)
+        picture, note = proportional(schedule, outcome.timeline, width, palette), _note(schedule, outcome)
     else:
         picture, note = slots(schedule, width, palette), ""
     console.print(Text(title(schedule), "bold"), end="\n\n")
@@ -141,6 +138,8 @@ def _write(several: _Several, svg: Path | None, png: Path | None, background: Ba
     """Draws schedules into files, under each other: in proportion to time if there are outcomes, else in slots."""
     refuse_other("--svg", svg, ".svg")
     refuse_other("--png", png, ".png")
+    if png is not None:
+        browser(png)  # before anything is written
     panels = [panel_of(one.schedule, one.timeline) for one in several.outcomes]
     unit = unit_of(several.schedules[0]) if not panels else "s" if several.outcomes[0].costs.are_measured else "time"
     panels = panels or [panel_of(schedule) for schedule in several.schedules]
@@ -149,15 +148,11 @@ def _write(several: _Several, svg: Path | None, png: Path | None, background: Ba
         write_text(svg, picture, f"--svg {svg}")
         print(f"wrote {svg}")
     if png is not None:
-        dark = background is Background.DARK
-        with replacing(png, f"--png {png}") as new:
-            write_png(panels, new, unit=unit, dark=dark, width=width)
+        write_drawing(picture, png)
         print(f"wrote {png}")
 
 
-def _print_several(several: _Several, width: int, zoom: int | None, console: Console) -> None:
-    if zoom is not None:
-        raise ArgumentError(f"--zoom {zoom}: several schedules share one axis; pass one, or a larger --width")
+def _print_several(several: _Several, width: int, console: Console) -> None:
     palette, schedules = Palette.of(console), several.schedules
     timelines = [one.timeline for one in several.outcomes] or [in_slots(schedule) for schedule in schedules]
     pictures = on_one_axis(schedules, timelines, width, palette)
@@ -186,13 +181,10 @@ def _note(schedule: Schedule, outcome: Outcome) -> str:
     return f"{assumption}{whose}The whole takes {whole}; time goes from left to right."
 
 
-def _check(schedule: Schedule, width: int, zoom: int | None, *, has_costs: bool) -> None:
+def _check(schedule: Schedule, width: int) -> None:
     least = len(f"rank {schedule.ranks - 1}") + 10
     if width < least:
         raise ArgumentError(f"--width {width}: pass at least {least}")
-    if zoom is not None and not has_costs:
-        raise ArgumentError(f"--zoom {zoom}: without costs each action takes one slot, and all are shown; pass costs")
-    check_counts(required=False, zoom=zoom)
 
 
 def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:

@@ -13,17 +13,15 @@ schedule's timeline with these costs, and the figures that follow from it. Does 
 
 from penstock.costs.costs import WORK, Costs
 from penstock.costs.files import read_costs, read_links
-from penstock.costs.links import ANY_PAIR, MeasuredLinks, links_in
+from penstock.costs.links import MeasuredLinks, links_in
 from penstock.costs.outcome import Outcome, with_one_model
-from penstock.costs.units import UnitsToCut, units_of
+from penstock.costs.units import units_of
 
 __all__ = [
-    "ANY_PAIR",
     "WORK",
     "Costs",
     "MeasuredLinks",
     "Outcome",
-    "UnitsToCut",
     "links_in",
     "read_costs",
     "read_links",

@@ -9,86 +9,21 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from types import TracebackType
-from typing import Any, Self
 
-from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
 
 from penstock.demo.model import VOCABULARY
 from penstock.demo.settings import Settings
 from penstock.process import cores
+from penstock.runs.folder import STEPS
 from penstock.schedule import Op, Schedule, generators
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 
 TIMELINE = "timeline.json"
-METRICS = "metrics.jsonl"
 WIDTH = 80
-LINE_EVERY = 10
-"""Without a terminal to draw a bar on, one step in this many gets a line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One training step. `loss` is in nats per byte; only timed steps have a `timeline`."""
-
-    number: int
-    loss: float
-    seconds: float
-    tokens_per_second: float
-    timeline: Timeline | None = None
-
-    @property
-    def bubble(self) -> float | None:
-        return None if self.timeline is None else self.timeline.bubble_rate
-
-    def to_dict(self) -> dict[str, Any]:
-        """A line of `metrics.jsonl`, ready for JSON."""
-        return {
-            "step": self.number,
-            "loss": self.loss,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "bubble": self.bubble,
-        }
-
-
-class Progress:
-    """A progress bar on a terminal; elsewhere, a line for every tenth step."""
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._bubble = ""
-        self._bar = bars.Progress(
-            bars.TextColumn("  step {task.completed}/{task.total}"),
-            bars.BarColumn(bar_width=None),
-            bars.TextColumn("{task.fields[figures]}"),
-            console=console,
-            expand=True,
-            disable=console.quiet or not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=steps, figures="")
-
-    def update(self, step: Step) -> None:
-        if step.bubble is not None:
-            self._bubble = f"  bubble {step.bubble:4.0%}"
-        figures = f"loss {step.loss:.3f}  {step.tokens_per_second:6,.0f} bytes/s{self._bubble}"
-        self._bar.update(self._task, completed=step.number, figures=figures)
-        if self._bar.disable and (step.number % LINE_EVERY == 0 or step.number in (1, self._steps)):
-            self._console.print(f"  step {step.number:>{len(str(self._steps))}}/{self._steps}  {figures}")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +84,7 @@ def result(
     console: Console,
     settings: Settings,
     held_out: tuple[float, float],
-    steps: Sequence[Step],
+    tokens_per_second: float,
     bubble: Bubble,
     memory_bytes: Sequence[int],
 ) -> None:
@@ -159,7 +94,7 @@ def result(
         console: where to print.
         settings: the demo's options.
         held_out: the loss on held-out text before and after training, in nats per byte.
-        steps: the training steps.
+        tokens_per_second: the median over the training steps.
         bubble: the bubble, measured and predicted.
         memory_bytes: each process's peak memory.
     """
@@ -173,10 +108,10 @@ def result(
         ("bubble", f"[bold]{bubble.measured:.1%}[/bold] measured: the share of the time in which ranks wait"),
         ("", f"{bubble.simulated:.1%} simulated, from the time that each stage takes here"),
         ("", f"{bubble.textbook:.1%} by the textbook, if stages were alike{formula}"),
-        ("speed", f"{median(step.tokens_per_second for step in steps):,.0f} bytes (tokens) a second"),
+        ("speed", f"{tokens_per_second:,.0f} bytes (tokens) a second"),
         ("memory", f"{memory} MB: the peak of each rank's process, with PyTorch"),
         ("trace", f"{escape(str(settings.out / TIMELINE))}: who did what when; open it in ui.perfetto.dev"),
-        ("log", f"{escape(str(settings.out / METRICS))}: a line a step"),
+        ("log", f"{escape(str(settings.out / STEPS))}: a line a step"),
         ("run", f"penstock report {escape(str(settings.out))} draws all of it on a page"),
     ]
     if settings.ranks > cores():

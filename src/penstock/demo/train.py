@@ -8,11 +8,11 @@ Only the calls to `penstock` and `pipe` have to do with the pipeline; the rest i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,11 +25,14 @@ from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, HELD_OUT_BATCHES, LAYERS, ROWS, Settings
 from penstock.report import write_perfetto
 from penstock.runs import RunFolder
+from penstock.schedule.timeline import Timeline
 
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
 TIMED_EVERY = 5
 """One step in this many is timed: recording when each action ran, and gathering that, costs a little."""
+LINE_EVERY = 10
+"""One step in this many gets a line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,18 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         schedule=settings.schedule,
         microbatches=settings.microbatches,
         loss_fn=loss,
-        run=RunFolder(settings.out, steps=settings.steps, line=False),  # the demo draws a bar of its own
+        run=RunFolder(settings.out, settings.steps, TIMED_EVERY),
     ) as pipe:
         held_out = corpus.held_out_batches(HELD_OUT_BATCHES, ROWS, CONTEXT)
         before = evaluate(pipe, held_out)
         show.heading(console, "2", f"Train: {settings.steps} steps of {ROWS} rows of {CONTEXT} bytes")
-        steps = train(pipe, settings, corpus, console)
+        rates, timelines = train(pipe, settings, corpus, console)
         after = evaluate(pipe, held_out)
-        timelines = [step.timeline for step in steps if step.timeline is not None]
         memory_bytes = pipe.gather(show.peak_memory_bytes())
 
     show.heading(console, "3", "Result")
-    show.result(console, settings, (before, after), steps, show.compare(pipe.schedule, timelines), memory_bytes)
+    show.result(console, settings, (before, after), median(rates), show.compare(pipe.schedule, timelines), memory_bytes)
     if first:
         write_perfetto(timelines[-1], settings.out / show.TIMELINE)
 
@@ -87,27 +89,29 @@ def verify(settings: Settings, corpus: Corpus) -> penstock.Report:
     ).check()
 
 
-def train(pipe: penstock.Pipeline, settings: Settings, corpus: Corpus, console: Console) -> list[show.Step]:
-    """The training loop."""
+def train(
+    pipe: penstock.Pipeline, settings: Settings, corpus: Corpus, console: Console
+) -> tuple[list[float], list[Timeline]]:
+    """The training loop. Returns each step's tokens per second, and the timelines of the steps that were timed."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_decay(step, settings.steps))
-    steps: list[show.Step] = []
-    metrics = os.devnull if console.quiet else settings.out / show.METRICS
-    with show.Progress(console, settings.steps) as progress, Path(metrics).open("w", encoding="utf-8") as file:
-        for number in range(1, settings.steps + 1):
-            began = time.perf_counter()
-            inputs, target = feed(pipe, corpus.batch(number, ROWS, CONTEXT))
-            timed = number % TIMED_EVERY == 0 or number == settings.steps
-            result = pipe.step(*inputs, target=target, timeline=timed)  # forward and backward of all microbatches
-            optimizer.step()
-            optimizer.zero_grad()
-            rate.step()
-            batch_loss = float(result.loss)  # the same on every rank
-            seconds = time.perf_counter() - began
-            steps.append(show.Step(number, batch_loss, seconds, ROWS * CONTEXT / seconds, result.timeline))
-            file.write(json.dumps(steps[-1].to_dict()) + "\n")
-            progress.update(steps[-1])
-    return steps
+    speeds: list[float] = []
+    timelines: list[Timeline] = []
+    for number in range(1, settings.steps + 1):
+        began = time.perf_counter()
+        inputs, target = feed(pipe, corpus.batch(number, ROWS, CONTEXT))
+        timed = number % TIMED_EVERY == 0 or number == settings.steps
+        result = pipe.step(*inputs, target=target, timeline=timed)  # forward and backward of all microbatches
+        optimizer.step()
+        optimizer.zero_grad()
+        rate.step()
+        speeds.append(ROWS * CONTEXT / (time.perf_counter() - began))
+        timelines += [] if result.timeline is None else [result.timeline]
+        if number % LINE_EVERY == 0 or number in (1, settings.steps):
+            step = f"{number:>{len(str(settings.steps))}}/{settings.steps}"
+            bubble = f"  bubble {timelines[-1].bubble_rate:4.0%}" if timelines else ""
+            console.print(f"  step {step}  loss {float(result.loss):.3f}  {speeds[-1]:6,.0f} bytes/s{bubble}")
+    return speeds, timelines
 
 
 def evaluate(pipe: penstock.Pipeline, batches: Sequence[Batch]) -> float:

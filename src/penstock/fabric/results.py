@@ -27,7 +27,7 @@ from penstock.fabric.ports import (
     shaped_ports,
 )
 from penstock.fabric.samples import Run
-from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
+from penstock.fabric.statistics import Saturation, Summary, fewest, outliers, saturation
 from penstock.fabric.terms import busbw_factor
 from penstock.fabric.times import (
     TransferTimes,
@@ -253,17 +253,12 @@ def _quantiles(durations: Sequence[NDArray[np.float64]], q: float) -> list[float
 
 
 def _slowest(times: Sequence[TransferTimes]) -> dict[str, Any] | None:
-    """Returns the rank that was slowest most often, with a histogram of its durations; None without trials."""
+    """Returns the rank that was slowest most often; None without trials."""
     if not len(times[0].durations):
         return None
     made = _by_rank(times)
     rank = max(made, key=lambda rank: made[rank].slowest)
-    edges, histogram = log_histogram(made[rank].durations)
-    return {
-        "rank": rank,
-        "trials_slowest": made[rank].slowest,
-        "histogram": {"edges_s": edges, "counts": histogram},
-    }
+    return {"rank": rank, "trials_slowest": made[rank].slowest}
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:

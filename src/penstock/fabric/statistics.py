@@ -220,20 +220,6 @@ def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
     return np.flatnonzero(values > middle + factor * spread) if spread else np.empty(0, np.intp)
 
 
-def log_histogram(samples: ArrayLike, ratio: float = 1.1) -> tuple[list[float], list[int]]:
-    """Returns bin edges, each `ratio` times the one before, and counts. Samples of 0 are counted in the lowest bin."""
-    values = np.asarray(samples, float).ravel()
-    positive = values[values > 0]
-    if not len(positive):
-        return [], []
-    step = math.log(ratio)
-    places = np.floor(np.log(positive) / step).astype(int)
-    first, last = int(places.min()), int(places.max())
-    counts = np.bincount(places - first)
-    counts[0] += len(values) - len(positive)
-    return [math.exp(step * place) for place in range(first, last + 2)], [int(count) for count in counts]
-
-
 @dataclass(frozen=True, slots=True)
 class Saturation:
     """Whether the processors, rather than the network, determined the times.

@@ -10,7 +10,7 @@ What implements it
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
   machines.py     creates the hosts and joins them      subnets.py, settings.py  addresses; IPv6 and TCP settings
   keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
-  director.py     plays a scenario                      signal_throttle.py  throttles processes without a cgroup
+  director.py     plays a scenario
 What runs on it
   nodes.py        a torchrun job across hosts, with an agent on each
   inside.py       runs work in a namespace, in a thread

@@ -4,9 +4,6 @@ A quarter of a core is the same on a machine with two cores or a hundred. It is 
 has less to spare, a host gets less.
 
 The kernel enforces it through a cgroup quota, a number of microseconds of processor time per period on any cores.
-Without such a cgroup (for example in a container where none is writable), a process of ours stops and continues the
-host's processes (signal_throttle.py). That is coarser: a waiting system call may return EINTR, a process of the host
-that was stopped by someone else is continued, and each slow host costs a few percent of a core.
 
 The period is short, because otherwise a host is not slow but stalls: whatever fits into one quota runs at full speed,
 and the rest waits for the next. At 25%, 3 ms of work should take 12 ms, and 10 ms of work 40 ms. Measured, from the 5th
@@ -26,14 +23,11 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.network import keeper, signal_throttle
-from penstock.network.programs import start_program
+from penstock.network import keeper
 
 PERIOD_US = 10_000
 LEAST_QUOTA_US = 1000
@@ -83,54 +77,35 @@ def quota(share: float) -> tuple[int, int]:
     return max(round(share * period), LEAST_QUOTA_US), period
 
 
-class Means(ABC):
-    """A way to throttle the slow hosts of one emulation; the emulation's keeper ends it.
+VERSIONS = (2, 1)
+"""Of cgroups, best first."""
+_FILES = {2: "cpu.max", 1: "cpu.cfs_quota_us"}
+"""The quota's, by version."""
+
+
+class Groups:
+    """A cgroup for each slow host of one emulation; the emulation's keeper removes them.
+
+    A command joins its host's cgroup before it enters the host, and its children are born in it.
 
     Attributes:
         name: for people, and for a run's record.
     """
 
-    name: str
-
-    @abstractmethod
-    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        """Creates what must exist before the hosts. Raises OSError: it does not work on this machine, and why. Nothing
-        is left behind."""
-
-    @abstractmethod
-    def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction.
-
-        Args:
-            entering: the words that run a command on this host.
-        """
-
-    def start(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """Does what must wait until the hosts exist. Raises FabricError: it does not work."""
-
-    def failed(self) -> str | None:
-        """Says which hosts were not throttled until the end; None if all were."""
-        return None
-
-    def close(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """Waits for our own processes, once the emulation has been removed."""
-
-
-class _Groups(Means):
-    """A cgroup for each slow host. A command joins it before it enters the host, and its children are born in it."""
-
-    version: int
-
-    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        parent = self._parent()
+    def __init__(self, emulation: str, slow: Mapping[int, float], version: int) -> None:
+        """Creates the cgroups, before the hosts. Raises OSError: it does not work on this machine, and why. Nothing is
+        left behind."""
+        self.name = f"cgroup v{version} ({_FILES[version]})"
+        self._version = version
         self._slow = dict(slow)
         self._folders: dict[int, Path] = {}
+        parent = self._parent()
         try:
             for host, share in slow.items():
                 folder = parent / keeper.group_name(emulation, host)
                 folder.mkdir()
                 self._folders[host] = folder
-                for name, value in self._limits(*quota(share)):
+                for name, value in self._limits(share):
                     (folder / name).write_text(value)
         except OSError:
             for folder in self._folders.values():
@@ -138,13 +113,19 @@ class _Groups(Means):
             raise
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
+        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction.
+
+        Args:
+            entering: the words that run a command on this host.
+        """
         # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *entering, *argv]
 
     def failed(self) -> str | None:
+        """Says which host was not throttled until the end; None if all were."""
         for host, folder in self._folders.items():
-            for name, value in self._limits(*quota(self._slow[host])):
+            for name, value in self._limits(self._slow[host]):
                 found = keeper.words_of(folder / name)
                 if found != value.split():
                     return f"host {host} was not slowed until the end: {folder / name} now says {' '.join(found)!r}"
@@ -152,101 +133,41 @@ class _Groups(Means):
 
     def _parent(self) -> Path:
         """Returns the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
-        mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self.version]
+        mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self._version]
         if not mounts:
-            raise OSError(f"no cgroup v{self.version} with the cpu controller is mounted")
+            raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted")
         place, root = mounts[0]
-        folder = place / os.path.relpath(_own(self.version), root)
+        folder = place / os.path.relpath(_own(self._version), root)
         if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
             folder = place
-        while not self._fits(folder):
+        # In version 2, a cgroup either delegates a controller or has processes. Making it delegate this one would
+        # outlast us.
+        while self._version == 2 and "cpu" not in keeper.words_of(folder / "cgroup.subtree_control"):
             if folder == place:
                 raise OSError(f"no cgroup up to {place} delegates the cpu controller")
             folder = folder.parent
         return folder
 
-    def _fits(self, folder: Path) -> bool:
-        return True
-
-    @abstractmethod
-    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
+    def _limits(self, share: float) -> list[tuple[str, str]]:
         """Returns what to write into which files, in order."""
+        microseconds, period = quota(share)
+        if self._version == 2:
+            return [(_FILES[2], f"{microseconds} {period}")]
+        return [("cpu.cfs_period_us", str(period)), (_FILES[1], str(microseconds))]
 
 
-class GroupsV2(_Groups):
-    name = "cgroup v2 (cpu.max)"
-    version = 2
-
-    def _fits(self, folder: Path) -> bool:
-        # A cgroup either delegates a controller or has processes. Making it delegate this one would outlast us.
-        return "cpu" in keeper.words_of(folder / "cgroup.subtree_control")
-
-    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
-        return [("cpu.max", f"{quota_us} {period_us}")]
-
-
-class GroupsV1(_Groups):
-    name = "cgroup v1 (cpu.cfs_quota_us)"
-    version = 1
-
-    def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
-        return [("cpu.cfs_period_us", str(period_us)), ("cpu.cfs_quota_us", str(quota_us))]
-
-
-class Signals(Means):
-    """A process of ours for each slow host, which stops and continues the host's processes (signal_throttle.py).
-
-    A command stops itself before its first instruction, and our process continues it once it has seen it.
-    """
-
-    name = "SIGSTOP and SIGCONT"
-
-    def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        self._emulation = emulation
-        self._slow = dict(slow)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self) -> None:
-        for host, share in self._slow.items():
-            namespace = keeper.FOLDER / f"{self._emulation}-h{host}"
-            self._processes[host] = start_program(
-                str(signal_throttle.__file__),
-                (str(namespace), repr(share), str(os.getpid())),
-                f"slows host {host}",
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, keeper.MARK: self._emulation},  # how the keeper finds it
-            )
-
-    def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        return [*entering, "/bin/sh", "-c", 'kill -s STOP "$$" && exec "$@"', "sh", *argv]
-
-    def failed(self) -> str | None:
-        gone = [host for host, process in self._processes.items() if process.poll() is not None]
-        if not gone:
-            return None
-        return (
-            f"host {gone[0]} was not slowed until the end: the process that stops and resumes its processes has ended"
-        )
-
-    def close(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-
-
-MEANS: tuple[type[Means], ...] = (GroupsV2, GroupsV1, Signals)
-"""The available means, best first."""
-
-
-def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
-    """Picks the first means that works on this machine. Raises FabricError: none works, and why."""
+def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
+    """Makes the cgroups of the first version that works on this machine. Raises FabricError: none does, and why."""
     reasons = []
-    for means in MEANS:
+    for version in VERSIONS:
         try:
-            return means(emulation, slow)
+            return Groups(emulation, slow, version)
         except OSError as error:
-            reasons.append(f"{means.name}: {error}")
-    raise FabricError(f"no host can be slowed on this machine: {'; '.join(reasons)}")
+            reasons.append(f"cgroup v{version} ({_FILES[version]}): {error}")
+    raise FabricError(
+        f"no host can be slowed on this machine: {'; '.join(reasons)}. A slow host needs a cgroup: run the container "
+        "with --privileged, or omit --slow"
+    )
 
 
 def _own(version: int) -> str:

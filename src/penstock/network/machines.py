@@ -17,11 +17,11 @@ from penstock.errors import ArgumentError, FabricError
 from penstock.network import keeper, subnets
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not
-from penstock.network.holdback import Means, check_slow, hold_back
+from penstock.network.holdback import Groups, check_slow, hold_back
 from penstock.network.inside import within
 from penstock.network.link import Link
 from penstock.network.programs import start_program
-from penstock.network.settings import check_congestion_control, with_large_windows, without_ipv6
+from penstock.network.settings import with_large_windows, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Switch
 from penstock.network.switch.protocol import Order, Setup
@@ -54,7 +54,6 @@ class Machines:
         hosts: int,
         link: Link | Topology | None = None,
         *,
-        congestion_control: str | None = None,
         shaper: str = AUTO,
         background: Sequence[str] = (),
         slow: Mapping[int, float] | None = None,
@@ -66,7 +65,6 @@ class Machines:
             hosts: the number of hosts.
             link: each host's link to the switch, or all links as a Topology; None for links as fast as the machine can
                 make them.
-            congestion_control: TCP's congestion control between the hosts; None for the kernel's default.
             shaper: what shapes the links, one of `shapers.SHAPERS`.
             background: neighbors' traffic, as texts (background.py).
             slow: hosts whose processes together get at most this share of one core's time (holdback.py).
@@ -74,12 +72,10 @@ class Machines:
 
         Raises:
             ArgumentError: there are too few or too many hosts, a link or share is given for a host that does not exist,
-                a share is invalid, or the kernel does not have the congestion control.
+                or a share is invalid.
         """
         if not 1 <= hosts <= MAX_HOSTS:
             raise ArgumentError(f"{hosts} hosts requested: pass 1 to {MAX_HOSTS}")
-        if congestion_control is not None:
-            check_congestion_control(congestion_control)
         for text in background:
             parse_background(text, hosts)
         self.topology = Topology(link) if isinstance(link, Link) else link
@@ -88,7 +84,6 @@ class Machines:
         if self.topology is None and (background or changes):
             raise ArgumentError("neighbors and changes need links with a rate: pass --link 1gbit, for example")
         self.shaper: Shaper | None = None
-        self.congestion_control = congestion_control
         self._wanted = shaper
         self.background = tuple(background)
         self._changes = changes
@@ -101,12 +96,12 @@ class Machines:
         self._count = hosts
         self._maker = 0
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._means: Means | None = None
+        self._groups: Groups | None = None
 
     @property
     def held_back_by(self) -> str | None:
-        """The means that throttles the slow hosts; None if no host is slow, or the hosts do not exist yet."""
-        return None if self._means is None else self._means.name
+        """What throttles the slow hosts; None if no host is slow, or the hosts do not exist yet."""
+        return None if self._groups is None else self._groups.name
 
     def __enter__(self) -> Self:
         """Creates the hosts.
@@ -133,10 +128,8 @@ class Machines:
             )
         try:
             # Before the hosts, so that nothing of them is created if they cannot be throttled.
-            self._means = hold_back(self.id, self.slow) if self.slow else None
+            self._groups = hold_back(self.id, self.slow) if self.slow else None
             self._make()
-            if self._means is not None:
-                self._means.start()
         except BaseException:
             self.close()
             raise
@@ -177,14 +170,12 @@ class Machines:
             self._switch = None
         process = self._keeper
         assert process.stdin is not None
-        failed = None if self._means is None else self._means.failed()
+        failed = None if self._groups is None else self._groups.failed()
         process.stdin.close()
         status = process.wait()
         self._keeper = None
         if status:  # the keeper was killed, or failed
             keeper.remove(self.id)
-        if self._means is not None:
-            self._means.close()
         left = keeper.names_of(self.id)
         if left:
             raise FabricError(f"{', '.join(left)} cannot be removed: try `ip netns delete {left[0]}`")
@@ -198,8 +189,8 @@ class Machines:
         """Returns the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
         entering = [keeper.tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
-        if host in self.slow and self._means is not None:
-            return self._means.command(host, entering, argv)
+        if host in self.slow and self._groups is not None:
+            return self._groups.command(host, entering, argv)
         return [*entering, *argv]
 
     def variables(self) -> dict[str, str]:
@@ -263,7 +254,6 @@ class Machines:
             "background": list(self.background),
             "slow": {str(host): share for host, share in self.slow.items()},
             "held_back_by": self.held_back_by,
-            "congestion_control": self.congestion_control,
         }
 
     def _make(self) -> None:
@@ -333,10 +323,6 @@ class Machines:
             for other in range(self._count)
             if other != host
         ]
-        if self.congestion_control is not None:
-            # A route may use one that the administrator has not opened to all users; a namespace's default may not.
-            source = f"src {self.addresses[host]} congctl {self.congestion_control}"
-            lines.append(f"route replace {self.network} dev {INTERFACE} proto kernel scope link {source}")
         return lines
 
     def _mac(self, host: int) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.errors import ArgumentError
-
 WINDOW_LIMIT_BYTES = 64 * 1024 * 1024
 """The least limit on a TCP connection's window each way: several times what 1 Gbit/s has in flight in 100 ms."""
 
@@ -28,12 +26,3 @@ def with_large_windows() -> None:
         setting = Path("/proc/sys/net/ipv4") / name
         least, usual, most = setting.read_text().split()
         setting.write_text(f"{least} {usual} {max(int(most), WINDOW_LIMIT_BYTES)}")
-
-
-def check_congestion_control(name: str) -> None:
-    try:
-        known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
-    except OSError:
-        return
-    if name not in known:
-        raise ArgumentError(f"the kernel has no congestion control {name!r}: pass one of {', '.join(known)}")

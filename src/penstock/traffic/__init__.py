@@ -23,10 +23,10 @@ from penstock.schedule import Schedule
 from penstock.schedule.lowering import order_of
 from penstock.stages import MODEL_INPUT
 from penstock.traffic import gradients, measure, pipeline, tensor
-from penstock.traffic.layers import DDP_BUCKET_BYTES, Recorded, record
+from penstock.traffic.layers import Recorded, record
 from penstock.words import counted
 
-__all__ = ["DDP_BUCKET_BYTES", "Compute", "Traffic", "from_model"]
+__all__ = ["Compute", "Traffic", "from_model"]
 
 Traffic = Literal["gradients", "pipeline", "tensor", "sharded"]
 """What is sent: each layer's gradients, as in data-parallel training; everything that a pipeline and its replicas send;
@@ -44,14 +44,12 @@ def from_model(
     *,
     hosts: int,
     ranks: int = 1,
-    replicas: int | None = None,
     traffic: Traffic = "gradients",
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
     cuts: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
     sharded: bool = False,
-    bucket_bytes: int | None = None,
     compute: Compute = "none",
     gradient_dtype: torch.dtype | None = None,
 ) -> Workload:
@@ -76,12 +74,9 @@ def from_model(
         model, args, kwargs: a module, or a list of layers, and the inputs of one microbatch.
         hosts: ranks * replicas. Replica d has the hosts d * ranks to (d + 1) * ranks - 1, as a mesh (dp, pp) has them.
         ranks: how many each pipeline has.
-        replicas: how many pipelines; None: hosts / ranks.
         schedule, microbatches, cuts, opens: as `penstock.pipeline` takes them. Without a
             pipeline, microbatches (1 by default) are those whose gradients are accumulated before they are sent.
         sharded: the replicas divide the parameters among themselves, like FSDP2 (`fully_shard`).
-        bucket_bytes: the most that is summed over replicas in one go. "gradients": None sends layer by layer,
-            `DDP_BUCKET_BYTES` like DistributedDataParallel. "pipeline": None is 25 MiB.
         compute: what is put in front of the transfers; see `Compute`.
         gradient_dtype: as for `penstock.pipeline`: gradients of parameters in lower precision are summed in this dtype.
 
@@ -97,7 +92,7 @@ def from_model(
     if traffic == "tensor":
         _check_tensor(hosts, ranks, sharded, compute)
         ranks = hosts  # of one group; there are no replicas
-    _check(hosts, ranks, replicas, sharded, bucket_bytes)
+    _check(hosts, ranks, sharded)
     _check_compute(compute)
     whole = as_module(model)
     _check_dtype(gradient_dtype, whole, traffic, sharded)
@@ -107,12 +102,11 @@ def from_model(
     options = {"cuts": cuts, "opens": opens, "balance": "flops"}
     recorded = record(whole, args, kwargs, order.placement.depth, **options)
     if traffic == "pipeline":
-        size = bucket_bytes or DDP_BUCKET_BYTES
-        pipelines = pipeline.Pipelines(recorded.partition, order, hosts, sharded, size, gradient_dtype)
+        pipelines = pipeline.Pipelines(recorded.partition, order, hosts, sharded, gradient_dtype)
         seconds = _stage_seconds(compute, whole, args, kwargs or {}, order.placement.depth, options)
         made, after = pipeline.transfers(pipelines, seconds)
     else:
-        replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, bucket_bytes, gradient_dtype)
+        replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, gradient_dtype)
         made, after = _timed(replicated, compute, whole, args, kwargs or {}, microbatches or 1), 0.0
     what = f"parameters and {traffic}" if sharded and traffic == "gradients" else traffic
     element_bytes = _element_bytes(recorded, traffic, sharded, gradient_dtype)
@@ -148,17 +142,12 @@ def _tensor(
     return Workload(name, tuple(made), hosts, min(sizes), 0.0, said)
 
 
-def _check(hosts: int, ranks: int, replicas: int | None, sharded: bool, bucket_bytes: int | None) -> None:
-    replicas = hosts // max(ranks, 1) if replicas is None else replicas
+def _check(hosts: int, ranks: int, sharded: bool) -> None:
+    replicas = hosts // max(ranks, 1)
     if min(ranks, replicas) < 1 or ranks * replicas != hosts:
         raise ArgumentError(f"hosts={hosts}, ranks={ranks}, replicas={replicas}: hosts are ranks * replicas, both >= 1")
     if sharded and replicas == 1:
         raise ArgumentError("sharded=True divides parameters among replicas, of which there is one: pass more hosts")
-    if bucket_bytes is not None and (bucket_bytes < 1 or sharded):
-        raise ArgumentError(
-            f"bucket_bytes={bucket_bytes}: pass an integer >= 1; and none with sharded=True, which sends by layer or "
-            "stage"
-        )
 
 
 def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, sharded: bool) -> None:

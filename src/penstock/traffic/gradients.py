@@ -11,7 +11,7 @@ from torch import nn
 from penstock.fabric.workload import Transfer
 from penstock.gradients import gradient_bytes
 from penstock.schedule import Placement
-from penstock.traffic.layers import Layer, Recorded, buckets, bytes_of, sharded_bytes
+from penstock.traffic.layers import Layer, Recorded, bytes_of, sharded_bytes
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Replicated:
         placement: where the stages are on the ranks of one replica.
         hosts: how many, for all replicas: replica d has the hosts d * ranks to (d + 1) * ranks - 1.
         sharded: the replicas divide the parameters among themselves.
-        bucket_bytes: as in DistributedDataParallel; None: layer by layer.
         gradient_dtype: as for `penstock.pipeline`.
     """
 
@@ -31,7 +30,6 @@ class Replicated:
     placement: Placement
     hosts: int
     sharded: bool
-    bucket_bytes: int | None
     gradient_dtype: torch.dtype | None = None
 
     @property
@@ -103,24 +101,11 @@ def _group(job: Replicated, rank: int) -> tuple[int, ...]:
 
 
 def _summed(job: Replicated) -> Iterator[Ready]:
-    arriving: dict[int, list[tuple[nn.Parameter, int]]] = {}
     for place, layer in enumerate(job.backward, start=1):
         for rank, suffix, held in _by_rank(job, layer):
-            trained = [parameter for parameter in reversed(held) if parameter.requires_grad]
-            arriving.setdefault(rank, []).extend((parameter, place) for parameter in trained)
-            if trained and job.bucket_bytes is None:
-                name = layer.name + suffix
+            if trained := [parameter for parameter in held if parameter.requires_grad]:
                 size = gradient_bytes(trained, job.gradient_dtype)
-                yield Ready(Transfer(name, size, "all_reduce", _group(job, rank)), place)
-    for rank, parameters in arriving.items() if job.bucket_bytes is not None else ():
-        places = {id(parameter): place for parameter, place in parameters}
-        suffix = f" of rank {rank}" if job.placement.ranks > 1 else ""
-        sent = buckets([parameter for parameter, _ in parameters], job.bucket_bytes or 0, job.gradient_dtype)
-        for number, bucket in enumerate(sent):
-            ready = max(places[id(parameter)] for parameter in bucket)
-            name = f"bucket {number}{suffix}"
-            size = gradient_bytes(bucket, job.gradient_dtype)
-            yield Ready(Transfer(name, size, "all_reduce", _group(job, rank)), ready)
+                yield Ready(Transfer(layer.name + suffix, size, "all_reduce", _group(job, rank)), place)
 
 
 def _sharded(job: Replicated) -> list[Ready]:

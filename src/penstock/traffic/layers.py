@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.compat import FakeTensor
-from penstock.gradients import BUCKET_BYTES, gradient_bytes, gradient_dtype
 from penstock.partition import NoStreams, Partition, Partitioner
 from penstock.trees import flatten, leaf_tensors
 
@@ -201,31 +200,3 @@ def sharded_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
         rows = tensor.shape[0] if tensor.ndim else 1
         total += -(-rows // ranks) * ranks * (bytes_of([tensor]) // max(rows, 1))
     return total
-
-
-DDP_BUCKET_BYTES = BUCKET_BYTES
-"""DistributedDataParallel's default bucket size, except for the first bucket."""
-
-DDP_FIRST_BUCKET_BYTES = 2**20
-
-
-def buckets(
-    parameters: Iterable[nn.Parameter], bucket_bytes: int, asked: torch.dtype | None = None
-) -> list[list[nn.Parameter]]:
-    """Parameters in the given order, in pieces of one dtype of gradients that are closed at this many bytes.
-
-    As in DistributedDataParallel, whose first bucket is smaller unless a size is requested. Buckets come in the order
-    in which they fill up; the partly filled ones come last. `asked`: see `gradient_dtype`.
-    """
-    first = DDP_FIRST_BUCKET_BYTES if bucket_bytes == DDP_BUCKET_BYTES else bucket_bytes
-    full: list[list[nn.Parameter]] = []
-    filling: dict[torch.dtype, list[nn.Parameter]] = {}
-    limits: dict[torch.dtype, int] = {}
-    for parameter in parameters:
-        dtype = gradient_dtype(parameter, asked)
-        bucket = filling.setdefault(dtype, [])
-        bucket.append(parameter)
-        if gradient_bytes(bucket, asked) >= limits.setdefault(dtype, first):
-            full.append(filling.pop(dtype))
-            limits[dtype] = bucket_bytes
-    return full + list(filling.values())

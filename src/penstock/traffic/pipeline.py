@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer
-from penstock.gradients import buckets, by_gradient_dtype, summed_bytes
+from penstock.gradients import BUCKET_BYTES, buckets, by_gradient_dtype, summed_bytes
 from penstock.partition import Partition
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
@@ -39,7 +39,6 @@ class Pipelines:
         order: computations only.
         hosts: how many: replicas times ranks per pipeline. Replica d has the hosts d * ranks to (d + 1) * ranks - 1.
         sharded: the replicas divide the parameters among themselves.
-        bucket_bytes: the most that replicas average in one go.
         gradient_dtype: as for `penstock.pipeline`.
     """
 
@@ -47,7 +46,6 @@ class Pipelines:
     order: Schedule
     hosts: int
     sharded: bool
-    bucket_bytes: int
     gradient_dtype: torch.dtype | None = None
 
     @property
@@ -179,7 +177,7 @@ class _Walk:
     def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
         """Averages parameters' gradients over replicas, in buckets."""
         for suffix, some in self._by_dtype(parameters):
-            pieces = list(buckets(some, self._pipelines.bucket_bytes, self._pipelines.gradient_dtype))
+            pieces = list(buckets(some, BUCKET_BYTES, self._pipelines.gradient_dtype))
             for number, bucket in enumerate(pieces):
                 place = f", bucket {number}" if len(pieces) > 1 else ""
                 self._add_all(

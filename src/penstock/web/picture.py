@@ -1,7 +1,8 @@
-"""A page as a picture, made by a browser without a window."""
+"""Pages and drawings as PNG, made by a browser without a window."""
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -43,13 +44,14 @@ def browser(path: Path) -> str:
     return found
 
 
-def write_picture(page: str, path: Path, width: int = 1280) -> None:
+def write_picture(page: str, path: Path, width: int = 1280, scale: int = 1) -> None:
     """Draws a page, as high as it is.
 
     Args:
         page: its HTML.
         path: of the PNG.
         width: of the window, in pixels.
+        scale: how many dots the picture has to each of these.
 
     Raises:
         MissingExtraError: there is no browser.
@@ -61,7 +63,7 @@ def write_picture(page: str, path: Path, width: int = 1280) -> None:
         head, end, rest = page.rpartition("</body>")
         whole = head.replace("<html", "<html data-picture", 1)
         source.write_text(whole + _TELLS_HEIGHT + end + rest, encoding="utf-8")
-        own = (found, *_FLAGS, f"--user-data-dir={folder}/profile")
+        own = (found, *_FLAGS, f"--force-device-scale-factor={scale}", f"--user-data-dir={folder}/profile")
         text = _run([*own, f"--window-size={width},900", "--dump-dom", source.as_uri()], path)
         height = re.search(r'data-height="(\d+)"', text)
         if height is None:
@@ -72,6 +74,14 @@ def write_picture(page: str, path: Path, width: int = 1280) -> None:
             raise ArgumentError(f"--png {path}: {found} made no picture")
         with replacing(path, f"--png {path}") as new:
             shutil.copyfile(drawn, new)
+
+
+def write_drawing(svg: str, path: Path) -> None:
+    """Draws an SVG, with two dots to each of its pixels. Raises as `write_picture`."""
+    width = re.search(r' width="([\d.]+)"', svg)
+    assert width is not None
+    page = f"<!doctype html><html><style>body{{margin:0}}svg{{display:block}}</style><body>{svg}</body></html>"
+    write_picture(page, path, math.ceil(float(width[1])), 2)
 
 
 def _run(command: list[str], path: Path) -> str:

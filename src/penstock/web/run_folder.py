@@ -25,7 +25,7 @@ from penstock.web.measured import (
     idle_of,
 )
 from penstock.web.page_data import band
-from penstock.web.shown import Course, Figure, Held, Shown, duration, moment
+from penstock.web.shown import Course, Figure, Held, Shown, date_text, duration
 from penstock.words import counted, sized
 
 _MEMORY_NOTES = {
@@ -95,7 +95,7 @@ def _headings(run: RunRead, steps: Sequence[StepRecord]) -> list[str]:
     about = run.about
     replicas = [counted(about.replicas, "replica")] if about.replicas > 1 else []
     counts = [counted(about.ranks, "rank"), counted(about.microbatches, "microbatch"), *replicas]
-    return [about.model, about.schedule, *counts, counted(len(steps), "step"), f"started {moment(about.started)}"]
+    return [about.model, about.schedule, *counts, counted(len(steps), "step"), f"started {date_text(about.started)}"]
 
 
 def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) -> list[Figure]:
@@ -210,7 +210,7 @@ def _facts(run: RunRead) -> list[tuple[str, str]]:
         ("compared with one device", "verified" if about.verified else "unverified"),
     ]
     if about.resumed:
-        found.append(("resumed", "; ".join(map(moment, about.resumed))))
+        found.append(("resumed", "; ".join(map(date_text, about.resumed))))
     found += [(f"stage {stage}", _in_short(units)) for stage, units in enumerate(about.units)]
     return found
 

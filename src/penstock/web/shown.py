@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from penstock.explain import Change
+from penstock.runs.about import moment
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
@@ -115,7 +115,7 @@ def duration(seconds: float) -> str:
     return f"{value:,.{places}f} {unit}"
 
 
-def moment(iso: str) -> str:
+def date_text(iso: str) -> str:
     """`23 November 2026, 20:02 UTC`, from ISO 8601."""
-    at = datetime.fromisoformat(iso).astimezone(UTC)
+    at = moment(iso)
     return f"{at.day} {at:%B %Y, %H:%M} UTC"

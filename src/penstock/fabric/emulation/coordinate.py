@@ -53,7 +53,7 @@ def emulate(
     Args:
         folder: the run's folder; anything left there by an earlier run is replaced.
         machines: one per host; None if the hosts are plain processes on this machine.
-        watch: an observer of the run.
+        watch: told of each trial that has ended.
         events: changes to the machines' network during the run; a step is a trial.
 
     Raises:
@@ -70,9 +70,8 @@ def emulate(
         if machines is not None:
             machines.check()
         if watch is not None:
-            for number, durations in tail.read():
-                watch.trial(number, durations)
-            watch.tick()
+            for number in tail.read():
+                watch(number)
 
     with contextlib.ExitStack() as stack:
         steps, board, failures = (stack.enter_context(memory(name)) for name in ("step", "start", "failures"))
@@ -133,16 +132,13 @@ class _Tail:
     """Follow the trials in a growing samples file."""
 
     def __init__(self, folder: Path, spec: Spec) -> None:
-        transfers = spec.workload.transfers
         self._path = folder / SAMPLES
-        self._rows = sum(len(transfer.ranks) or spec.hosts for transfer in transfers)
-        self._position = 0
-        self._rest = b""
-        self._seen = 0
-        self._durations = [0] * len(transfers)
+        self._rows = sum(len(transfer.ranks) or spec.hosts for transfer in spec.workload.transfers)
+        self._position = self._told = 0
+        self._seen = -1  # the head is no sample
 
-    def read(self) -> Iterator[tuple[int, list[int]]]:
-        """Yields each trial completed since the last call, with the durations of its transfers in nanoseconds."""
+    def read(self) -> Iterator[int]:
+        """Yields the number of each trial completed since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -150,16 +146,10 @@ class _Tail:
         except FileNotFoundError:
             return
         self._position += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        for line in lines:
-            if not line[:1].isdigit():
-                continue
-            trial, transfer, _, start, end = map(int, line.split(b","))
-            self._durations[transfer] = max(self._durations[transfer], end - start)
-            self._seen += 1
-            if self._seen == self._rows:
-                yield trial, self._durations
-                self._seen, self._durations = 0, [0] * len(self._durations)
+        self._seen += new.count(b"\n")
+        while self._seen >= (self._told + 1) * self._rows:
+            yield self._told
+            self._told += 1
 
 
 def _add(folder: Path, missing: str = "", **found: Any) -> None:

@@ -132,7 +132,7 @@ def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> Non
             samples.add(trial.rows(number))
             steps.add(trial.step_rows)
             if watch is not None:
-                watch.trial(number, trial.longest_ns())
+                watch(number)
         steps.add(trials.last_steps())
     finally:
         samples.close()

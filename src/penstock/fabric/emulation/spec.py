@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from penstock.errors import ArgumentError, check_counts
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
@@ -143,11 +143,5 @@ class Spec:
         return validate(cls, read_json(path), str(path))
 
 
-class Watch(Protocol):
-    """An observer of a run in progress: is notified on host 0, or wherever the hosts are started."""
-
-    def trial(self, number: int, longest_ns: Sequence[int]) -> None:
-        """A trial has ended; `longest_ns` has the longest duration of any rank for each transfer, in nanoseconds."""
-
-    def tick(self) -> None:
-        """Called regularly while the run goes on."""
+Watch = Callable[[int], object]
+"""Told the number of each trial that has ended: on host 0, or wherever the hosts are started."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from penstock.errors import MissingExtraError, require
+from penstock.errors import require
 from penstock.fabric.samples import Run
 from penstock.fabric.views.facts import (
     TIMES,
@@ -24,7 +23,6 @@ from penstock.fabric.views.facts import (
 )
 from penstock.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.fabric.views.plots import draw
-from penstock.fabric.views.style import INK, MUTED, RULE
 from penstock.fabric.views.template import BODY, STYLE
 from penstock.files import write_text
 from penstock.report.frame import frame
@@ -34,16 +32,11 @@ CAPTIONS = {
     "trials": "Trials in the order they ran, with the median as a line; outliers are circled.",
     "busbw": "How well the transfers used the network, by the convention of nccl-tests.",
     "timeline": "Where a trial's time went: one lane per rank, one bar per round of the algorithm.",
-    "slowest": "The rank that took the longest in most trials of a transfer, beside the others.",
 }
 
 
 def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
-    """Writes the page. Without matplotlib it has no pictures, and says so.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes the page. Raises OSError: the file cannot be written."""
     write_text(path, page(run, results))
 
 
@@ -52,10 +45,6 @@ def page(run: Run, results: dict[str, Any]) -> str:
     require("fabric", "jinja2", for_what="report.html")
     from jinja2 import Environment, StrictUndefined
 
-    try:
-        pictures, missing = draw(run, results), ""
-    except MissingExtraError as error:
-        pictures, missing = {}, str(error)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     name = run.record["workload"]["name"]
     body = template.from_string(BODY).render(
@@ -69,8 +58,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
         unit=rate_unit(results)[1],
         facts=facts(run, results),
         notes=notes(run, results),
-        pictures=[(CAPTIONS[name], _inline(drawn)) for name, drawn in pictures.items()],
-        missing=missing,
+        pictures=[(CAPTIONS[name], Markup(drawn)) for name, drawn in draw(run, results).items()],
         ranks=_ranks(run, results),
         environment=_environment(run),
     )
@@ -115,14 +103,6 @@ def _table(results: dict[str, Any]) -> list[list[str]]:
         rates = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
         made.append([*row, *map(digits, rates), percent(entry["ideal_percent"])])
     return made
-
-
-def _inline(drawn: str) -> Markup:
-    """Returns a picture as safe markup, in the page's colors and as wide as the page allows."""
-    for fixed, own in ((INK, "currentColor"), (MUTED, f"var(--muted, {MUTED})"), (RULE, f"var(--rule, {RULE})")):
-        drawn = drawn.replace(fixed, own)
-    drawn = re.sub(r'<svg([^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'<svg\1 role="img"', drawn, count=1)
-    return Markup(drawn)  # safe, because matplotlib escapes names
 
 
 def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:

@@ -44,9 +44,7 @@ BODY = """\
 {% endfor %}
 
 <h2>Pictures</h2>
-{% if missing %}
-<p class="muted">{{ missing }}</p>
-{% elif not pictures %}
+{% if not pictures %}
 <p class="muted">No trial was completed, so there is nothing to draw.</p>
 {% endif %}
 {% for caption, picture in pictures %}

@@ -1,13 +1,11 @@
-"""Print results as tables in a terminal, compare two runs side by side, and show a progress bar."""
+"""Print results as tables in a terminal, and compare two runs side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -154,36 +152,3 @@ def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
         verdict = f"differs: {', '.join(one.differs_in)}" if one.verdict == "differs" else one.verdict
         made.add_row(*map(Text, [*cells, verdict]), style="bold" if one.verdict == "differs" else "")
     return made
-
-
-# -- progress ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def live(trials: int, console: Console) -> Iterator[Callable[[int, str, float | None], None]]:
-    """Shows a progress bar that disappears at the end; nothing is shown if the console is not a terminal.
-
-    Yields:
-        A function to call with the number of completed trials, the current layer's name, and its p99 so far in seconds,
-        or None while it cannot be bounded.
-    """
-    columns = (
-        TextColumn("{task.fields[layer]}"),
-        BarColumn(bar_width=None),
-        TextColumn("trial {task.fields[trial]} of {task.total:,.0f}"),
-        TextColumn("p99 {task.fields[p99]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=trials, layer="warm-up", trial="0", p99=NONE)
-
-        def tell(done: int, layer: str, p99: float | None) -> None:
-            now = f"{min(done + 1, trials):,}"
-            progress.update(task, completed=done, layer=_fitted(layer), trial=now, p99=f"{seconds(p99):>6}")
-
-        yield tell
-
-
-def _fitted(name: str, width: int = 16) -> str:
-    """Pads or shortens a name to a fixed width, so that the bar does not move; a long name keeps its end."""
-    return f"{name if len(name) <= width else '..' + name[-(width - 2) :]:<{width}}"
