@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from penstock.cli._options import CUT, USUAL_OF_BATCH, options_on
+from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError, check_counts
-from penstock.fabric.presets import preset
+from penstock.fabric.presets import preset, trials_of
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_of, sizes_of
@@ -17,6 +17,7 @@ from penstock.fabric.workload import BYTES, Workload, dtype_of, op_of
 from penstock.words import counted
 
 DEFAULT_HOSTS = 4
+DEFAULT_TRIALS = 200
 
 
 _option = options_on("What is sent: one of a preset, a model, an earlier run, sizes, a sweep")
@@ -197,3 +198,22 @@ def _uneven(made: Workload, text: str, hosts: int) -> Workload:
             f"--uneven {text}: expected {hosts} integers, one per host, not all 0; use, for example, 4,2,1,1"
         )
     return replace(made, hosts=hosts, transfers=tuple(replace(one, shares=shares) for one in made.transfers))
+
+
+@dataclass(frozen=True, slots=True)
+class CountOptions:
+    """How many trials to run."""
+
+    trials: Annotated[int | None, option(f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368.")] = (
+        None
+    )
+    batches: Annotated[int | None, option("With --epochs, instead of --trials: batches an epoch.")] = None
+    epochs: Annotated[int | None, option("With --batches: trials = batches x epochs.")] = None
+
+    def count(self) -> int:
+        """The number of trials. Raises ArgumentError: the options contradict each other."""
+        if self.batches is None and self.epochs is None:
+            return DEFAULT_TRIALS if self.trials is None else self.trials
+        if self.trials is not None or self.batches is None or self.epochs is None:
+            raise ArgumentError("pass --trials, or both --batches and --epochs")
+        return trials_of(self.batches, self.epochs)

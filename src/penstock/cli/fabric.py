@@ -21,7 +21,7 @@ from penstock.cli._fabric_runs import Output, clean_up, compare_runs, prepare, r
 from penstock.cli._network import NetworkOptions
 from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._predict import predict
-from penstock.cli._traffic import DEFAULT_HOSTS, TrafficOptions
+from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError, require
 from penstock.fabric.algorithms import ENGINE
 from penstock.fabric.emulation.spec import Spec, Watch, usual_algorithm
@@ -67,7 +67,6 @@ class RunOptions:
             "collective's usual one if it has no ring."
         ),
     ] = None
-    trials: Annotated[int, option("How often everything is sent. p99 needs 368.")] = 200
     overlap: Annotated[bool, option("Compute while sending.", "--overlap")] = False
     warmup: Annotated[
         int | None,
@@ -92,13 +91,14 @@ class RunOptions:
             raise ArgumentError(f"--hosts {self.hosts}: one machine can make at most {MAX_HOSTS}")
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
-    def spec(self, workload: Workload, network: Network) -> Spec:
+    def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
         """The specification of a run of `workload` over `network`."""
-        same = {name: getattr(self, name) for name in ("trials", "warmup", "overlap", "iterations", "seed", "backend")}
+        same = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
         return Spec(
             workload=workload,
             hosts=network.hosts,
             algorithm=self.algorithm or usual_algorithm(workload),
+            trials=trials,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
             link=None if network.topology is None else str(network.topology.link),
@@ -121,6 +121,7 @@ def fabric(
     traffic: TrafficOptions,
     how: RunOptions,
     asked: NetworkOptions,
+    counts: CountOptions,
     out: Folder = None,
     chakra: Annotated[
         bool, output_option("Write the workload as Chakra traces, one file per rank.", "--chakra")
@@ -148,7 +149,7 @@ def fabric(
         )
     network = asked.network(hosts)
     _refuse_unmade(network)
-    spec = how.spec(traffic.workload(hosts), network)
+    spec = how.spec(traffic.workload(hosts), network, counts.count())
     _check(spec, 1 if by_torchrun else hosts)
     first = not by_torchrun or os.environ["RANK"] == "0"
     if dry_run:
