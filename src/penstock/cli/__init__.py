@@ -107,6 +107,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # closed, as by `>&-`: nothing else may get its number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
+    if len(os.environ.get("COLUMNS", "")) > 4:  # rich would fill lines of that length
+        del os.environ["COLUMNS"]
     with contextlib.suppress(AttributeError):  # what tests put in its place
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(in_child(_run) if calls_a_target(sys.argv[1:]) and hasattr(signal, "sigwaitinfo") else _run())
