@@ -23,6 +23,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "figures",
+    "live",
     "formulas",
     "commands",
     "sources",
@@ -67,6 +68,7 @@ _MOVED = {
 html_context = {"moved": _MOVED}
 html_additional_pages = dict.fromkeys(_MOVED, "moved.html")  # old addresses lead to the new ones
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_search_summary = False  # it would fetch pages, which browsers refuse to do from disk
 html_show_sourcelink = False
 html_copy_source = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.integrations.tensorboard import StepWriter
+from penstock.integrations.loggers import StepLogger
 
 WIDTH, ROWS = 6, 8
 
@@ -98,7 +98,7 @@ class World(dict[str, Any]):
     def close(self) -> None:
         """Ends what threads would go on with in another test's folder."""
         for thing in list(self.values()):
-            if isinstance(thing, penstock.Pipeline | StepWriter):
+            if isinstance(thing, penstock.Pipeline | StepLogger):
                 thing.close()
 
 

@@ -251,6 +251,13 @@ def test_ranks_that_shared_cores_are_marked_in_every_form(tmp_path: Path) -> Non
         assert not any(one.measured for one in found.changes)
 
 
+def test_where_ranks_share_cores_no_advice_adds_work() -> None:
+    """Followed on two cores, zb-h1 for 1f1b on four ranks took a fifth longer."""
+    free = recorded(timeline(even, twice))
+    assert any("zb-h1" in one.text for one in explain(free).changes)
+    assert not any("zb-" in one.text for one in explain(replace(free, crowded=True)).changes)
+
+
 def test_what_was_simulated_is_not_called_measured() -> None:
     simulated = recorded(timeline(even, twice))
     jittered = timeline(lambda s, k: 1.0 + 0.01 * ((7 * s + 3 * k) % 5), twice, link=LinkCost(0.02))

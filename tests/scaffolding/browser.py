@@ -65,6 +65,14 @@ def open_page(chromium: Any) -> Iterator[Opener]:
     assert not errors, errors
 
 
+def barriers(page: Any) -> list[str]:
+    """What axe-core finds on a page, a line for each element."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install '.[test]'").Axe()
+    options = {"resultTypes": ["violations"], "preload": False}  # which would fetch style sheets
+    found = axe.run(page, options=options).response["violations"]
+    return [f"{one['id']}: {node['html'][:160]} {node['failureSummary']}" for one in found for node in one["nodes"]]
+
+
 def _local(route: Any, errors: list[str]) -> None:
     url = route.request.url
     if url.startswith(("file:", "data:", "blob:", "http://127.0.0.1:", "http://localhost:", "http://[::1]:")):

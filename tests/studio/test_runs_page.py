@@ -15,7 +15,7 @@ from penstock.errors import ArgumentError
 from penstock.explain import explain, read_run
 from penstock.files import write_whole
 from penstock.report import write_perfetto
-from penstock.runs import RankState
+from penstock.runs import RankState, StepRecord
 from penstock.schedule import generate, write_csv
 from penstock.simulate import StageCost, simulate
 from penstock.studio.live import in_words, live
@@ -181,3 +181,26 @@ def test_runs_are_a_table_to_sort_and_filter(open_page: Any, studio: Start, tmp_
     assert "250 ms" in page.inner_text(".entries tbody tr"), "from one step's end to the next"
     page.fill("input[type=search]", "gpipe training")
     assert names.all_inner_texts() == ["b"]
+
+
+def test_runs_lie_over_each_other(open_page: Any, studio: Start, tmp_path: Path) -> None:
+    for name, schedule, speed in (("a", "gpipe", 0.25), ("b", "1f1b", 0.2)):
+        folder = a_run(tmp_path / name)
+        write_whole(folder / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
+        records = [StepRecord(step, 3.0 - step * speed, speed, 64, speed * step) for step in range(1, 10)]
+        (folder / "steps.jsonl").write_text("".join(one.to_line() for one in records))
+    page = open_page(f"{studio(tmp_path).link}&view=runs")
+    page.check("[data-compare=a]")
+    assert page.locator(".compared table").count() == 0, "one run is compared with nothing"
+    page.check("[data-compare=b]")
+    page.wait_for_selector(".compared canvas")
+    assert page.locator(".compared thead th").all_inner_texts() == ["a", "b"]
+    assert page.locator("[data-fact=schedule]").all_inner_texts() == ["gpipe", "1f1b"]
+    assert page.locator("[data-fact='step time']").all_inner_texts() == ["250 ms", "200 ms (\u221220.0%)"]
+    assert page.locator("[data-fact='loss']").all_inner_texts() == ["0.75", "1.2"]
+    assert page.locator(".compared polyline").count() == 4, "loss and step time of each"
+    computes = page.locator("[data-fact='computes, of a rank on average']").all_inner_texts()
+    assert computes[0] == f"{1000 * sum(timeline(1.0, 1.6, 1.0).busy_seconds(rank) for rank in range(3)) / 3:.0f} ms"
+    assert "compare=a%7Cb" in page.url
+    page.uncheck("[data-compare=a]")
+    page.wait_for_function("() => !document.querySelector('.compared table')")

@@ -135,7 +135,7 @@ def test_words_are_right_in_every_slot(open_page: Any, studio: Start, name: str)
     for slot in range(max(walk.slots for walk in walks.values())):
         for side, walk in walks.items():
             lines = page.locator(f"[data-side={side}] .words li span").all_inner_texts()
-            head = page.inner_text(f"[data-side={side}] h3")
+            head = page.inner_text(f"[data-side={side}] h2")
             if slot < walk.slots:
                 assert lines == [f"{moment.text}." for moment in walk.at(slot)]
                 assert head == walk.headline(slot)

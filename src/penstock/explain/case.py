@@ -48,6 +48,11 @@ class Case:
     latency: Mapping[tuple[int, int], float]
     around: Around | None = None
 
+    @property
+    def work_seconds(self) -> float:
+        """What all actions take in sum."""
+        return float(np.nansum(self.seconds))
+
     def with_seconds(self, seconds: Floats) -> Case:
         return replace(self, seconds=seconds)
 

@@ -24,7 +24,7 @@ BODY = """\
 </dl>
 
 <h2>Transfers, in order of execution</h2>
-<div class="wide"><table>
+<div class="wide" tabindex="0"><table>
 <tr><th class="left">transfer</th>{% if kinds %}<th class="left">collective</th>{% endif %}
 <th>bytes</th>{% if often %}<th>times</th>{% endif %}<th>min</th><th>p50</th><th>p90</th>
 <th>p99</th><th>p99.9</th><th>max</th><th>mean</th><th>skew</th><th>transfer</th><th>algbw<br>{{ unit }}</th>
@@ -50,11 +50,11 @@ BODY = """\
 <p class="muted">No trial was completed, so there is nothing to draw.</p>
 {% endif %}
 {% for caption, picture in pictures %}
-<figure><div class="wide">{{ picture }}</div><figcaption>{{ caption }}</figcaption></figure>
+<figure><div class="wide" tabindex="0">{{ picture }}</div><figcaption>{{ caption }}</figcaption></figure>
 {% endfor %}
 
 <h2>Ranks</h2>
-<div class="wide"><table>
+<div class="wide" tabindex="0"><table>
 <tr>{% for head in ranks.heads %}<th{% if loop.index <= 2 %} class="left"{% endif %}>{{ head }}</th>{% endfor %}</tr>
 {% for row in ranks.rows %}
 <tr>{% for cell in row %}<td{% if loop.index <= 2 %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>

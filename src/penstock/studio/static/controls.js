@@ -7,15 +7,15 @@ const SLIDERS = [
   { name: "ranks", label: "Ranks", from: 1, to: 16, step: 1, most: 64 },
   { name: "microbatches", label: "Microbatches", from: 1, to: 64, step: 1, most: 512 },
   { name: "chunks", label: "Chunks a rank", from: 0, to: 8, step: 1, most: 8, empty: "usual" },
-  { name: "forward", label: "F, forward", from: 0, to: 4, step: 0.05, cost: true },
-  { name: "backward_input", label: "I, input gradient", from: 0, to: 4, step: 0.05, cost: true },
-  { name: "backward_weight", label: "W, weight gradient", from: 0, to: 4, step: 0.05, cost: true },
-  { name: "comm", label: "Latency of a message", from: 0, to: 2, step: 0.05, cost: true },
+  { name: "forward", label: "F, forward", from: 0, to: 4, step: 0.05, cost: true, unit: "units of time" },
+  { name: "backward_input", label: "I, input gradient", from: 0, to: 4, step: 0.05, cost: true, unit: "units of time" },
+  { name: "backward_weight", label: "W, weight gradient", from: 0, to: 4, step: 0.05, cost: true, unit: "units of time" },
+  { name: "comm", label: "Latency of a message", from: 0, to: 2, step: 0.05, cost: true, unit: "units of time" },
   {
-    name: "head", label: "Last stage heavier, %", from: 0, to: 3, step: 0.05, cost: true, times: 100,
+    name: "head", label: "Last stage heavier, %", from: 0, to: 3, step: 0.05, cost: true, times: 100, unit: "percent",
   },
   {
-    name: "memory_limit", label: "Memory limit (microbatches)", from: 0, to: 32, step: 0.5, cost: true, empty: "none",
+    name: "memory_limit", label: "Memory limit (microbatches)", from: 0, to: 32, step: 0.5, cost: true, empty: "none", unit: "microbatches",
   },
 ];
 
@@ -55,7 +55,7 @@ function slider(given, changed) {
   };
   const show = (value) => {
     typed.value = given.empty && !value ? "" : String(Number((times * value).toPrecision(6)));
-    input.setAttribute("aria-valuetext", typed.value || given.empty);
+    input.setAttribute("aria-valuetext", typed.value ? `${typed.value} ${given.unit ?? ""}`.trim() : given.empty);
   };
   refresh();
   const label = make("label", { htmlFor: input.id }, given.label);

@@ -12,7 +12,7 @@ export function watch(element, name, signal, renewed) {
   const figures = make("dl", { className: "figures" });
   const charts = make("div", { className: "charts" });
   const table = make("table", { className: "ranks" });
-  element.replaceChildren(make("h2", {}, "Now"), head, figures, make("div", { className: "wide" }, table), charts);
+  element.replaceChildren(make("h2", {}, "Now"), head, figures, make("div", { className: "wide", tabIndex: 0 }, table), charts);
   let place = 0;
   let id = null;
   let steps = [];

@@ -19,7 +19,7 @@ export function play(panel) {
   const search = searching(() => update());
   const files = make("div", { className: "files" });
   panel.append(
-    make("div", { className: "wide" }, table),
+    make("div", { className: "wide", tabIndex: 0 }, table),
     refused,
     search.row,
     picture,

@@ -1,5 +1,6 @@
 // What is in the runs folder, and what is open: a run with its live state, a plan, a trace or a schedule.
 
+import { compare, MOST } from "./compare.js";
 import { ask, asked, bytes, digits, make, newestOnly, percent, seconds, tell } from "./dom.js";
 import { watch } from "./live.js";
 import { change, state } from "./state.js";
@@ -8,6 +9,7 @@ import { Timeline } from "../web/timeline.js";
 
 export function runs(panel, catalog) {
   const list = make("div", { className: "library" });
+  const compared = make("div", { className: "compared" });
   const title = make("h2", {});
   const now = make("div", {});
   const facts = make("div", {});
@@ -15,8 +17,9 @@ export function runs(panel, catalog) {
   const tries = make("div", {});
   panel.append(
     make("details", { open: true }, make("summary", {}, "Runs, plans and traces"), list),
-    title, now, tries, facts, picture,
+    compared, title, now, tries, facts, picture,
   );
+  let endComparison = () => {};
   let timeline = null;
   let watching = new AbortController();
   let open = null;
@@ -31,20 +34,48 @@ export function runs(panel, catalog) {
   async function entries() {
     try {
       const { folder, entries: found } = await ask("api/library");
-      list.replaceChildren(...(found.length ? [catalogOf(found, choose)] : [make("p", { className: "muted" },
+      const focused = document.activeElement?.dataset.compare;
+      list.replaceChildren(...(found.length ? [catalogOf(found, choose, mark)] : [make("p", { className: "muted" },
         `Nothing in ${folder}/ yet: penstock.pipeline(..., run="${folder}/NAME") records a run; plans and traces can be put there.`)]));
+      if (focused) list.querySelector(`[data-compare="${CSS.escape(focused)}"]`)?.focus();
+      return found;
+    } catch (error) {
+      tell(error.message);
+      return [];
+    }
+  }
+
+  /** Takes a run into the comparison, or out of it. */
+  function mark(name, wanted) {
+    const names = marked().filter((one) => one !== name);
+    change({ compare: [...names, ...(wanted ? [name] : [])].slice(-MOST).join("|") });
+    update();
+  }
+
+  async function comparison(found) {
+    endComparison();
+    watching.abort();
+    open = null;
+    clear();
+    for (const one of [title, now]) one.replaceChildren();
+    try {
+      endComparison = await compare(compared, marked().map((name) => found.find((one) => one.name === name)).filter(Boolean));
+      tell(null);
     } catch (error) {
       tell(error.message);
     }
   }
 
   function choose(name) {
-    change({ run: name, step: "", what_if: "" });
+    change({ run: name, step: "", what_if: "", compare: "" });
     update();
   }
 
   const update = newestOnly(async () => {
-    await entries();
+    const found = await entries();
+    if (marked().length > 1) return comparison(found);
+    endComparison();
+    compared.replaceChildren();
     if (!state.run) return;
     if (open !== state.run) follow();
     try {
@@ -141,11 +172,12 @@ const COLUMNS = [
   ["State", (one) => one.summary?.state],
   ["When", (one) => one.modified, (value) => new Date(1000 * value).toLocaleString()],
 ];
+const marked = () => state.compare.split("|").filter(Boolean);
 let sorted = ["When", -1]; // newest first, until another heading is clicked
 let wanted = "";
 
-/** What can be opened, a row each, sorted by the column whose heading is clicked, and of those only what the filter names. */
-function catalogOf(entries, choose) {
+/** What can be opened, a row each, sorted by the column whose heading is clicked, and of those only what the filter names. Runs can be marked to be compared. */
+function catalogOf(entries, choose, mark) {
   const body = make("tbody");
   const heads = COLUMNS.map(([name]) => make("th", { scope: "col" }, make("button", { on: { click: () => {
     sorted = [name, sorted[0] === name ? -sorted[1] : 1];
@@ -156,7 +188,11 @@ function catalogOf(entries, choose) {
     wanted = filter.value;
     fill();
   });
-  const row = (one) => make("tr", { data: { state: one.summary?.state ?? "" } }, ...COLUMNS.map(([name, value, text = (found) => found ?? ""]) => {
+  const box = (one) => {
+    if (one.kind !== "run" || one.damage) return null;
+    return make("input", { type: "checkbox", checked: marked().includes(one.name), aria: { label: `Compare ${one.name}` }, data: { compare: one.name }, on: { change: (event) => mark(one.name, event.target.checked) } });
+  };
+  const row = (one) => make("tr", { data: { state: one.summary?.state ?? "" } }, make("td", {}, box(one)), ...COLUMNS.map(([name, value, text = (found) => found ?? ""]) => {
     if (name !== "Name") return make("td", {}, value(one) === undefined || value(one) === null ? "" : text(value(one)));
     const kind = one.damage ? "damaged" : one.kind;
     const button = make("button", { data: { entry: one.name, kind }, on: { click: () => choose(one.name) } }, one.name);
@@ -173,7 +209,7 @@ function catalogOf(entries, choose) {
     heads.forEach((head, place) => head.setAttribute("aria-sort", COLUMNS[place][0] !== name ? "none" : way > 0 ? "ascending" : "descending"));
   };
   fill();
-  return make("div", { className: "wide" }, filter, make("table", { className: "entries" }, make("thead", {}, make("tr", {}, ...heads)), body));
+  return make("div", { className: "wide" }, filter, make("table", { className: "entries" }, make("thead", {}, make("tr", {}, make("td", { className: "muted" }, "compare"), ...heads)), body));
 }
 
 function notes(found) {

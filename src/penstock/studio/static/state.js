@@ -24,6 +24,7 @@ const VIEW = {
   run: "",
   step: "",
   what_if: "",
+  compare: "", // names of runs with | between them
 };
 
 const USUAL = { ...QUESTION, ...VIEW };

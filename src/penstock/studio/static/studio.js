@@ -28,6 +28,7 @@ async function begin() {
     for (const one of VIEWS) {
       byId(one).hidden = one !== state.view;
       byId(`tab-${one}`).setAttribute("aria-selected", String(one === state.view));
+      byId(`tab-${one}`).tabIndex = one === state.view ? 0 : -1; // the arrow keys reach the others
     }
     byId("controls").hidden = state.view === "runs";
     byId("controls").dataset.view = state.view;
@@ -36,6 +37,14 @@ async function begin() {
   }
 
   for (const tab of document.querySelectorAll("[data-view][role=tab]")) tab.addEventListener("click", () => show(tab.dataset.view));
+  document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
+    const at = VIEWS.indexOf(state.view);
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: VIEWS.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    show(VIEWS.at(to % VIEWS.length));
+    byId(`tab-${state.view}`).focus();
+  });
   addEventListener("hashchange", async () => {
     await enter();
     read();
@@ -58,11 +67,15 @@ async function copy() {
   setTimeout(() => { byId("copy").textContent = "Copy link"; }, 1500);
 }
 
+const root = document.documentElement;
+
 function turn() {
-  const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("penstock-theme", root.dataset.theme);
   dispatchEvent(new Event("penstock-theme"));
 }
 
+const remembered = localStorage.getItem("penstock-theme");
+if (remembered) root.dataset.theme = remembered;
 begin().catch((error) => tell(error.message));

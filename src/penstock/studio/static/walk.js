@@ -67,11 +67,11 @@ function sideOf(side, catalog, changed) {
     changed();
   });
   const rule = make("p", { className: "notes" });
-  const headline = make("h3", { aria: { live: "polite" } });
+  const headline = make("h2", { aria: { live: "polite" } });
   const table = make("table", { className: "slots" });
   const words = make("ol", { className: "words" });
   return {
-    element: make("article", { data: { side } }, choice, rule, make("div", { className: "wide" }, table), headline, words),
+    element: make("article", { data: { side } }, choice, rule, make("div", { className: "wide", tabIndex: 0 }, table), headline, words),
     draw(walk, slot) {
       if (!walk) return;
       choice.value = walk.name;

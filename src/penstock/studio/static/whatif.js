@@ -42,7 +42,7 @@ export function whatIf(explanation, own, depth, text, schedules, tried) {
   draw();
   return make("div", { className: "what-if" }, make("h2", {}, "What if"),
     make("p", { className: "notes" }, "Drag a cut between two stages, or move it with the arrow keys; the gain is simulated on the replay of this step."),
-    make("div", { className: "wide" }, bar), make("div", { className: "chips" }, ...boxes.map((box) => make("label", {}, box, ` ${names[box.value]}`)), make("label", {}, "schedule ", other), back),
+    make("div", { className: "wide", tabIndex: 0 }, bar), make("div", { className: "chips" }, ...boxes.map((box) => make("label", {}, box, ` ${names[box.value]}`)), make("label", {}, "schedule ", other), back),
     outcome(explanation));
 
   function taken() {
@@ -71,7 +71,9 @@ export function whatIf(explanation, own, depth, text, schedules, tried) {
     one.setAttribute("aria-label", `The cut before stage ${cut}`);
     one.setAttribute("aria-valuemin", "-95");
     one.setAttribute("aria-valuemax", "95");
-    one.setAttribute("aria-valuenow", String(Math.round(100 * (moved[cut] ?? 0))));
+    const percent = Math.round(100 * (moved[cut] ?? 0));
+    one.setAttribute("aria-valuenow", String(percent));
+    one.setAttribute("aria-valuetext", `${Math.abs(percent)}% of stage ${percent < 0 ? cut - 1 : cut} moved to stage ${percent < 0 ? cut : cut - 1}`);
     one.addEventListener("keydown", (event) => {
       const by = { ArrowLeft: -STEP, ArrowRight: STEP }[event.key];
       if (by === undefined) return;

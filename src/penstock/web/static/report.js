@@ -17,7 +17,7 @@ function actionsTable(details, view) {
   const ranks = view.bands.flatMap((band) => band.lanes.map((lane) => ({ band, lane })));
   const choice = made("select", { "aria-label": "Which rank" });
   for (const { band, lane } of ranks) choice.append(made("option", {}, `${band.name}: ${lane.name}`));
-  const place = made("div", { class: "wide" });
+  const place = made("div", { class: "wide", tabindex: "0" });
   const fill = () => {
     const { band, lane } = ranks[choice.selectedIndex];
     const head = made("tr", {}, ...["action", "starts", "takes", "waited before"].map((name) => made("th", {}, name)));

@@ -1,0 +1,17 @@
+// What the theme leaves out for keyboards and screen readers, and its colors for the live schedule.
+
+const dark = () => {
+  const chosen = document.body.dataset.theme;
+  return chosen === "dark" || (chosen !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
+};
+const live = () => document.querySelector(".live-schedule iframe")?.contentWindow.postMessage({ theme: dark() ? "dark" : "light" }, "*");
+
+addEventListener("DOMContentLoaded", () => {
+  for (const block of document.querySelectorAll("pre, .table-wrapper")) block.tabIndex = 0; // wide ones scroll
+  for (const head of document.querySelectorAll("th")) if (!head.textContent.trim()) head.replaceWith(document.createElement("td"));
+  for (const caption of document.querySelectorAll("p.caption[role=heading]")) caption.setAttribute("aria-level", "2");
+  document.querySelector(".sidebar-drawer")?.setAttribute("aria-label", "Pages");
+  document.querySelector(".toc-drawer")?.setAttribute("aria-label", "On this page");
+  new MutationObserver(live).observe(document.body, { attributes: true, attributeFilter: ["data-theme"] });
+});
+addEventListener("message", ({ data }) => { if (data === "live-schedule") live(); });

@@ -1,0 +1,258 @@
+"""Each step's figures as one record, and loggers that take it: CSV, JSON lines, TensorBoard, Weights & Biases, MLflow.
+
+with StepLogger(CsvLog("steps.csv"), WandbLog(wandb.init(project="gpt"))) as log:
+    for x, y in data:
+        result = pipe.step(x, target=y)
+        log.add(pipe.step_count, result, rows=len(x), gradient_norm=pipe.clip_grad_norm_(1.0))
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from torch import Tensor
+
+from penstock.errors import ArgumentError, require
+from penstock.pipe.result import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What is known of one step; None for what is not.
+
+    Attributes:
+        step: its number.
+        loss: of the whole batch.
+        gradient_norm: before clipping.
+        bubble: the share of the pipeline's time in which ranks did not compute.
+        seconds: since the step before was logged.
+        rows_per_second, tokens_per_second: of the whole batch.
+        parts: what else the loss function returned, by name.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float | None = None
+    bubble: float | None = None
+    seconds: float | None = None
+    rows_per_second: float | None = None
+    tokens_per_second: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def scalars(self) -> dict[str, float]:
+        """The figures that are known, by the names that loggers show: loss, part/NAME, gradient_norm, bubble,
+        time/step, rate/rows, rate/tokens."""
+        named = {
+            "loss": self.loss,
+            **{f"part/{name}": part for name, part in self.parts.items()},
+            "gradient_norm": self.gradient_norm,
+            "bubble": self.bubble,
+            "time/step": self.seconds,
+            "rate/rows": self.rows_per_second,
+            "rate/tokens": self.tokens_per_second,
+        }
+        return {name: figure for name, figure in named.items() if figure is not None}
+
+
+class Log(Protocol):
+    """Where figures go. Anything with these two methods will do."""
+
+    def write(self, figures: StepFigures) -> None:
+        """Takes one step's figures."""
+
+    def close(self) -> None:
+        """Writes what is still buffered."""
+
+
+class StepLogger:
+    """Passes each step's figures to one or more logs.
+
+    Make it on one rank only, any that has the loss (`pipe.is_first`, or all of them with `share_loss`). It communicates
+    with no one, so the others need not know of it.
+
+    Args:
+        logs: where figures go.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, *logs: Log, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._logs = logs
+        self._clock = clock
+        self._ended: float | None = None
+
+    def add(
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        gradient_norm: Tensor | float | None = None,
+    ) -> StepFigures:
+        """Logs one step, and returns what it logged. Call it after the step; it waits for the loss.
+
+        The time of a step is that since the previous call, so the first step has neither it nor rates. Steps with a
+        timeline also have a bubble, unless one process runs all ranks.
+
+        Args:
+            step: the step's number.
+            result: what `Pipeline.step` returned.
+            rows, tokens: their number in the whole batch, for rates per second.
+            gradient_norm: what `Pipeline.clip_grad_norm_` returned.
+        """
+        loss = float(result.loss)
+        now = self._clock()
+        seconds = None if self._ended is None else now - self._ended
+        self._ended = now
+        timed = result.timeline is not None and not result.timeline.in_turns
+        figures = StepFigures(
+            step,
+            loss,
+            None if gradient_norm is None else float(gradient_norm),
+            result.timeline.bubble_rate if timed and result.timeline is not None else None,
+            seconds,
+            rows / seconds if rows is not None and seconds else None,
+            tokens / seconds if tokens is not None and seconds else None,
+            {name: float(part) for name, part in result.parts.items()},
+        )
+        for log in self._logs:
+            log.write(figures)
+        return figures
+
+    def close(self) -> None:
+        """Closes the logs."""
+        for log in self._logs:
+            log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonLinesLog:
+    """A file with a JSON object for each step, flushed step by step; one that exists is continued.
+
+    A figure that is no number (NaN, Infinity) is written as text: JSON has none.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  (`close` does)
+
+    def write(self, figures: StepFigures) -> None:
+        """Appends a line."""
+        values = {name: one if math.isfinite(one) else str(one) for name, one in figures.scalars().items()}
+        self._file.write(json.dumps({"step": figures.step} | values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class CsvLog:
+    """A CSV file with a line for each step and a column for each figure, flushed step by step; one that exists is
+    continued.
+
+    Raises:
+        ArgumentError: the file that exists has other columns.
+    """
+
+    _COLUMNS = ("step", "loss", "gradient_norm", "bubble", "time/step", "rate/rows", "rate/tokens")
+
+    def __init__(self, path: str | Path, *, parts: tuple[str, ...] = ()) -> None:
+        columns = [*self._COLUMNS, *(f"part/{name}" for name in parts)]
+        self._file = Path(path).open("a+", encoding="utf-8", newline="")  # noqa: SIM115  (`close` does)
+        self._file.seek(0)
+        found = next(csv.reader(self._file), None)
+        if found not in (None, columns):
+            self._file.close()
+            raise ArgumentError(f"{path}: its columns are {', '.join(found or ())}; expected {', '.join(columns)}")
+        self._lines = csv.DictWriter(self._file, columns)
+        if found is None:
+            self._lines.writeheader()
+
+    def write(self, figures: StepFigures) -> None:
+        """Appends a line; what is not known stays empty."""
+        values = {"step": figures.step} | figures.scalars()
+        if more := sorted(values.keys() - set(self._lines.fieldnames)):
+            names = tuple(name.removeprefix("part/") for name in more)
+            raise ArgumentError(f"the loss has parts without a column: {', '.join(names)}; pass CsvLog(parts={names})")
+        self._lines.writerow(values)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoardLog:
+    """A folder of event files that `tensorboard --logdir` reads. Needs `penstock[tensorboard]`.
+
+    Raises:
+        MissingExtraError: the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        require("tensorboard", "tensorboard", for_what="a TensorBoardLog")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(folder))
+
+    def write(self, figures: StepFigures) -> None:
+        """Adds a scalar for each figure."""
+        for name, figure in figures.scalars().items():
+            self._events.add_scalar(name, figure, figures.step)
+
+    def close(self) -> None:
+        """Writes what is still buffered."""
+        self._events.close()
+
+
+class WandbLog:
+    """A run of Weights & Biases, as `wandb.init(...)` returns it; whether that is offline is said there."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def write(self, figures: StepFigures) -> None:
+        """Logs the figures at their step."""
+        self._run.log(figures.scalars(), step=figures.step)
+
+    def close(self) -> None:
+        """Leaves the run open: who began it ends it (`run.finish()`)."""
+
+
+class MlflowLog:
+    """A run of MLflow, as `mlflow.start_run()` or `MlflowClient().create_run(...)` returns it.
+
+    Args:
+        run: its figures go to the current tracking server, or to the client's.
+        client: an `mlflow.MlflowClient`; a new one if it is not given.
+    """
+
+    def __init__(self, run: Any, client: Any = None) -> None:
+        if client is None:
+            from mlflow import MlflowClient
+
+            client = MlflowClient()
+        self._run_id, self._client = run.info.run_id, client
+
+    def write(self, figures: StepFigures) -> None:
+        """Logs the figures at their step."""
+        for name, figure in figures.scalars().items():
+            self._client.log_metric(self._run_id, name, figure, step=figures.step)
+
+    def close(self) -> None:
+        """Leaves the run open: who began it ends it (`mlflow.end_run()`)."""

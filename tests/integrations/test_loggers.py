@@ -1,0 +1,170 @@
+"""What a step's figures look like to those who show them: what each real package wrote is read back."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.errors import ArgumentError
+from penstock.integrations.loggers import (
+    CsvLog,
+    JsonLinesLog,
+    Log,
+    MlflowLog,
+    StepFigures,
+    StepLogger,
+    TensorBoardLog,
+    WandbLog,
+)
+from penstock.integrations.tensorboard import StepWriter
+from scaffolding import small
+
+Curves = dict[str, list[tuple[int, float]]]
+
+
+def from_csv(folder: Path) -> Curves:
+    with (folder / "steps.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    names = [name for name in lines[0] if name != "step"]
+    return {name: [(int(line["step"]), float(line[name])) for line in lines if line[name]] for name in names}
+
+
+def from_json_lines(folder: Path) -> Curves:
+    found: Curves = {}
+    for line in map(json.loads, (folder / "steps.jsonl").read_text().splitlines()):
+        step = line.pop("step")
+        for name, figure in line.items():
+            found.setdefault(name, []).append((step, figure))
+    return found
+
+
+def from_tensorboard(folder: Path) -> Curves:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+@pytest.fixture
+def mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    pytest.importorskip("mlflow", reason="pip install '.[test]'")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its own word that files still serve
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"file:{tmp_path}/mlruns")
+    return client.create_run(client.create_experiment("gpt")), client
+
+
+@pytest.fixture
+def kinds(tmp_path: Path, mlflow_run: tuple[Any, Any]) -> dict[str, tuple[Log, Callable[[], Curves]]]:
+    run, client = mlflow_run
+
+    def from_mlflow() -> Curves:
+        names = client.get_run(run.info.run_id).data.metrics
+        return {
+            name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)] for name in names
+        }
+
+    return {
+        "csv": (CsvLog(tmp_path / "steps.csv", parts=("mean",)), lambda: from_csv(tmp_path)),
+        "json lines": (JsonLinesLog(tmp_path / "steps.jsonl"), lambda: from_json_lines(tmp_path)),
+        "tensorboard": (TensorBoardLog(tmp_path / "events"), lambda: from_tensorboard(tmp_path / "events")),
+        "mlflow": (MlflowLog(run, client), from_mlflow),
+    }
+
+
+def loss_and_mean(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return (output - target).square().mean(), {"mean": output.detach().mean()}
+
+
+def test_every_figure_is_written_where_it_is_known(kinds: dict[str, tuple[Log, Callable[[], Curves]]]) -> None:
+    x, y = small.batch()
+    clock = map(float, count(start=0, step=2))
+    losses, means, norms = [], [], []
+    logs = [log for log, _ in kinds.values()]
+    with (
+        penstock.pipeline(small.mlp(), (x,), ranks=2, microbatches=4, loss_fn=loss_and_mean) as pipe,
+        StepLogger(*logs, clock=lambda: next(clock)) as logger,
+    ):
+        for step in range(3):
+            result = pipe.step(x, target=y, timeline=step > 0)
+            norms.append(float(pipe.clip_grad_norm_(1.0)))
+            losses.append(float(result.loss))
+            means.append(float(result.parts["mean"]))
+            if step == 1:  # as if each rank had a process of its own
+                assert result.timeline is not None
+                result = replace(result, timeline=replace(result.timeline, in_turns=False))
+                bubble = result.timeline.bubble_rate
+            logger.add(pipe.step_count, result, rows=len(x), tokens=50, gradient_norm=norms[-1])
+    for kind, (_, read) in kinds.items():
+        shown = read()
+        assert shown.pop("loss") == list(zip((1, 2, 3), map(pytest.approx, losses), strict=True)), kind
+        assert shown.pop("part/mean") == list(zip((1, 2, 3), map(pytest.approx, means), strict=True))
+        assert shown.pop("gradient_norm") == list(zip((1, 2, 3), map(pytest.approx, norms), strict=True))
+        assert shown.pop("bubble") == [(2, pytest.approx(bubble))]
+        assert shown.pop("time/step") == [(2, 2.0), (3, 2.0)]
+        assert shown.pop("rate/rows") == [(2, len(x) / 2), (3, len(x) / 2)]
+        assert shown.pop("rate/tokens") == [(2, 25.0), (3, 25.0)]
+        assert shown == {}
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="pip install '.[test]'")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    quiet = wandb.Settings(init_timeout=240, x_disable_stats=True, x_disable_meta=True, console="off")
+    try:
+        run = wandb.init(mode="offline", dir=str(tmp_path), project="gpt", settings=quiet)
+        log = WandbLog(run)
+        for step, loss in ((1, 3.25), (2, 2.5)):
+            log.write(StepFigures(step, loss, gradient_norm=0.125))
+        log.close()
+        run.finish()
+    finally:
+        wandb.teardown()  # ends its process, which has written everything then
+    (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    records = kept.read_bytes()
+    assert [text for text in (b"loss", b"3.25", b"2.5", b"gradient_norm", b"0.125") if text not in records] == []
+
+
+def test_files_are_continued(tmp_path: Path) -> None:
+    for step in (1, 2):
+        for log in (CsvLog(tmp_path / "steps.csv"), JsonLinesLog(tmp_path / "steps.jsonl")):
+            log.write(StepFigures(step, float(step), bubble=0.25))
+            log.close()
+    for read in (from_csv, from_json_lines):
+        found = read(tmp_path)
+        assert (found["loss"], found["bubble"]) == ([(1, 1.0), (2, 2.0)], [(1, 0.25), (2, 0.25)])
+    with pytest.raises(ArgumentError, match=r"steps\.csv: its columns are step, .*; expected step, .*, part/router$"):
+        CsvLog(tmp_path / "steps.csv", parts=("router",))
+
+
+def test_a_part_without_a_column_is_refused(tmp_path: Path) -> None:
+    log = CsvLog(tmp_path / "steps.csv")
+    with pytest.raises(ArgumentError, match=r"parts without a column: router; pass CsvLog\(parts=\('router',\)\)"):
+        log.write(StepFigures(1, 1.0, parts={"router": 0.5}))
+    log.close()
+
+
+def test_a_loss_that_is_no_number_is_text_in_json(tmp_path: Path) -> None:
+    log = JsonLinesLog(tmp_path / "steps.jsonl")
+    log.write(StepFigures(1, float("nan")))
+    log.close()
+    assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1, "loss": "nan"}\n'
+
+
+def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'penstock\[tensorboard\]'"):
+        StepWriter(tmp_path)
