@@ -194,6 +194,28 @@ def test_of_many_that_come_at_once_one_becomes_the_owner(tmp_path: Path, stale: 
         assert sorted(said.decode()) == ["-"] * 5 + ["o"]
 
 
+@pytest.mark.parametrize("text", ["", '"process 1073741824 on HOST, started at 2026-01-01 00:00:00+00:00"'])
+def test_an_owner_that_has_not_yet_said_who_it_is_is_asked_again(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock comes first; until the new owner writes, the file is empty, or names the one before, which has ended."""
+    holder, file = Holder(), tmp_path / owner.NAME
+    owner.claim(tmp_path, holder, "run")
+    whole = file.read_text()
+    file.write_text(text.replace("HOST", socket.gethostname()))
+    read = os.pread
+    asked: list[int] = []
+
+    def written_meanwhile(*given: int) -> bytes:
+        asked.append(1)
+        if len(asked) == 3:
+            file.write_text(whole)
+        return read(*given)
+
+    monkeypatch.setattr(owner.os, "pread", written_meanwhile)
+    assert elsewhere(tmp_path).startswith(f"run: process {os.getpid()} on {socket.gethostname()}, started at 20")
+
+
 def test_a_full_disk_or_one_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")

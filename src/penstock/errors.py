@@ -20,6 +20,7 @@ Each also derives from the built-in exception that callers would expect, so `exc
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 import warnings
@@ -92,6 +93,13 @@ def check_counts(*, required: bool = True, **counts: object) -> None:
     for name, value in counts.items():
         if (required or value is not None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
+
+
+def check_seconds(**seconds: object) -> None:
+    """Raises ArgumentError if one of these is not a finite number of 0 or more."""
+    for name, value in seconds.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ArgumentError(f"{name}={value!r}: expected seconds, 0 or more")
 
 
 def warn(message: str) -> None:

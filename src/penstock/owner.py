@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -19,11 +20,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.errors import ArgumentError, warn
-from penstock.process import Process
+from penstock.process import Process, lives
 from penstock.words import line_of
 
 NAME = ".owner.json"
 _MAX_CHARACTERS = 200
+_SAID = re.compile(r"process ([0-9]{1,9}) on (.*), started")
+_PATIENCE_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -106,10 +109,8 @@ def _lock_file(descriptor: int, file: Path, what: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.pread(descriptor, _MAX_CHARACTERS, 0).decode(errors="replace")
-        owner = line_of(text, _MAX_CHARACTERS).strip('"') or "another process"
         raise ArgumentError(
-            f"{what}: {owner} is writing to it; pass a folder that no other job uses, or, if that job has "
+            f"{what}: {_owner(descriptor)} is writing to it; pass a folder that no other job uses, or, if that job has "
             f"ended, remove {file}"
         ) from None
     except OSError as error:
@@ -117,6 +118,18 @@ def _lock_file(descriptor: int, file: Path, what: str) -> None:
             f"{what}: no locks on this file system ({error.strerror}), so a second job in this folder will not be "
             "detected"
         )
+
+
+def _owner(descriptor: int) -> str:
+    """Who holds the lock. It says so as soon as it has the lock: until then the file is empty, or names one that has
+    ended."""
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        text = line_of(os.pread(descriptor, _MAX_CHARACTERS, 0).decode(errors="replace"), _MAX_CHARACTERS).strip('"')
+        found = _SAID.match(text)
+        if (found and (found[2] != socket.gethostname() or lives(int(found[1])))) or time.monotonic() > until:
+            return text or "another process"
+        time.sleep(0.01)
 
 
 def _this_process() -> str:

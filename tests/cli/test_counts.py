@@ -36,3 +36,19 @@ def test_a_number_beyond_reason_is_refused_at_once(command: str, option: str, mo
 def test_a_proof_of_too_many_actions_is_refused_at_once() -> None:
     many = refusal("verify", "no:file", "--ranks", "10000", "--microbatches", "10000")
     assert "that makes 200,000,000 actions, but at most" in many
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("profile no:file --threads 0", "--threads 0: expected an integer >= 1"),
+        ("plan no:file --devices 2 --global-batch 8 --search -1", "--search -1: expected seconds, 0 or more"),
+        ("plan no:file --devices 2 --global-batch 8 --search nan", "--search nan: expected seconds, 0 or more"),
+        ("verify", "penstock verify: Missing argument 'TARGET'; see penstock verify --help"),
+        ("fabric show", "penstock fabric show: Missing argument 'FOLDER'; see penstock fabric show --help"),
+        ("top --bogus", "penstock top: No such option: --bogus; see penstock top --help"),
+        ("devices a b", "penstock devices: Got unexpected extra argument(s) (b); see penstock devices --help"),
+    ],
+)
+def test_what_is_wrong_with_arguments_is_one_line(command: str, expected: str) -> None:
+    assert refusal(*command.split()) == expected

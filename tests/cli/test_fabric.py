@@ -58,7 +58,7 @@ WRONG = {
     "sho": "did you mean 'show'?",
     "--sizes \uff14\uff10\uff10": "is not a size: pass bytes",
     "--sizes 999TiB": "GiB of memory on 4 hosts, but this machine has",
-    "--hosts 1000": "--hosts 1000: one machine can make at most 200",
+    "--hosts 1000": "--hosts 1000: expected at most 200; pass a smaller number",
     "--sizes 4parsec": "'4parsec' is not a size: pass bytes, or a number with KiB",
     "--sizes 4 --algorithm rong": "'rong' is not an algorithm for all_reduce: did you mean 'ring'?",
     "--sizes 4 --collective gather --algorithm ring": "'ring' is not an algorithm for gather: ",

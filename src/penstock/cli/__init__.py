@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
-from penstock.cli._as_typed import Commands, bad_value, in_options, options_of
+from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
 from penstock.cli._child import calls_a_target, in_child
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
 from penstock.launch.endings import stopped_by
@@ -52,10 +52,6 @@ class _Verbs(Commands):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except typer.BadParameter as error:
-            text, status = bad_value(error), 2
-            if text is None:
-                raise
         except SystemExit as error:
             if error.code:
                 raise
@@ -73,12 +69,15 @@ class _Verbs(Commands):
                 verb := self.get_command(ctx, ctx.invoked_subcommand or "")
             ):
                 text = in_options(text, set(options_of(verb)))
-        except Exception as error:  # click's NoSuchOption, which Typer does not export
+        except Exception as error:  # click's UsageError, which Typer does not export
+            if not hasattr(error, "format_message"):
+                raise
             verb, name = self.get_command(ctx, ctx.invoked_subcommand or ""), getattr(error, "option_name", "")
             remedy = in_options(of_peer(name), set(options_of(verb)) if verb else ())
-            if "--" not in remedy:
+            text = f"{ctx.invoked_subcommand} has no option {name}; {remedy}" if "--" in remedy else usage_error(error)
+            if not text:
                 raise
-            text, status = f"{ctx.invoked_subcommand} has no option {name}; {remedy}", 2
+            status = 2
         _flush()
         print(f"penstock: {'error: ' if status <= 2 else ''}{printable(text)}", file=sys.stderr)
         raise typer.Exit(status)
@@ -108,6 +107,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # closed, as by `>&-`: nothing else may get its number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
+    if len(os.environ.get("COLUMNS", "")) > 4:  # rich would fill lines of that length
+        del os.environ["COLUMNS"]
     with contextlib.suppress(AttributeError):  # what tests put in its place
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(in_child(_run) if calls_a_target(sys.argv[1:]) and hasattr(signal, "sigwaitinfo") else _run())

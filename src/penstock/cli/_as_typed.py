@@ -57,8 +57,17 @@ def options_of(command: Any) -> Iterator[str]:
         yield from options_of(below)
 
 
-def bad_value(error: typer.BadParameter) -> str | None:
-    """What was given and what was expected, in one line; None if that is unknown."""
+def usage_error(error: Any) -> str:
+    """What click found wrong with a command's arguments, in one line; empty: it has a page of help to show."""
+    if isinstance(error, typer.BadParameter) and (text := _bad_value(error)) is not None:
+        return text
+    message = " ".join(error.format_message().split()).rstrip(".")
+    where = " ".join(["penstock", *(error.ctx.command_path.split()[1:] if error.ctx else ())])
+    return "" if message.startswith("Usage: ") else f"{where}: {message}; see {where} --help"
+
+
+def _bad_value(error: typer.BadParameter) -> str | None:
+    """What was given and what was expected; None if that is unknown."""
     message, cause = error.message, error.__cause__
     option = error.param.opts[0] if error.param is not None else ""
     quoted = re.match(r"(?:Value error, )?'(.*?)' is not ", message)

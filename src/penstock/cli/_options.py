@@ -59,14 +59,15 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-_MAX = {"--devices": 20_000, "--global-batch": 100_000, "--microbatches": 10_000, "--microbatch-sizes": 100_000}
-_MAX |= dict.fromkeys(("--ranks", "--hosts", "--replicas", "--threads", "--chunks", "--stages"), 10_000)
+_LIMITS = {"--devices": 20_000, "--global-batch": 100_000, "--microbatches": 10_000, "--microbatch-sizes": 100_000}
+_LIMITS |= {"--hosts": 200}  # as machines.MAX_HOSTS
+_LIMITS |= dict.fromkeys(("--ranks", "--replicas", "--threads", "--chunks", "--stages"), 10_000)
 _MAX_OF_ANYTHING = 1_000_000_000
 
 
 def check_count(option: str, count: int) -> int:
     """Returns the number. Raises ArgumentError if it is more than any job has: it would only exhaust time or memory."""
-    most = _MAX.get(option, _MAX_OF_ANYTHING)
+    most = _LIMITS.get(option, _MAX_OF_ANYTHING)
     if count > most:
         raise ArgumentError(f"{option} {count}: expected at most {most:,}; pass a smaller number")
     return count

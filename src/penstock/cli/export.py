@@ -29,5 +29,5 @@ def export(
     try:
         path = export_checkpoint(folder, out, weights_only=weights_only)
     except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from None
+        raise CheckpointError(f"cannot export {folder} to {out}: {error.strerror or error}") from None
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")

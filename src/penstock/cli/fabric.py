@@ -83,14 +83,6 @@ class RunOptions:
     join_timeout: Annotated[float, option("Seconds within which every host must join.")] = 120.0
     stall_timeout: Annotated[float, option("Seconds after which to stop waiting for a host.")] = 120.0
 
-    def number(self) -> int:
-        """How many hosts to make here. Raises ArgumentError for more than one machine can have."""
-        from penstock.network.machines import MAX_HOSTS
-
-        if self.hosts is not None and self.hosts > MAX_HOSTS:
-            raise ArgumentError(f"--hosts {self.hosts}: one machine can make at most {MAX_HOSTS}")
-        return DEFAULT_HOSTS if self.hosts is None else self.hosts
-
     def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
         """The specification of a run of `workload` over `network`."""
         same = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
@@ -142,7 +134,7 @@ def fabric(
         return
     require("fabric", "jinja2", "scipy", for_what="penstock fabric")
     by_torchrun = "RANK" in os.environ and how.hosts is None
-    hosts = _started_hosts() if by_torchrun else how.number()
+    hosts = _started_hosts() if by_torchrun else how.hosts if how.hosts is not None else DEFAULT_HOSTS
     if by_torchrun and asked.given():
         raise ArgumentError(
             f"{asked.given()[0]} is for hosts that are made here; torchrun's hosts have their own network: leave it out"

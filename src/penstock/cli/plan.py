@@ -17,7 +17,7 @@ from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._plans import show, show_lack
 from penstock.cli._target import compute_as_ranks, profile_target, profiles_of
 from penstock.cli._transformer import TransformerOptions
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_seconds
 from penstock.words import counted
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ def plan(
             "How long to search, on a usual machine, for orders of work better than any schedule; a busy or slow "
             "one takes longer and finds the same.",
             metavar="SECONDS",
-            min=0,
         ),
     ] = 3.0,
     out: Annotated[Path | None, output_option("Write the best plan, for penstock.pipeline.", metavar="FILE")] = None,
@@ -80,6 +79,7 @@ def plan(
     from penstock.plan.remedies import remedies
     from penstock.plan.stage_costs import assumed, slowest_link, usual_link
 
+    check_seconds(search=search)
     wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)  # raises before anything is measured
     paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:

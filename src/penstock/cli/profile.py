@@ -13,6 +13,7 @@ from rich.text import Text
 
 from penstock.cli._options import option, output_option, spread
 from penstock.cli._target import Leaves, Microbatches, Opens, TargetName, loaded, names, profile_target, whole_numbers
+from penstock.errors import check_counts
 from penstock.report.text import print_unbroken, table
 from penstock.words import counted, in_ranges, sized
 
@@ -42,7 +43,7 @@ def profile(
         ),
     ] = None,
     threads: Annotated[
-        int | None, option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's.", min=1)
+        int | None, option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's.")
     ] = None,
     budget_seconds: Annotated[float, option("How long to measure each size.")] = 2.0,
     links: Annotated[
@@ -70,6 +71,7 @@ def profile(
     """
     from penstock.pipe.profiling import specified
 
+    check_counts(required=False, threads=threads)
     with loaded(target, "the model", weights=specified(device) is None) as given:
         import torch
 

@@ -108,27 +108,29 @@ def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named
     """What an event says; None if it names no action. Raises ArgumentError for a piece of a microbatch."""
     given: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
     text = given["action"] if isinstance(given.get("action"), str) else name
-    groups: dict[str, str] = {}
-    waits = False
-    if isinstance(text, str):  # without a pattern of the user's, names that differ in digits alone are read alike
-        places, waits = _matched(text if own else text.translate(_ZEROS), own)
-        groups = {field: text[where] for field, where in places.items()}
-    op = _BY_WORD.get(re.sub("[-_ ]", "", groups.get("op", "").lower()))
+    if not isinstance(text, str):
+        return None
+    op, places, waits = _matched(text if own else text.translate(_ZEROS), own)  # those that differ in digits are alike
     if op is None:
         return None
-    numbers = numbers_of(given) | numbers_of(groups)
+    numbers = numbers_of(given) if given else {}
+    for field, where in places:
+        if (digits := text[where].removesuffix(".0")).isdecimal() and len(digits) < 19:
+            numbers[field] = int(digits)
     if numbers.get("sequence"):
         raise ArgumentError(f"{quoted(text)}: microbatches in pieces of the sequence are not supported")
     return Named(op, numbers, waits)
 
 
 @lru_cache(maxsize=4096)  # a trace has few names and many events
-def _matched(text: str, own: re.Pattern[str] | None) -> tuple[dict[str, slice], bool]:
-    """Where in a name its op and numbers are, and whether it begins with a wait."""
-    for pattern, waits in [(own, False), *_COMPILED] if own is not None else _COMPILED:
-        if found := pattern.fullmatch(text):
-            return {field: slice(*found.span(field)) for field, value in found.groupdict().items() if value}, waits
-    return _parts(text), False
+def _matched(text: str, own: re.Pattern[str] | None) -> tuple[Op | None, list[tuple[str, slice]], bool]:
+    """A name's op, where in it each number is, by its field, and whether it begins with a wait."""
+    patterns = [(own, False), *_COMPILED] if own is not None else _COMPILED
+    matches = ((pattern.fullmatch(text), waits) for pattern, waits in patterns)
+    match, waits = next((one for one in matches if one[0]), (None, False))
+    found = {f: slice(*match.span(f)) for f, value in match.groupdict().items() if value} if match else _parts(text)
+    op = _BY_WORD.get(re.sub("[-_ ]", "", text[found["op"]].lower())) if "op" in found else None
+    return op, [(field, where) for key, where in found.items() if (field := field_named(key))], waits
 
 
 def _parts(text: str) -> dict[str, slice]:

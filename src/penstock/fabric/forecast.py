@@ -27,12 +27,11 @@ from penstock.fabric.models import (
 from penstock.fabric.statistics import fewest
 from penstock.fabric.terms import Terms, closed_form, known_algorithms
 from penstock.fabric.times import rate_key
+from penstock.schedule.placement import MAX_RANKS
 from penstock.words import counted
 
 FEWEST_SIZES = 3
 """With fewer sizes of a collective, the residuals of a fit mean nothing."""
-
-MAX_HOSTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +144,8 @@ def forecast(
     Raises:
         ArgumentError: there is neither a sweep nor a measured link to fit, or a number is out of range.
     """
-    if not all(2 <= n <= MAX_HOSTS for n in hosts):
-        raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_HOSTS:,}")
+    if not all(2 <= n <= MAX_RANKS for n in hosts):
+        raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
     return _carried(fit_run(record, results, collective), sizes, hosts)
 
 

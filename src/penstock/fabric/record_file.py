@@ -14,8 +14,8 @@ from penstock.files import STRICT
 from penstock.network import machines
 from penstock.network.director import Happened
 
-MAX_HOSTS = 10_000
-"""Of a run whose folder is read: those of `--hosts`."""
+_MAX_HOSTS = 10_000
+"""Of a run whose folder is read, of torchrun or of `--hosts`."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 40)]
 _Whole = Annotated[int, Field(ge=1, lt=1 << 40)]
 _Time = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
@@ -65,7 +65,7 @@ class RecordFile:
 
     __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
     workload: Workload
-    hosts: Annotated[int, Field(ge=2, le=MAX_HOSTS)]
+    hosts: Annotated[int, Field(ge=2, le=_MAX_HOSTS)]
     algorithm: str = ""
     trials: _Count = 0
     backend: str = ""

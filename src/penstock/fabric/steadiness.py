@@ -18,7 +18,7 @@ from penstock.errors import require
 
 _FEWEST, _LONG = 6, 30
 """The fewest trials that the test looks at, in a run of few trials and of many."""
-_MAX = 200
+_MAX_TRIALS = 200
 """The most trials in a warm-up."""
 _EVERY = 5
 """The number of trials between two tests."""
@@ -41,7 +41,7 @@ class WarmUp:
 
     def __init__(self, trials: int) -> None:
         self._window = min(max(trials // 2, _FEWEST), _LONG)
-        self._most = min(max(trials, self._window), _MAX)
+        self._most = min(max(trials, self._window), _MAX_TRIALS)
         self._values: list[float] = []
 
     def add(self, took: Sequence[float]) -> None:

@@ -25,7 +25,7 @@ from penstock.network.impairment import Bursts, Chance, Impairment
 LOST, TWICE, CORRUPT, JUMPS = 1, 2, 4, 8
 """The bits of a frame's fate: dropped; sent twice; sent with one wrong bit; sent without delay, ahead of others."""
 
-_MAX = 4.0
+_WIDEST = 4.0
 """Where netem's tables end, in units of the jitter."""
 _STREAMS = ("delay", "delay luck", "loss", "loss luck", "loss state", "duplicate", "duplicate luck", "corrupt",
             "corrupt luck", "bit", "reorder", "reorder luck")  # fmt: skip
@@ -138,9 +138,9 @@ def quantile(distribution: str, u: Floats) -> Floats:
     found = np.zeros_like(u)
     if distribution in ("pareto", "paretonormal"):
         with np.errstate(divide="ignore"):
-            found = np.minimum(((1 - u) ** (-1 / 3) - 1.5) * 4 / 3, _MAX)
+            found = np.minimum(((1 - u) ** (-1 / 3) - 1.5) * 4 / 3, _WIDEST)
     if distribution in ("normal", "paretonormal"):
-        normal = np.clip(_normal(u), -_MAX, _MAX)
+        normal = np.clip(_normal(u), -_WIDEST, _WIDEST)
         found = normal if distribution == "normal" else 0.25 * normal + 0.75 * found
     return found
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.balance import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
-from penstock.errors import ArgumentError, check_counts
+from penstock.errors import ArgumentError, check_counts, check_seconds
 from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
@@ -93,8 +93,7 @@ def profile(
             such a size, or the model cannot be run (its weights are on the meta device).
         PartitionError: the model cannot be recorded.
     """
-    if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
-        raise ArgumentError(f"budget_seconds={budget_seconds!r}: expected seconds, 0 or more")
+    check_seconds(budget_seconds=budget_seconds)
     check_counts(required=False, microbatches=microbatches)
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
     kind = specified(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_seconds
 from penstock.simulate.costs import NO_COST, LinkCost
 from penstock.words import counted
 
@@ -78,8 +78,7 @@ class Cluster:
         object.__setattr__(self, "kinds", kinds)
         object.__setattr__(self, "devices", total)
         object.__setattr__(self, "memory_bytes", max(kind.memory_bytes for kind in kinds))
-        if not 0 <= self.action_seconds < math.inf:
-            raise ArgumentError(f"action_seconds={self.action_seconds}: expected seconds, 0 or more")
+        check_seconds(action_seconds=self.action_seconds)
         if self.devices_per_host is not None and self.devices_per_host < 1:
             raise ArgumentError(
                 f"devices_per_host={self.devices_per_host}: expected an integer >= 1, or None for one host"

@@ -44,7 +44,7 @@ def health(
     return "waits" if state.waits_for else "computes"
 
 
-_MAX = 4
+_MAX_TOLD = 4
 """Ranks that are told one by one."""
 
 
@@ -56,10 +56,10 @@ def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
     for how, words in (("gone", "process exited without closing the pipeline"), ("silent", "silent")):
         if those := [state for state, judged in ranks if judged == how]:
             found += [
-                f"rank {state.number}: {words}; last heard of{_at([state], within=True)}" for state in those[:_MAX]
+                f"rank {state.number}: {words}; last heard of{_at([state], within=True)}" for state in those[:_MAX_TOLD]
             ]
-            if len(those) > _MAX:
-                found.append(f"and {len(those) - _MAX} more that are {how}")
+            if len(those) > _MAX_TOLD:
+                found.append(f"and {len(those) - _MAX_TOLD} more that are {how}")
     return found
 
 

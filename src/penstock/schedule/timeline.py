@@ -169,7 +169,9 @@ class Timeline(Drawn):
                 for track in given.ranks
                 for columns in [(track.start_seconds, track.end_seconds, track.waited_seconds)]
             ]
-            refuse_far_numbers(action for track in tracks for action in track.actions)
+            for track in tracks:
+                if max((0, *track.actions.stage, *track.actions.microbatch)) > _MAX_NUMBER:
+                    refuse_far_numbers(track.actions)
         except ValueError as error:  # of which ArgumentError and ScheduleError are two
             raise ArgumentError(f"{what} is no timeline, as `Timeline.to_dict` writes it: {error}") from None
         made = cls(tuple(tracks), given.in_turns, given.crowded)

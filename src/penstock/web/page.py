@@ -12,7 +12,7 @@ from penstock.web.page_data import timeline_data
 from penstock.web.shown import Idle, Shown, duration
 from penstock.words import sized
 
-_MAX = 32
+_MAX_RANKS = 32
 """Ranks of which each has a line."""
 
 
@@ -53,4 +53,4 @@ def _longest(idle: Idle) -> float:
 
 def _ranks(count: int) -> list[int]:
     """Those that have a line: all, or the first and the last."""
-    return [*range(count)] if count <= _MAX else [*range(_MAX // 2), *range(count - _MAX // 2, count)]
+    return [*range(count)] if count <= _MAX_RANKS else [*range(_MAX_RANKS // 2), *range(count - _MAX_RANKS // 2, count)]

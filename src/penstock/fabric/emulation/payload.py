@@ -16,7 +16,7 @@ TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 NOTHING = 77
 """Fills buffers that hold no input; no rank contributes it to a sum."""
 
-_MAX = {torch.int8: 127, torch.uint8: 255, torch.bfloat16: 256, torch.float16: 2048}
+_EXACT_TO = {torch.int8: 127, torch.uint8: 255, torch.bfloat16: 256, torch.float16: 2048}
 """Integers up to this are exact, and so are all sums up to it."""
 
 
@@ -28,7 +28,7 @@ def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.d
     exact in any type; for a minimum or a maximum, it contributes the extreme value.
     """
     place = torch.arange(elements, dtype=torch.int64)
-    room = _MAX.get(dtype, 2**24) // ranks
+    room = _EXACT_TO.get(dtype, 2**24) // ranks
     hashed = _mixed(_mixed(place + 0x9E3779B9 * (seed & 0x7FFFFFFF)) + 0x85EBCA6B * (rank + 1))
     drawn = hashed % min(13, room) + 1 if room > 1 else hashed % 2
     decides = (place + _mixed(place // ranks + 0x9E3779B9 * (seed & 0x7FFFFFFF))) % ranks == rank
