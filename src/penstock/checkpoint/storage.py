@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.checkpoint.contents import REST, Rest
 from penstock.checkpoint.folders import METADATA
-from penstock.checkpoint.unpickling import NotAllowedError, check_archive, unpickle
+from penstock.checkpoint.unpickling import NotAllowedError, unpickle
 from penstock.errors import ArgumentError
 from penstock.files import read_bytes
 from penstock.words import in_a_line, line_of
@@ -153,11 +153,6 @@ class _OnceRead(FileSystemReader):
                 raise ArgumentError(_damaged(file, error)) from error
         return self._metadata
 
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        """Of a file, the archive of one tensor; torch has no public place between this and its `torch.load`."""
-        check_archive(_Part(file, sinfo.offset, sinfo.length))
-        return super()._slice_file(file, sinfo)
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         """File by file, so that an error names one."""
         per_file: dict[str, list[ReadItem]] = {}
@@ -171,28 +166,6 @@ class _OnceRead(FileSystemReader):
             except Exception as error:
                 raise ArgumentError(_damaged(Path(self.path) / name, error)) from error
         return done if per_file else super().read_data(plan, planner)
-
-
-class _Part(io.RawIOBase):
-    """A part of a file, as a file (torch's takes a place from the end with the wrong sign)."""
-
-    def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def seek(self, place: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = max(0, place + (0, self._at, self._length)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._file.seek(self._offset + self._at)
-        read: int = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
-        self._at += read
-        return read
-
-    def readable(self) -> bool:
-        return True
-
-    seekable = readable
 
 
 class _Planner(DefaultLoadPlanner):
