@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 from command_line import refusal
+from torch.nn.functional import mse_loss
 
+import penstock
 from fabric.made_runs import made_run, write_run
 from penstock.schedule import generate
 from penstock.schedule.csv import write_csv
+from scaffolding import small
 from scaffolding.run_folders import a_run
 
 COMMANDS = {
@@ -70,6 +73,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("c.json", "p.json", "d.toml", "target.py", "train.py"):
         (shut / name).write_text("")
     return tmp_path
+
+
+@pytest.mark.parametrize("folder", ["shut", "shut/run"])
+def test_training_goes_on_without_a_record(here: Path, folder: str) -> None:
+    def warned() -> str:
+        (here / folder).chmod(0)
+        x, y = small.batch()
+        with pytest.warns(UserWarning, match="Permission denied") as told:
+            with penstock.pipeline(small.mlp(), (x,), loss_fn=mse_loss, microbatches=2, run="shut/run") as pipe:
+                pipe.step(x, target=y)
+        return f"step {pipe.step_count}, {len(told)} warnings"
+
+    try:
+        assert without_the_rights_of_root(warned).startswith("step 1, ")
+    finally:
+        (here / folder).chmod(0o700)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o000])

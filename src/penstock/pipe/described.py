@@ -47,7 +47,7 @@ def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None
         except ArgumentError as error:
             refusal = str(error)
         except OSError as error:
-            if path.is_dir():  # otherwise the recorder warns of it; training goes on
+            if os.path.isdir(path):  # otherwise the recorder warns of it; training goes on
                 warn(f"run={str(path)!r}: {error}; a second job in this folder will not be detected")
     run_id, refusal = engine.control.give_all((uuid.uuid4().hex, refusal))
     if refusal is not None:

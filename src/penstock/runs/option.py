@@ -57,9 +57,9 @@ class RunFolder:
         if given is None:
             return None
         made = given if isinstance(given, RunFolder) else cls(given)
-        if (path := Path(made.path)).exists() and not path.is_dir():
+        if os.path.exists(made.path) and not os.path.isdir(made.path):
             raise ArgumentError(f"run={os.fspath(made.path)!r} is a file; expected a folder to record the run in")
-        return replace(made, path=path.absolute())
+        return replace(made, path=Path(made.path).absolute())
 
     def times(self, step: int, since_start: int) -> bool:
         """Whether a step is recorded with its timeline.

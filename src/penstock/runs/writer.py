@@ -197,8 +197,8 @@ def earlier_run(path: Path) -> About | None:
     """The run that is in a folder, to be continued or set aside; None if there is none. Raises ArgumentError: the
     folder has a run of another version or tool, or part of one."""
     what = f"run={str(path)!r}"
-    if (path / ABOUT).exists():
+    if os.path.exists(path / ABOUT):  # which is False, too, where nobody may look: then nothing is recorded
         return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
-    if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if (path / name).exists()]:
+    if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if os.path.exists(path / name)]:
         raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; pass another folder, or an empty one")
     return None
