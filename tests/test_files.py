@@ -532,3 +532,8 @@ def test_dataclasses_are_checked_by_their_annotations() -> None:
     with pytest.raises(ArgumentError, match="the timeline: stage is unknown to this version"):
         Timeline.from_dict({**TIMELINE.to_dict(), "stage": 1})
     assert (FORMAT, VERSION) == ("penstock run", 1)
+
+
+def test_a_text_that_names_a_file_of_any_bytes_is_written(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "page.html", "of \udcff.json")
+    assert (tmp_path / "page.html").read_text() == "of \\udcff.json"

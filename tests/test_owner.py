@@ -199,6 +199,7 @@ def test_an_owner_that_has_not_yet_said_who_it_is_is_asked_again(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock comes first; until the new owner writes, the file is empty, or names the one before, which has ended."""
+    monkeypatch.setattr(owner, "_PATIENCE_SECONDS", 60.0)
     holder, file = Holder(), tmp_path / owner.NAME
     owner.claim(tmp_path, holder, "run")
     whole = file.read_text()

@@ -7,7 +7,7 @@ const dark = () => {
 const live = () => document.querySelector(".live-schedule iframe")?.contentWindow.postMessage({ theme: dark() ? "dark" : "light" }, "*");
 
 addEventListener("DOMContentLoaded", () => {
-  for (const block of document.querySelectorAll("pre, .table-wrapper")) block.tabIndex = 0; // wide ones scroll
+  for (const block of document.querySelectorAll("pre, .table-wrapper")) if (block.scrollWidth > block.clientWidth) block.tabIndex = 0;
   for (const head of document.querySelectorAll("th")) if (!head.textContent.trim()) head.replaceWith(document.createElement("td"));
   for (const caption of document.querySelectorAll("p.caption[role=heading]")) caption.setAttribute("aria-level", "2");
   document.querySelector(".sidebar-drawer")?.setAttribute("aria-label", "Pages");

@@ -20,7 +20,6 @@ Each also derives from the built-in exception that callers would expect, so `exc
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import sys
 import warnings
@@ -95,10 +94,10 @@ def check_counts(*, required: bool = True, **counts: object) -> None:
             raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
 
 
-def check_seconds(**seconds: object) -> None:
-    """Raises ArgumentError if one of these is not a finite number of 0 or more."""
+def check_seconds(*, most: float = sys.float_info.max, **seconds: object) -> None:
+    """Raises ArgumentError if one of these is not a number of 0 or more, and at most `most`: math.inf is no limit."""
     for name, value in seconds.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
             raise ArgumentError(f"{name}={value!r}: expected seconds, 0 or more")
 
 

@@ -288,7 +288,7 @@ def _kind(mode: int) -> str:
 def write_text(path: FilePath, text: str, what: str | None = None) -> None:
     """Write a file of UTF-8 text. Raises ArgumentError as `replacing` does."""
     with replacing(path, what) as new:
-        new.write_text(text, encoding="utf-8", newline="")
+        new.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")  # a file name may be any bytes
 
 
 def write_json(path: FilePath, value: Any, what: str | None = None) -> None:

@@ -25,7 +25,7 @@ from penstock.words import line_of
 
 NAME = ".owner.json"
 _MAX_CHARACTERS = 200
-_SAID = re.compile(r"process ([0-9]{1,9}) on (.*), started")
+_OWNER_TEXT = re.compile(r"process ([0-9]{1,9}) on (.*), started")
 _PATIENCE_SECONDS = 1.0
 
 
@@ -121,12 +121,12 @@ def _lock_file(descriptor: int, file: Path, what: str) -> None:
 
 
 def _owner(descriptor: int) -> str:
-    """Who holds the lock. It says so as soon as it has the lock: until then the file is empty, or names one that has
-    ended."""
+    """Describe the lock's holder. It writes its name right after it takes the lock; until then the file is empty, or
+    names one that has ended."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         text = line_of(os.pread(descriptor, _MAX_CHARACTERS, 0).decode(errors="replace"), _MAX_CHARACTERS).strip('"')
-        found = _SAID.match(text)
+        found = _OWNER_TEXT.match(text)
         if (found and (found[2] != socket.gethostname() or lives(int(found[1])))) or time.monotonic() > until:
             return text or "another process"
         time.sleep(0.01)

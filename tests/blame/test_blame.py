@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.blame.command import checked, run
+from penstock.blame.finding import Blame, Finding
 from penstock.blame.names import Part, name_parts, read
+from penstock.blame.page import page
 from penstock.blame.watch import FOLDER
 from penstock.errors import ArgumentError, PipelineFailure
 from penstock.launch.agent import left
 from penstock.proof.first_difference import confusable_values, first_value
 from penstock.proof.trail import FORWARD, Place, Trail
+from penstock.schedule import generate
+from penstock.simulate import StageCost, simulate
 from penstock.testing import assert_same_training
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
@@ -45,7 +49,8 @@ def test_planted_faults_are_named_and_right_scripts_are_not_accused() -> None:
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     ranks = ["torchrun", "--standalone", "--nproc-per-node", "2", str(BENCH / "with_send_recv.py")]
-    command = [sys.executable, "-m", "penstock", "blame", f"{BENCH / 'model.py'}:make", "--json", "--steps", "1", "--"]
+    command = [sys.executable, "-m", "penstock", "blame", f"{BENCH / 'model.py'}:make", "--json", "--steps", "1"]
+    command += ["--out", "page.html", "--"]
     environment = {**os.environ, "FAULT": "not scaled", "CASE": ""}
     done = subprocess.run(
         [*command, *ranks], capture_output=True, text=True, timeout=280, env=environment, cwd=tmp_path, check=False
@@ -55,7 +60,23 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert (finding["kind"], finding["action"], finding["step"]) == ("gradient scale", "gradients", 1)
     assert "4 times what it should be: the number of microbatches" in finding["text"]
     assert "penstock: error: gradient scale: all gradients" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+    text = (tmp_path / "page.html").read_text()
+    assert "what is wrong comes after these actions" in text
+    for action in ("forward of microbatch 3, stage 0", "backward of microbatch 3, stage 1"):
+        assert f"<title>{action}: " in text, "what ranks did, by the clock"
+
+
+def test_a_page_frames_the_wrong_action() -> None:
+    timeline = simulate(generate("1f1b", 2, 2), StageCost(1.0, 1.0, 1.0))
+    for action, framed in (("1RECV_F1", "1F1"), ("0B0", "0B0"), ("0RECV_B1", "0B1"), ("clipping", None)):
+        finding = Finding("message", "it is <late>", action, 2, 1, 1, 1, difference=0.5, largest=2.0)
+        text = page(Blame(finding, 2, 2, 2, 2, 9, ("a note",), timeline))
+        assert text.count('class="marked"') == (framed is not None)
+        assert (f"step 2; framed: {framed}" in text) is (framed is not None)
+        assert "it is &lt;late&gt;" in text
+        assert '<th scope="row">off by</th><td>0.5</td>' in text
+    assert "trains as the unsplit model does" in page(Blame(None, 2, 2, 2, 2, 9))
 
 
 SPAWNED = """
@@ -112,11 +133,11 @@ def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> N
         "time.sleep(600)\n"
     )
     command = ["sh", "-c", f"cd {tmp_path} && {sys.executable} -S train.py"]
-    assert run(command, folder, steps=3, timeout=2.0) == "took no step for 2 s"
+    assert run(command, folder, steps=3, timeout=15.0) == "took no step for 15 s (--timeout)"
     assert tmp_path.joinpath("pid").exists()
     assert left(str(folder), tag=FOLDER) == set()
-    with pytest.raises(PipelineFailure, match="the job took no step for 2 s before all ranks had taken a step"):
-        read(folder, "took no step for 2 s")
+    with pytest.raises(PipelineFailure, match="the job took no step for 15 s before all ranks had taken a step"):
+        read(folder, "took no step for 15 s")
 
 
 def part(rank: int, stage: nn.Module) -> Part:
@@ -145,6 +166,14 @@ def test_renumbered_layers_are_known_by_their_weights() -> None:
     }
     assert parts[1].tensors["0.1.weight"] == "layers.3.1.weight"  # all layer norms start alike
     assert parts[1].tensors["1.0.bias"] == "layers.2.0.bias"
+
+
+def test_a_layer_left_out_is_the_one_whose_weights_nobody_has() -> None:
+    """As in DeepSpeed's PipelineModule, which numbers the layers that it is given from 0."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    stages = [part(0, nn.Sequential(model[0], model[2])), part(1, nn.ModuleDict({"2": model[3]}))]
+    name_parts(stages, model)
+    assert sorted(name for one in stages for name in one.modules.values()) == ["0", "2", "3"]
 
 
 def test_weights_that_the_script_drew_itself_are_named_by_order() -> None:

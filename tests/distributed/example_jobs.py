@@ -80,6 +80,7 @@ def both(rank: int, other: str, at: int, said: Path) -> None:
     except penstock.PenstockError as error:
         if rank == 1:
             said.write_text(f"{type(error).__name__}: {error}")
+        raise  # the run ends, and this process with it if it is in its step: it takes no other job
 
 
 def nobody(rank: int) -> str:

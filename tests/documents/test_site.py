@@ -138,18 +138,10 @@ def test_the_live_schedule_follows_what_is_chosen(site: Path, open_page: Opener)
     assert two[0].startswith("zb-h1: ")
 
 
+@pytest.mark.timeout(900)  # with the site, if this is the first test that needs it
 @pytest.mark.parametrize(("size", "dark"), [("wide", False), ("phone", True)])
-def test_axe_finds_nothing(site: Path, open_page: Opener, size: str, dark: bool) -> None:
-    found = {}
-    for name in (
-        "index",
-        "tutorial",
-        "guides/monitoring",
-        "reference/api",
-        "reference/commands",
-        "_static/live-schedule",
-    ):
-        page = open_page(site / f"{name}.html", size=size, dark=dark)
-        page.wait_for_load_state()
-        found[name] = barriers(page)
-    assert not any(found.values()), found
+@pytest.mark.parametrize("name", ["index", "guides/monitoring", "reference/api", "_static/live-schedule"])
+def test_axe_finds_nothing(site: Path, open_page: Opener, name: str, size: str, dark: bool) -> None:
+    page = open_page(site / f"{name}.html", size=size, dark=dark)
+    page.wait_for_load_state()
+    assert barriers(page) == []

@@ -131,7 +131,7 @@ def test_pictures_have_a_curve_and_a_name_for_each_cut_and_direction(shown: tupl
     run, found = shown
     whole = page(run, found).replace("&gt;", ">")
     pictures = re.findall(r"<svg.*?</svg>", whole, re.DOTALL)
-    assert len(pictures) == 5
+    assert len(pictures) == 4
     for text in pictures:
         assert not re.search(r"[FB]\d+ stage", text)
         assert "stage" in text or "send" in text

@@ -127,7 +127,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     try:
         run = wandb.init(mode="offline", dir=str(tmp_path), project="gpt", settings=quiet)
         log = WandbLog(run)
-        for step, loss in ((1, 3.25), (2, 2.5)):
+        for step, loss in ((1, 31.40625), (2, 17.15625)):
             log.write(StepFigures(step, loss, gradient_norm=0.125))
         log.close()
         run.finish()
@@ -135,7 +135,9 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         wandb.teardown()  # ends its process, which has written everything then
     (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = kept.read_bytes()
-    assert [text for text in (b"loss", b"3.25", b"2.5", b"gradient_norm", b"0.125") if text not in records] == []
+    assert [
+        text for text in (b"loss", b"31.40625", b"17.15625", b"gradient_norm", b"0.125") if text not in records
+    ] == []
 
 
 def test_files_are_continued(tmp_path: Path) -> None:
@@ -146,8 +148,18 @@ def test_files_are_continued(tmp_path: Path) -> None:
     for read in (from_csv, from_json_lines):
         found = read(tmp_path)
         assert (found["loss"], found["bubble"]) == ([(1, 1.0), (2, 2.0)], [(1, 0.25), (2, 0.25)])
-    with pytest.raises(ArgumentError, match=r"steps\.csv: its columns are step, .*; expected step, .*, part/router$"):
+    with pytest.raises(
+        ArgumentError, match=r"steps\.csv begins with 'step,loss,.*; expected step,.*,part/router: pass"
+    ):
         CsvLog(tmp_path / "steps.csv", parts=("router",))
+
+
+def test_a_line_that_a_crash_cut_in_half_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    log = JsonLinesLog(tmp_path / "steps.jsonl")
+    log.write(StepFigures(3, 2.0))
+    log.close()
+    assert (tmp_path / "steps.jsonl").read_text().splitlines()[1:] == ['{"step": 2, "lo', '{"step": 3, "loss": 2.0}']
 
 
 def test_a_part_without_a_column_is_refused(tmp_path: Path) -> None:

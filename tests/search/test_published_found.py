@@ -101,13 +101,17 @@ def test_the_search_begins_with_the_published_heuristics(model: str, microbatche
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", PUBLISHED["zbv_sweep"], ids=lambda row: f"m{row['microbatches']}")
 def test_zb_v(row: dict[str, Any]) -> None:
     f, i, w = (row[f"chunk_{what}"] for what in ("forward", "backward_input", "backward_weight"))
     p, m = row["ranks"], row["microbatches"]
     # M_W / M_B of a layer with 32 heads, 4096 wide, 1024 tokens.
     cost = StageCost(f, i, w, activation_bytes=1, weight_gradient_bytes=32 / (34 + 5 * 32 * 1024 / 4096))
-    found = search(Placement.v(p), m, cost, LinkCost(row["comm"]), memory_limit=2 * p, objective="span", seconds=20)
+    seconds = 20 if m < 100 else 150  # 60 on an idle machine
+    found = search(
+        Placement.v(p), m, cost, LinkCost(row["comm"]), memory_limit=2 * p, objective="span", seconds=seconds
+    )
     rate = 1 - 2 * m * (f + i + w) / found.objective_seconds
     assert rate <= row["bubble_rate"]["zb-v (heuristic, memory limit p)"] + ROUNDING
     assert max(one.peak_activations for one in memory(found.schedule, cost, found.timeline)) <= 2 * p

@@ -29,6 +29,7 @@ def test_axe_finds_nothing(open_page: Any, studio: Start, tmp_path: Path, size: 
     link, found = studio(tmp_path).link, {}
     for name, (view, there) in VIEWS.items():
         page = open_page(f"{link}&{view}", size=size, dark=dark)
+        page.wait_for_selector("html[data-ready]")
         page.wait_for_selector(there)
         found[name] = barriers(page)
         page.goto("about:blank")  # it asks nothing more

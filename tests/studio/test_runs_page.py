@@ -190,9 +190,11 @@ def test_runs_lie_over_each_other(open_page: Any, studio: Start, tmp_path: Path)
         records = [StepRecord(step, 3.0 - step * speed, speed, 64, speed * step) for step in range(1, 10)]
         (folder / "steps.jsonl").write_text("".join(one.to_line() for one in records))
     page = open_page(f"{studio(tmp_path).link}&view=runs")
-    page.check("[data-compare=a]")
-    assert page.locator(".compared table").count() == 0, "one run is compared with nothing"
-    page.check("[data-compare=b]")
+    page.wait_for_selector(".entries tbody tr")
+    for name in "ab":
+        with page.expect_response("**/api/library*"):
+            page.click(f"[data-compare={name}]")
+        page.wait_for_selector(f"[data-compare={name}]:checked")
     page.wait_for_selector(".compared canvas")
     assert page.locator(".compared thead th").all_inner_texts() == ["a", "b"]
     assert page.locator("[data-fact=schedule]").all_inner_texts() == ["gpipe", "1f1b"]
@@ -202,5 +204,5 @@ def test_runs_lie_over_each_other(open_page: Any, studio: Start, tmp_path: Path)
     computes = page.locator("[data-fact='computes, of a rank on average']").all_inner_texts()
     assert computes[0] == f"{1000 * sum(timeline(1.0, 1.6, 1.0).busy_seconds(rank) for rank in range(3)) / 3:.0f} ms"
     assert "compare=a%7Cb" in page.url
-    page.uncheck("[data-compare=a]")
+    page.click("[data-compare=a]")
     page.wait_for_function("() => !document.querySelector('.compared table')")

@@ -27,8 +27,16 @@ from penstock.words import counted
 TIMEOUT_SECONDS = 300.0
 _MODULES = {"torchrun": "torch.distributed.run", "penstock": "penstock"}
 _START = """\
-import sys
-if "-c" not in sys.orig_argv or "--multiprocessing-fork" in sys.orig_argv:  # no helper of multiprocessing, but a rank
+import os, sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+others = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
+users = PathFinder.find_spec("sitecustomize", others)  # Python imports only one
+if users is not None and users.loader is not None:
+    sys.modules["sitecustomize"] = module_from_spec(users)
+    users.loader.exec_module(sys.modules["sitecustomize"])
+if sys.argv[:1] != ["-c"] or "--multiprocessing-fork" in sys.argv:  # no helper of multiprocessing, but a rank
     import penstock.blame.rank
 """
 
@@ -71,12 +79,13 @@ def run(command: Sequence[str], folder: Path, steps: int, timeout: float) -> str
         nonlocal last, files
         names = [file.name for file in folder.iterdir()]
         done = [name for name in names if name.startswith("done-")]
-        if done and len(done) >= int(done[0].rpartition("-")[2]):
+        worlds = [int(name.rpartition("-")[2]) for name in done]
+        if worlds and worlds.count(max(worlds)) >= max(worlds):
             raise _EndError
         if len(names) != files:
             last, files = time.monotonic(), len(names)
         if time.monotonic() - last > timeout:
-            raise _EndError(f"took no step for {timeout:g} s")
+            raise _EndError(f"took no step for {timeout:g} s (--timeout)")
 
     found = checked(command)
     folder.joinpath("sitecustomize.py").write_text(_START)
@@ -104,6 +113,6 @@ def checked(command: Sequence[str]) -> list[str]:
             "torchrun --nproc-per-node 2 train.py`"
         )
     script = next((one for one in command if one.endswith(".py") and " " not in one), None)
-    if script is not None and not Path(script).is_file():
+    if module is not None and "-m" not in command and script is not None and not Path(script).is_file():
         raise ArgumentError(f"there is no file {script!r} in {Path.cwd()}; pass the path of the script that ranks run")
     return list(command) if module is None else [sys.executable, "-m", module, *command[1:]]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from penstock.schedule.timeline import Timeline
 from penstock.words import counted
 
 
@@ -49,6 +50,7 @@ class Blame:
         finding: the first wrong action; None: there is none.
         compared: how many gradients, updates and buffers.
         notes: what could not be compared.
+        timeline: what ranks did in the step of the finding, or in the first; None: not known.
     """
 
     finding: Finding | None
@@ -58,6 +60,7 @@ class Blame:
     microbatches: int
     compared: int
     notes: tuple[str, ...] = ()
+    timeline: Timeline | None = None
 
     @property
     def ok(self) -> bool:
@@ -72,4 +75,6 @@ class Blame:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "ok": self.ok, "summary": self.summary()}
+        told = asdict(replace(self, timeline=None))
+        del told["timeline"]
+        return {**told, "ok": self.ok, "summary": self.summary()}

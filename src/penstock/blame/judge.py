@@ -25,6 +25,8 @@ from penstock.partition.values.memory import same_bits
 from penstock.proof.comparison import Comparison, compare
 from penstock.proof.first_difference import in_reference
 from penstock.proof.trail import Trail
+from penstock.schedule import Action, Op, Row
+from penstock.schedule.timeline import Timeline, Times
 
 
 def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
@@ -42,7 +44,18 @@ def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
     finding = next(filter(None, map(found.step, range(noted.steps))), None)
     stages = len({part.stage for part in noted.parts})
     sizes = noted.steps, len(noted.files), stages, max(part.steps[0]["count"] for part in noted.parts)
-    return Blame(finding, *sizes, found.compared + found.updates.compared, tuple(dict.fromkeys(found.updates.notes)))
+    compared, notes = found.compared + found.updates.compared, tuple(dict.fromkeys(found.updates.notes))
+    return Blame(finding, *sizes, compared, notes, _timeline(noted, 0 if finding is None else finding.step - 1))
+
+
+def _timeline(noted: Noted, step: int) -> Timeline:
+    """What ranks did in a step, on the clock of their hosts."""
+    rows: list[list[tuple[Action, Times]]] = [[] for _ in range(1 + max(noted.files))]
+    for part in noted.parts:
+        for op, microbatch, start, end in part.steps[step]["ran"]:
+            rows[part.rank].append((Action(part.stage, Op(op), microbatch), (start, start, end)))
+    ordered = [sorted(row, key=lambda each: each[1][0]) for row in rows]
+    return Timeline.of_rows([Row([a for a, _ in row]) for row in ordered], [[t for _, t in row] for row in ordered])
 
 
 @dataclass(slots=True)

@@ -88,12 +88,14 @@ def read(folder: Path, failure: str = "") -> Noted:
         ArgumentError: no rank left anything.
         PipelineFailure: the job failed in its first step.
     """
-    files: dict[int, list[Any]] = defaultdict(list)
+    processes: dict[tuple[int, str], list[Any]] = defaultdict(list)
     for file in sorted(folder.glob("step-*.pt"), key=lambda file: int(file.stem.split("-")[1])):
         noted = torch.load(file, weights_only=True)
-        files[noted["rank"]].append(noted)
-    steps = min((sum(step["is_complete"] or not failure for step in found) for found in files.values()), default=0)
-    if failure and (not steps or len(files) < max(found[0]["world"] for found in files.values())):
+        processes[noted["rank"], file.stem.rpartition("-")[2]].append(noted)
+    world = max((found[0]["world"] for found in processes.values()), default=0)
+    files = {rank: found for (rank, _), found in processes.items() if found[0]["world"] == world}
+    steps = min((sum(_is_whole(step, failure) for step in found) for found in files.values()), default=0)
+    if failure and (not steps or len(files) < world):
         raise PipelineFailure(
             f"the job {failure} before all ranks had taken a step: see what it printed, and run it without penstock "
             "blame first"
@@ -117,13 +119,22 @@ def read(folder: Path, failure: str = "") -> Noted:
     return Noted(parts, steps, files)
 
 
+def _is_whole(step: Mapping[str, Any], failure: str) -> bool:
+    """Whether a step ended: with an update, or, of a job that trains one step without one, with the job."""
+    return bool(step["is_complete"] or (not failure and step["step"] == 0))
+
+
 def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
     """Finds the unsplit model's names. Raises ArgumentError: it has no such weights, or in another dtype."""
     reference: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     reference |= dict(model.named_buffers(remove_duplicate=False))
     classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
     held = [(part, name, value) for part in parts for name, value in part.steps[0]["before"].items()]
-    if not _by_name(held, reference) and not _by_value(held, reference, classes) and not _by_order(held, reference):
+    named = _by_name(held, reference)
+    there = {id(reference[name]) for part in parts for name in part.tensors} if named else set()
+    if not {id(parameter) for parameter in model.parameters()} <= there:  # without a layer those behind it move up
+        named = _by_value(held, reference, classes) or _by_name(held, reference) or _by_order(held, reference)
+    if not named:
         raise ArgumentError(
             "most of the pipeline's weights are not the unsplit model's, by name, shape or value; return the model "
             "that the script splits, or pass names= to penstock.blame.capture"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,7 +29,9 @@ from penstock.trees import leaf_tensors
 FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
 """Of the environment: where ranks leave what they saw, and of how many steps."""
 SENT = "the gradient that {} sends back"
-_NOTED = ("stage", "names", "before", "grads", "random", "training", "extra", "count", "autocast", "overwritten")
+_NOTED = (
+    "stage", "names", "before", "grads", "random", "training", "extra", "count", "autocast", "overwritten", "ran",
+)  # fmt: skip
 _CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 
 
@@ -41,6 +44,7 @@ class Root:
         extra: its forwards besides those of microbatches.
         grads: what each parameter has accumulated.
         overwritten: the microbatches whose inputs were others when their backward began.
+        ran: what it did, as ("F" or "B", microbatch, start, end) in nanoseconds of this host's clock.
     """
 
     def __init__(self, module: nn.Module, stage: int | None, names: Mapping[str, str], hooks: ExitStack) -> None:
@@ -66,6 +70,7 @@ class Root:
         self.trail.forget()
         self.count = self.extra = self.microbatch = 0
         self.autocast, self.overwritten = "", list[int]()
+        self.ran: list[tuple[str, int, int, int]] = []
         self.random: dict[tuple[str, int, int], Tensor] = {}
         self.grads: dict[str, Tensor] = {}
         self.training: dict[str, bool] = {}
@@ -97,18 +102,28 @@ class Root:
 
         def begin(_: Tensor) -> None:
             self.trail.begin(microbatch, self.stage or 0, backward=True)
+            self._runs("B", microbatch)
             for leaf, tensor in enumerate(inputs):
                 taken = self.trail.values.get(Place(FORWARD[0], "", 0, leaf, microbatch), tensor)
                 self.overwritten += [] if same_bits(tensor, taken) else [microbatch]
 
+        self._runs("F", microbatch)
         found = run()
+        self._runs("F", microbatch)
         for tensor in leaf_tensors(found):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(begin)  # type: ignore[no-untyped-call]
         return found
 
+    def _runs(self, op: str, microbatch: int) -> None:
+        """Notes that it does so now: from when it first did, without another in between, until now."""
+        now = time.time_ns()
+        last = self.ran.pop() if self.ran and self.ran[-1][:2] == (op, microbatch) else (op, microbatch, now, now)
+        self.ran.append((*last[:3], now))
+
     def _sent(self, leaf: int, gradient: Tensor) -> None:
         if self.trail.active:
+            self._runs("B", self.trail.microbatch)
             self.trail.values[Place(SENT, "", 0, leaf, self.trail.microbatch)] = gradient.detach().clone()
 
     def _drawn(self, name: str) -> None:
@@ -119,6 +134,7 @@ class Root:
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         if self.trail.active and parameter.grad is not None:
+            self._runs("B", self.trail.microbatch)
             self.grads[name] = _copy(parameter.grad)
 
     def keep_gradients(self) -> None:
@@ -197,10 +213,11 @@ class Watch:
             self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         if any(root.count for root in self.roots.values()) and self.step < self.steps:
             names = "rank", "world", "step", "clips", "updates", "unclipped"
+            own = f"{self.step}-{self.rank}-{os.getpid()}"  # one that starts ranks may train before
             noted = {name: getattr(self, name) for name in names}
             noted |= {"roots": [root.noted() for root in self.roots.values()], "threads": torch.get_num_threads()}
             noted["is_complete"] = self._has_ended()
-            file = self.folder / f"step-{self.step}-{self.rank}.pt"
+            file = self.folder / f"step-{own}.pt"
             torch.save(noted, file.with_suffix(".part"))
             file.with_suffix(".part").rename(file)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from penstock.cli._options import Json, spread
+from penstock.cli._options import Json, output_option, spread
 from penstock.cli._target import TargetName, loaded
-from penstock.errors import VerificationError
-from penstock.files import finite
+from penstock.errors import VerificationError, check_counts
+from penstock.files import finite, write_text
 from penstock.words import counted
 
 
@@ -24,6 +25,9 @@ def blame(
     ],
     steps: Annotated[int, typer.Option(help="How many optimizer steps to compare; the job is then ended.")] = 3,
     timeout: Annotated[int, typer.Option(help="Seconds a step may take before the job is ended, and judged.")] = 300,
+    out: Annotated[
+        Path | None, output_option("Write a page as well, with the wrong action framed.", metavar="FILE")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find out why a pipeline trains wrongly: run it, unedited, and compare it with the unsplit model.
@@ -38,11 +42,17 @@ def blame(
     and 2 if nothing could be compared.
     """
     from penstock.blame import command as job
+    from penstock.blame.page import page
+    from penstock.cli.show import refuse_other
 
+    check_counts(steps=steps, timeout=timeout)
+    refuse_other("--out", out, ".html", ".htm")
     command = command[1:] if command[:1] == ["--"] else command
     job.checked(command)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as given:
         found = job.blame(command, given, steps, timeout)
+    if out is not None:
+        write_text(out, page(found), "--out")
     if as_json:
         print(json.dumps(finite(found.to_dict()), allow_nan=False))
     else:

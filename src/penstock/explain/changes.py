@@ -92,11 +92,11 @@ class Trial:
             pairs.insert(1, (self.replay.sending.step_seconds, idea.cases[0].sending))
         return tuple((now - case.step_seconds) / self.step.seconds if self.step.seconds else 0.0 for now, case in pairs)
 
-    def usual(self, idea: Idea) -> float:
-        """What an idea usually brings. Where ranks share cores, one that adds work brings nothing: what one of them
-        leaves idle another one uses."""
-        found, added = min(self.gains(idea)[:2]), idea.cases[0].work_seconds - self.replay.work_seconds
-        return -added / self.step.seconds if self.shared and added > 0 and self.step.seconds else found
+    def expected_gain(self, idea: Idea) -> float:
+        """Return what an idea usually brings, as a share of the step. If ranks share cores, added work costs its own
+        time, since what one of them leaves idle another one uses."""
+        gain, added = min(self.gains(idea)[:2]), idea.cases[0].work_seconds - self.replay.work_seconds
+        return -added / self.step.seconds if self.shared and added > 0 and self.step.seconds else gain
 
     def change(self, idea: Idea, error: float, elsewhere: Sequence[float] = ()) -> Change:
         """What is claimed of an idea: that it brings what it usually does, as wrong as the replay, what is assumed, and
@@ -152,7 +152,7 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
             for trial, known in zip(trials[1:], others, strict=True)
             if key in wanted
         ]
-        change, usual = first.change(idea, error, elsewhere), first.usual(idea)
+        change, usual = first.change(idea, error, elsewhere), first.expected_gain(idea)
         if change.certain <= 0 and len(idea.cases) > 1:
             change = first.change(replace(idea, measured=False), error)
         least = max(LEAST_GAIN, error, 0.0 if change.measured else _USUAL_SHARE * (change.gain - error))

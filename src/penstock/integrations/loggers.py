@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +22,13 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from penstock.errors import ArgumentError, require
+from penstock.files import quoted
 from penstock.pipe.result import StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What is known of one step; None for what is not.
+    """Metrics of one step; None if unknown.
 
     Attributes:
         step: its number.
@@ -66,10 +68,10 @@ class Log(Protocol):
     """Where figures go. Anything with these two methods will do."""
 
     def write(self, figures: StepFigures) -> None:
-        """Takes one step's figures."""
+        """Write one step's metrics."""
 
     def close(self) -> None:
-        """Writes what is still buffered."""
+        """Write what is still buffered."""
 
 
 class StepLogger:
@@ -112,12 +114,12 @@ class StepLogger:
         now = self._clock()
         seconds = None if self._ended is None else now - self._ended
         self._ended = now
-        timed = result.timeline is not None and not result.timeline.in_turns
+        timeline = result.timeline
         figures = StepFigures(
             step,
             loss,
             None if gradient_norm is None else float(gradient_norm),
-            result.timeline.bubble_rate if timed and result.timeline is not None else None,
+            timeline.bubble_rate if timeline is not None and not timeline.in_turns else None,
             seconds,
             rows / seconds if rows is not None and seconds else None,
             tokens / seconds if tokens is not None and seconds else None,
@@ -128,9 +130,10 @@ class StepLogger:
         return figures
 
     def close(self) -> None:
-        """Closes the logs."""
-        for log in self._logs:
-            log.close()
+        """Closes the logs, all of them even if one raises."""
+        with ExitStack() as stack:
+            for log in self._logs:
+                stack.callback(log.close)
 
     def __enter__(self) -> Self:
         return self
@@ -141,14 +144,25 @@ class StepLogger:
         self.close()
 
 
-class JsonLinesLog:
+class _FileLog:
+    """A file with a line for each step, flushed step by step; one that exists is continued."""
+
+    def __init__(self, path: str | Path) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = Path(path).open("a+", encoding="utf-8", newline="")  # noqa: SIM115  (`close` does)
+        if self._file.tell() and not Path(path).read_bytes().endswith(b"\n"):
+            self._file.write("\n")  # the last line is half of one, after a crash
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class JsonLinesLog(_FileLog):
     """A file with a JSON object for each step, flushed step by step; one that exists is continued.
 
     A figure that is no number (NaN, Infinity) is written as text: JSON has none.
     """
-
-    def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  (`close` does)
 
     def write(self, figures: StepFigures) -> None:
         """Appends a line."""
@@ -156,14 +170,14 @@ class JsonLinesLog:
         self._file.write(json.dumps({"step": figures.step} | values) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
-
-class CsvLog:
+class CsvLog(_FileLog):
     """A CSV file with a line for each step and a column for each figure, flushed step by step; one that exists is
     continued.
+
+    Args:
+        path: the file.
+        parts: the names of the loss's parts, which get columns, too.
 
     Raises:
         ArgumentError: the file that exists has other columns.
@@ -172,15 +186,17 @@ class CsvLog:
     _COLUMNS = ("step", "loss", "gradient_norm", "bubble", "time/step", "rate/rows", "rate/tokens")
 
     def __init__(self, path: str | Path, *, parts: tuple[str, ...] = ()) -> None:
+        super().__init__(path)
         columns = [*self._COLUMNS, *(f"part/{name}" for name in parts)]
-        self._file = Path(path).open("a+", encoding="utf-8", newline="")  # noqa: SIM115  (`close` does)
         self._file.seek(0)
-        found = next(csv.reader(self._file), None)
-        if found not in (None, columns):
-            self._file.close()
-            raise ArgumentError(f"{path}: its columns are {', '.join(found or ())}; expected {', '.join(columns)}")
-        self._lines = csv.DictWriter(self._file, columns)
-        if found is None:
+        found = self._file.readline().strip()
+        if found not in ("", ",".join(columns)):
+            self.close()
+            raise ArgumentError(
+                f"{path} begins with {quoted(found)}; expected {','.join(columns)}: pass another path or these parts="
+            )
+        self._lines = csv.DictWriter(self._file, columns, lineterminator="\n")
+        if not found:
             self._lines.writeheader()
 
     def write(self, figures: StepFigures) -> None:
@@ -191,10 +207,6 @@ class CsvLog:
             raise ArgumentError(f"the loss has parts without a column: {', '.join(names)}; pass CsvLog(parts={names})")
         self._lines.writerow(values)
         self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
 
 class TensorBoardLog:
@@ -216,12 +228,12 @@ class TensorBoardLog:
             self._events.add_scalar(name, figure, figures.step)
 
     def close(self) -> None:
-        """Writes what is still buffered."""
+        """Write what is still buffered."""
         self._events.close()
 
 
 class WandbLog:
-    """A run of Weights & Biases, as `wandb.init(...)` returns it; whether that is offline is said there."""
+    """A run of Weights & Biases, as `wandb.init(...)` returns it; pass it mode="offline" to work offline."""
 
     def __init__(self, run: Any) -> None:
         self._run = run

@@ -103,7 +103,8 @@ def decide(
 
     Raises:
         PartitionError: there are fewer units than stages.
-        ArgumentError: the profile is not of this model, the function returns something else, or nothing fits.
+        ArgumentError: the profile is not of this model, the function returns something else, nothing fits, or memory
+            counts and is unknown.
     """
     if choice.profile is not None:
         found = _by_profile(recording, model, stages, choice.profile, room, units)
@@ -137,7 +138,9 @@ def _problem(
     try:
         kept, units, unknown = units_held(recording, model, pieces)
     except UnmeasurableError as error:
-        return plain, (f"stages are cut without regard to memory: {error}",)
+        raise ArgumentError(
+            f"memory_limit=, balance='memory': what units keep is unknown, since {error}; omit them, or pass cuts="
+        ) from None
     numbers = {piece.name: index for index, piece in enumerate(pieces)}
     places = [numbers[piece.name] for piece in kept]
     each = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before

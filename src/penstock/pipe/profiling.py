@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -93,7 +94,7 @@ def profile(
             such a size, or the model cannot be run (its weights are on the meta device).
         PartitionError: the model cannot be recorded.
     """
-    check_seconds(budget_seconds=budget_seconds)
+    check_seconds(budget_seconds=budget_seconds, most=math.inf)
     check_counts(required=False, microbatches=microbatches)
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
     kind = specified(device)

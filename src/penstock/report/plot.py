@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import require
 from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, contrast, ink, shade
-from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks
+from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.report.svg import Panel
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _HIGH = 0.86
 """The height of a rank's bar, in ranks."""
+_COLUMNS = 2000
+"""Of a timeline with more than `MAX_MARKS` actions."""
 
 
 def plot(panel: Panel, axes: Axes | None = None, *, unit: str = "s") -> Axes:
@@ -42,19 +44,27 @@ def plot(panel: Panel, axes: Axes | None = None, *, unit: str = "s") -> Axes:
     axes.set_ylim(max(1, timeline.ranks) - 0.5, -0.5)
     axes.tick_params(labelsize=8.5, labelcolor=theme.muted, color=theme.muted)
     axes.spines[:].set_visible(False)
-    used = set[Kind]()
+    used, few, column = set[Kind](), len(timeline) <= MAX_MARKS, timeline.makespan_seconds / _COLUMNS
     for rank in range(timeline.ranks):
+        axes.broken_barh([(0, timeline.makespan_seconds)], (rank - _HIGH / 2, _HIGH), facecolors=theme.fills[Kind.WAIT])
+        if not few:
+            most = runs(timeline.tracks[rank], column, _COLUMNS)
+            used.update(kind for *_, kind in most)
+            spans = [(first * column, (end - first) * column) for first, end, _ in most]
+            fills = [theme.fills[kind] for *_, kind in most]
+            axes.broken_barh(spans, (rank - _HIGH / 2, _HIGH), facecolors=fills, linewidth=0)
+            continue
         found = [*marks(timeline, rank, panel.slices)]
         used.update(mark.kind for mark in found)
-        axes.broken_barh([(0, timeline.makespan_seconds)], (rank - _HIGH / 2, _HIGH), facecolors=theme.fills[Kind.WAIT])
         _bars(axes, [mark for mark in found if mark.kind is not Kind.COMMUNICATION], rank - _HIGH / 2, _HIGH, theme)
         # Messages are thin, and lie over what the rank computes meanwhile.
         _bars(axes, [mark for mark in found if mark.kind is Kind.COMMUNICATION], rank + _HIGH / 4, _HIGH / 4, theme)
-        if len(timeline) <= MAX_MARKS:
-            _labels(axes, found, rank, theme, longest_label(timeline, panel.slices))
+        _labels(axes, found, rank, theme, longest_label(timeline, panel.slices))
     handles = [Patch(color=theme.fills[kind], label=WORDS[kind]) for kind in Kind if kind in used]
     handles.append(Patch(color=theme.fills[Kind.WAIT], label="idle"))
-    if has_chunks(timeline):
+    if not few:
+        handles.append(Patch(alpha=0, label="where narrow: what a rank does most"))
+    elif has_chunks(timeline):
         handles.append(Patch(alpha=0, label=f"lighter: {panel.lighter}"))
     below: Any = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 3.4, "ncols": len(handles)}
     axes.legend(handles=handles, labelcolor=theme.muted, frameon=False, fontsize=8.5, handlelength=1, **below)

@@ -11,7 +11,7 @@ from typing import Literal
 from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
 from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
-from penstock.schedule import Schedule
+from penstock.schedule import Action, Schedule
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Timeline
 from penstock.words import counted
@@ -37,12 +37,14 @@ class Panel:
     Attributes:
         slices: as in `Schedule.slices`.
         lighter: what has lighter colors, if a rank has several stages.
+        marked: an action that is framed.
     """
 
     title: str
     timeline: Timeline
     slices: int = 1
     lighter: str = "later chunks"
+    marked: Action | None = None
 
 
 def schedule_svg(
@@ -195,6 +197,11 @@ class _Frame:
                     yield self._mark(mark, y, high, longest)
             else:
                 yield from self._columns(timeline, rank, y, high)
+            for span in [] if panel.marked is None else timeline.spans(rank):
+                if span.action == panel.marked:
+                    x, wide = self.left + span.start_seconds * self.scale, span.end_seconds - span.start_seconds
+                    size = f'width="{max(6.0, wide * self.scale):.2f}" height="{high + 2:g}" rx="2"'
+                    yield f'<rect class="marked" x="{x - 1:.2f}" y="{y - 1:g}" {size}/>'
 
     def _mark(self, mark: Mark, y: float, high: float, longest: int) -> str:
         x, wide = self.left + mark.start * self.scale, (mark.end - mark.start) * self.scale
@@ -308,6 +315,7 @@ def _rules(theme: Theme, used: set[tuple[Kind, int, int]]) -> str:
         f"@ .page{{fill:{theme.page}}}@ .title{{fill:{theme.ink}}}",
         f"@ .rank,@ .time{{fill:{theme.muted}}}@ .tick{{stroke:{theme.muted}}}",
         f"@ .idle,@ .idle rect{{fill:{theme.fills[Kind.WAIT]}}}",
+        f"@ .marked{{fill:none;stroke:{theme.accent};stroke-width:3}}",
     ]
     for kind, chunk, parity in sorted(used):
         color, name = shade(theme, kind, chunk, parity), f"@ .{kind}-{chunk}-{parity}"

@@ -80,7 +80,8 @@ def write_drawing(svg: str, path: Path) -> None:
     """Draws an SVG, with two dots to each of its pixels. Raises as `write_picture`."""
     width = re.search(r' width="([\d.]+)"', svg)
     assert width is not None
-    page = f"<!doctype html><html><style>body{{margin:0}}svg{{display:block}}</style><body>{svg}</body></html>"
+    style = "<meta charset=utf-8><style>body{margin:0}svg{display:block}</style>"
+    page = f"<!doctype html><html>{style}<body>{svg}</body></html>"
     write_picture(page, path, math.ceil(float(width[1])), 2)
 
 

@@ -150,7 +150,7 @@ def legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:
 def svg(height: float, parts: Iterable[Panel | str]) -> str:
     """A picture of `WIDTH` pixels and this height."""
     drawn = (part if isinstance(part, str) else "".join(part.drawn) for part in parts)
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' role='img' viewBox='0 0 {WIDTH} {height:g}' font-size='12'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height:g}' font-size='12'"
     return f"{head} fill='{INK}'>{''.join(drawn)}</svg>"
 
 

@@ -165,7 +165,8 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
     speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
     slowest = min(speeds) / 1e9 * scale if speeds else 0.0  # an algorithm that avoids this link may be faster
     curves, names = [], []
-    for kind, color in zip(dict.fromkeys(entry["collective"] for entry in entries), COLORS, strict=False):
+    kinds = [*dict.fromkeys(entry["collective"] for entry in entries)]
+    for kind, color in zip(kinds, colors(len(kinds)), strict=True):
         found = sorted((t["bytes"], n) for n, t in enumerate(entries) if t["collective"] == kind and t["busbw_GBps"])
         if not found:
             continue

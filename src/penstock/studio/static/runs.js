@@ -19,12 +19,12 @@ export function runs(panel, catalog) {
     make("details", { open: true }, make("summary", {}, "Runs, plans and traces"), list),
     compared, title, now, tries, facts, picture,
   );
-  let endComparison = () => {};
+  let comparison = null;
   let timeline = null;
   let watching = new AbortController();
   let open = null;
 
-  addEventListener("penstock-theme", () => timeline?.refresh());
+  addEventListener("penstock-theme", () => [timeline, comparison].forEach((one) => one?.refresh()));
 
   /** Shows a timeline that a run which trains has added, unless one is chosen. */
   function renewed() {
@@ -48,20 +48,23 @@ export function runs(panel, catalog) {
   /** Takes a run into the comparison, or out of it. */
   function mark(name, wanted) {
     const names = marked().filter((one) => one !== name);
+    tell(wanted && names.length >= MOST ? `${MOST} runs are compared at most: ${names[0]} is left out` : null);
     change({ compare: [...names, ...(wanted ? [name] : [])].slice(-MOST).join("|") });
     update();
   }
 
-  async function comparison(found) {
-    endComparison();
+  async function lay(found) {
+    comparison?.destroy();
     watching.abort();
     open = null;
     clear();
     for (const one of [title, now]) one.replaceChildren();
     try {
-      endComparison = await compare(compared, marked().map((name) => found.find((one) => one.name === name)).filter(Boolean));
-      tell(null);
+      const there = marked().map((name) => found.find((one) => one.name === name)).filter(Boolean);
+      if (there.length < 2) throw new Error("Fewer than two of these runs are in the folder: choose others");
+      comparison = await compare(compared, there);
     } catch (error) {
+      compared.replaceChildren();
       tell(error.message);
     }
   }
@@ -73,8 +76,9 @@ export function runs(panel, catalog) {
 
   const update = newestOnly(async () => {
     const found = await entries();
-    if (marked().length > 1) return comparison(found);
-    endComparison();
+    if (marked().length > 1) return lay(found);
+    comparison?.destroy();
+    comparison = null;
     compared.replaceChildren();
     if (!state.run) return;
     if (open !== state.run) follow();

@@ -72,10 +72,19 @@ const root = document.documentElement;
 function turn() {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("penstock-theme", root.dataset.theme);
+  stored("setItem", root.dataset.theme);
   dispatchEvent(new Event("penstock-theme"));
 }
 
-const remembered = localStorage.getItem("penstock-theme");
+/** Keeps or reads the theme, where the browser allows it. */
+function stored(act, ...value) {
+  try {
+    return localStorage[act]("penstock-theme", ...value);
+  } catch {
+    return null;
+  }
+}
+
+const remembered = stored("getItem");
 if (remembered) root.dataset.theme = remembered;
 begin().catch((error) => tell(error.message));
