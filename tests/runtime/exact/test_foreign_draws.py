@@ -22,7 +22,6 @@ from scaffolding.models import squared_error
 from test_layer_drop import Dropping, check
 
 SEED = 3
-own = np.random.default_rng(1)
 
 
 class Noisy(nn.Module):
@@ -251,19 +250,16 @@ def test_a_number_that_reaches_a_block_is_refused() -> None:
         pipeline(model, (torch.ones(4, 7),), ranks=2, microbatches=2, loss=squared_error)
 
 
-class Owner(Dropping):
-    """Of this module, whose globals are looked at."""
+@pytest.mark.parametrize("where", ["block", "model"])
+def test_verify_sees_draws_from_a_generator_of_the_models_own(where: str) -> None:
+    def make() -> nn.Module:
+        rng = np.random.default_rng(1)
+        if where == "block":
+            return nn.Sequential(Noisy(rng.random), nn.Linear(7, 7), Noisy(rng.random))
+        return Dropping(lambda self, number, block, x: block(x) * rng.random())
 
-
-def test_a_generator_of_its_own_is_refused_by_name_and_left_as_it_was() -> None:
-    model = Dropping(lambda self, number, block, x: block(x) * self.rng.random())
-    model.rng = np.random.default_rng(1)
-    given: dict[str, Any] = {"ranks": 2, "microbatches": 2, "loss": squared_error}
-    with pytest.raises(PartitionError, match=r"draws from 'rng', a random generator of its own"):
-        pipeline(model, (torch.ones(4, 7),), **given)
-    assert model.rng.random() == np.random.default_rng(1).random()
-    with pytest.raises(PartitionError, match=r"draws from 'test_foreign_draws.own'"):
-        pipeline(Owner(lambda self, number, block, x: block(x) * own.random()), (torch.ones(4, 7),), **given)
+    report = verify(make, (torch.ones(4, 7),), target=torch.zeros(4, 7), loss_fn=squared_error, ranks=2, microbatches=2)
+    assert not report.ok
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}

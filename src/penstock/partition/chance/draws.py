@@ -180,7 +180,7 @@ class Chance:
     def __init__(self, book: Book, choices: Mapping[int, bool]) -> None:
         self._book, self._choices = book, choices
         self._thread = threading.get_ident()
-        self._generators = States(book.model)
+        self._generators = States()
         self._noted = False
         self._answers: dict[fx.Node, bool] = {}
         self.asks: list[Ask] = []
@@ -259,19 +259,9 @@ class Chance:
 
         real = torch.from_numpy
         functions = {function: partial(self._call_whole, function) for function in whole}
-        own: str | None = None
-        try:
-            with foreign.replaced(self._book.model, self._draw, functions, from_numpy):
-                yield
-            self.check_generators()
-        finally:
-            own = self._generators.take_back()
-        if own is not None:
-            raise PartitionError(
-                f"the forward draws from {own!r}, a random generator of its own, which ranks cannot keep equal. Draw "
-                "from torch, numpy.random or random itself, which give the same for any number of ranks, or switch it "
-                "off"
-            )
+        with foreign.replaced(self._book.model, self._draw, functions, from_numpy):
+            yield
+        self.check_generators()
 
     def check_generators(self) -> None:
         """Refuses unrecorded draws outside the units: a recording would freeze them."""

@@ -108,11 +108,9 @@ def enclosing_function() -> FunctionType | None:
 
 
 class States:
-    """The states of Python's and numpy's generators, and of those that the model holds, for comparison."""
+    """The states of Python's and numpy's generators, for comparison."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._own = dict(_own_generators(model))
-        self._before = {name: _state_of(generator) for name, generator in self._own.items()}
+    def __init__(self) -> None:
         self._known = self._now()
 
     def moved(self) -> bool:
@@ -123,49 +121,9 @@ class States:
         """Makes the present state the one to compare with."""
         self._known = self._now()
 
-    def take_back(self) -> str | None:
-        """Restores the model's own generators. Returns the name of one that was drawn from, or None."""
-        moved = [
-            name for name, generator in self._own.items() if repr(_state_of(generator)) != repr(self._before[name])
-        ]
-        for name in moved:
-            _set_state(self._own[name], self._before[name])
-        return moved[0] if moved else None
-
     def _now(self) -> tuple[Any, ...]:
         numpy = sys.modules.get("numpy")
         if numpy is None:
             return (random.getstate(),)
         kind, keys, *rest = numpy.random.get_state()
         return random.getstate(), kind, keys.tobytes(), *rest
-
-
-def _own_generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Generators of Python and numpy in the attributes of modules, and in the globals of the modules they come from."""
-    numpy = sys.modules.get("numpy")
-    kinds = (random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, kinds) and not isinstance(item, random.SystemRandom):
-                    yield f"{path}.{name}".lstrip("."), item
-    for namespace in _namespaces(model, {}):
-        if namespace["__name__"] not in ("random", "numpy.random"):
-            for name, value in namespace.items():
-                if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
-                    yield f"{namespace['__name__']}.{name}", value
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
