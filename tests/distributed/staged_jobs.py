@@ -17,6 +17,7 @@ from penstock.runtime.execute import transports
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.processes.world import World
 from penstock.runtime.transport.shared_memory import Neighbors
+from penstock.runtime.transport.staged import StagedTransport
 from penstock.testing import check_transport
 from scaffolding import stand_in
 from scaffolding.small import batch, mlp
@@ -82,7 +83,7 @@ def conform(rank: int, neighbors: bool) -> tuple[str, list[str]]:
     engine.control.groups.make((0, 1))  # as for a parameter that both hold
     with mock.patch.object(StandIn, "data_ptr", address):  # so that alignment can be seen
         checked = check_transport({rank: engine.transports[rank]}, device)
-    inner = type(engine.transports.pop(rank).inner).__name__  # type: ignore[attr-defined]
+    inner = type(engine.transports.pop(rank).messages).__name__  # type: ignore[attr-defined]
     engine.close()
     return inner, checked
 
@@ -126,7 +127,7 @@ def by_itself(rank: int, choice: Any) -> Seen:
     ) as pipe:  # fmt: skip
         losses = [float(pipe.step(x, target=y).loss) for _ in range(3)]
         carries = pipe.session.engine.transports[rank]
-        inside = getattr(carries, "inner", carries)
+        inside = carries.messages if isinstance(carries, StagedTransport) else carries
         return Seen("\n".join(pipe.notes), repr(pipe).splitlines()[0], type(inside).__name__, losses)
 
 

@@ -25,7 +25,7 @@ from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
-from penstock.runtime.processes.world import World, backend_of, check_backends, check_types, exchange, is_accelerator
+from penstock.runtime.processes.world import World, backend_of, check_backends, check_types, is_accelerator
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.runtime.transport.staging import Departed, Staging
@@ -89,10 +89,7 @@ class Control:
         """Returns the first process's object on every process of the mesh."""
         if self.groups is None:
             return value
-        give = exchange(self.groups.everyone)
-        with self.waiting_for("broadcast", self.others if self.world.is_first else (0,)):
-            given: T = give(value)
-        return given
+        return self._given(value, self.groups.everyone, 0, self.others if self.world.is_first else (0,))
 
     @property
     def failed(self) -> bool:
@@ -110,10 +107,13 @@ class Control:
         if self.groups is None:
             return value
         peers = self.line if self.world.rank == source_rank else (self.world.numbers[source_rank],)
-        give = exchange(self.groups.control, source_rank)
+        return self._given(value, self.groups.control, source_rank, peers)
+
+    def _given(self, value: T, group: dist.ProcessGroup, source: int, peers: tuple[int, ...]) -> T:
+        box = [value]
         with self.waiting_for("broadcast", peers):
-            given: T = give(value)
-        return given
+            dist.broadcast_object_list(box, group=group, group_src=source)
+        return box[0]
 
     def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
         """Copies a CPU tensor, in place, from one rank to others. Exactly these ranks call it."""
@@ -237,19 +237,15 @@ class Control:
         """
         if self.groups is None:
             return [value]
-        values: list[Any] = [None] * len(self.world.everyone)
-        group = self.groups.everyone
-        with self.waiting_for(what, self.others):
-            dist.all_gather_object(values, value, group=group)
-        return values
+        return self._gathered(value, self.groups.everyone, what, self.others)
 
     def gather_line(self, value: Any) -> list[Any]:
         """Like `gather`, for the ranks of this pipeline."""
-        if self.groups is None:
-            return [value]
-        values: list[Any] = [None] * self.world.ranks
-        group = self.groups.control
-        with self.waiting_for("a connection", self.line):
+        return [value] if self.groups is None else self._gathered(value, self.groups.control, "a connection", self.line)
+
+    def _gathered(self, value: Any, group: dist.ProcessGroup, what: str, peers: tuple[int, ...]) -> list[Any]:
+        values: list[Any] = [None] * (len(peers) + 1)
+        with self.waiting_for(what, peers):
             dist.all_gather_object(values, value, group=group)
         return values
 

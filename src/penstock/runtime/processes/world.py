@@ -7,9 +7,8 @@ from __future__ import annotations
 import atexit
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -202,17 +201,6 @@ def backend_of(device: torch.device) -> str:
     gloo sends no tensors from a device: those go through the host's memory (`runtime/transport/staging.py`).
     """
     return "nccl" if device.type == "cuda" and "cuda:nccl" in dist.get_backend_config().split(",") else "gloo"
-
-
-def exchange(group: dist.ProcessGroup, source: int = 0) -> Callable[[Any], Any]:
-    """A function that gives the object of rank `source` to every rank of the group; every rank calls it."""
-
-    def give(value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, group=group, group_src=source)
-        return box[0]
-
-    return give
 
 
 def device_named(name: str | torch.device) -> torch.device:

@@ -1,4 +1,4 @@
-"""A transport in two parts: one carries messages, the other does collectives."""
+"""A transport made of others: one carries messages, another, or the same, does collectives."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly
 from penstock.runtime.processes.joining import say
 from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport
+from penstock.runtime.transport.paired import Paired
 from penstock.runtime.transport.protocol import Channel, Message, Pending
 from penstock.schedule.communication import BUFFERS_PER_LINK
 from penstock.stages import Link
@@ -159,20 +160,16 @@ def _hello(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
     return (peer, kind) if hmac.compare_digest(shown, secret) else None
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Paired):
     """A `DistributedTransport` whose channels to ranks of this machine go through shared memory."""
 
     def __init__(self, inner: DistributedTransport, neighbors: Neighbors) -> None:
-        self.rank = inner.rank
-        self.ranks = inner.ranks
+        super().__init__(inner.rank, inner.ranks, inner, inner)
         self._inner = inner
         self._neighbors = neighbors
         one_machine = len(neighbors.ranks) == self.ranks - 1
         self._broadcasts = Broadcasts(self.rank, neighbors.lines) if one_machine else None
         self._channels: dict[int, list[SharedMemoryChannel]] = {}
-
-    def connect(self, source_rank: int, target_rank: int) -> None:
-        self._inner.connect(source_rank, target_rank)
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
         inner = self._inner.channel(program, link, source_rank, target_rank, backward=backward)
@@ -183,25 +180,16 @@ class SharedMemoryTransport:
         self._channels.setdefault(program, []).append(channel)
         return channel
 
-    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        return self._inner.reduce(group, holders, tensors)
-
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
-        return (self._broadcasts.start if self._broadcasts else self._inner.broadcast)(value, source_rank)
+        return (self._broadcasts.start if self._broadcasts else super().broadcast)(value, source_rank)
 
     def release(self, program: int) -> None:
-        self._inner.release(program)
+        super().release(program)
         for channel in self._channels.pop(program, ()):
             channel.close()
 
-    def drop_step(self) -> None:
-        """Nothing to do: between processes no step follows one that raised."""
-
-    def end_step(self) -> None:
-        self._inner.end_step()
-
     def close(self) -> None:
-        self._inner.close()
+        super().close()
         if self._broadcasts:
             self._broadcasts.close()
         for program in list(self._channels):

@@ -15,54 +15,47 @@ from torch import Tensor
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.courier import Operation
 from penstock.runtime.transport.distributed import SENDS_IN_FLIGHT
+from penstock.runtime.transport.paired import Paired
 from penstock.runtime.transport.protocol import Channel, Message, Pending, Transport
 from penstock.runtime.transport.staging import Staging
 from penstock.stages import Link
 
 
-class StagedTransport:
-    """A transport for tensors on the host (`inner`), for those on a device."""
+class StagedTransport(Paired):
+    """A transport for tensors on the host (`messages`), for those on a device."""
 
     def __init__(self, inner: Transport, staging: Staging) -> None:
-        self.rank = inner.rank
-        self.ranks = inner.ranks
-        self.inner = inner
+        super().__init__(inner.rank, inner.ranks, inner, inner)
         self._staging = staging
         self._channels: dict[int, list[StagedChannel]] = {}
 
     def connect(self, source_rank: int, target_rank: int) -> None:
         self._staging.synchronize()
-        self.inner.connect(source_rank, target_rank)
+        super().connect(source_rank, target_rank)
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> StagedChannel:
-        inner = self.inner.channel(program, link, source_rank, target_rank, backward=backward)
+        inner = super().channel(program, link, source_rank, target_rank, backward=backward)
         channel = StagedChannel(inner, link, self._staging)
         self._channels.setdefault(program, []).append(channel)
         return channel
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        return self._staging.around(partial(self.inner.reduce, group, holders))(tensors)
-
-    def broadcast(self, value: Tensor, source_rank: int) -> Pending:
-        return self.inner.broadcast(value, source_rank)
+        return self._staging.around(partial(super().reduce, group, holders))(tensors)
 
     def release(self, program: int) -> None:
         self._staging.synchronize()
         self._channels.pop(program, None)
-        self.inner.release(program)
+        super().release(program)
 
     def end_step(self) -> None:
         learned = [channel.agreement.end_step() for channels in self._channels.values() for channel in channels]
         if any(learned):
             self._staging.synchronize()  # the channels inside must have seen what these have
-        self.inner.end_step()
-
-    def drop_step(self) -> None:
-        """Nothing to do: between processes no step follows one that raised."""
+        super().end_step()
 
     def close(self) -> None:
         self._staging.synchronize()
-        self.inner.close()
+        super().close()
 
 
 class StagedChannel:
