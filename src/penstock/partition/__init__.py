@@ -9,7 +9,7 @@ from penstock.partition.measure.measuring import BUDGET_SECONDS
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
-from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings, retarget
+from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings
 from penstock.partition.state.left_behind import Left
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.values.defaults import default_kwargs
@@ -39,6 +39,5 @@ __all__ = [
     "default_kwargs",
     "gates_of",
     "leaves_of",
-    "retarget",
     "tensors_in",
 ]

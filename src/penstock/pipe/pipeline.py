@@ -21,7 +21,7 @@ from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, passed
 from penstock.runtime.execute.assembly import RECOMPUTE
-from penstock.runtime.features import compiled, deferred_norm, recompute, trips
+from penstock.runtime.features import compiled, deferred_norm, offload, recompute
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
 from penstock.runtime.model.remote_tensors import WRITE_ALL
@@ -234,7 +234,7 @@ class Pipeline:
         deferred = deferred_norm.notes(partition.stages) if options.deferred_batch_norm else ()
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
-        moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
+        moved = offload.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
             *(() if self.verified else (Unverified(self.session.fingerprint()),)),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 
-from penstock.partition import Partition, Partitioner, default_kwargs, retarget
+from penstock.partition import Partition, Partitioner, default_kwargs
 from penstock.stages import MODEL_INPUT, Input, StageMeta, TensorMeta, backward_links, gradient_routes, ties
 from scaffolding.models import CASES, Case, convnet, dicts, gpt, in_place, llama, mixtral, mlp, skips, squared_error
 
@@ -503,18 +503,18 @@ def test_a_full_attention_mask_takes_the_same_path() -> None:
 # -- devices and text -------------------------------------------------------------------------------------------------
 
 
-def test_retarget_moves_device_constants_and_stray_tensors() -> None:
+def test_another_device_moves_device_constants_and_stray_tensors() -> None:
     case = dicts()
     stage = Partitioner(case.model, 1, streams=NoStreams())(case.args, case.kwargs).stages[0]
-    moved = retarget(stage, torch.device("meta"))
+    moved = stage.on(torch.device("meta"))
     assert moved.module.get_buffer("constants.table").device.type == "meta"
     assert stage.module.get_buffer("constants.table").device.type == "cpu"
     assert moved.module.get_buffer("offset") is stage.module.get_buffer("offset")
     language = gpt()
     stage = Partitioner(language.model, 1, streams=NoStreams())(language.args).stages[0]
     assert "device(type='cpu')" in stage.code
-    assert "device(type='meta')" in retarget(stage, torch.device("meta")).code
-    assert "'cpu'" not in retarget(stage, torch.device("meta")).code
+    assert "device(type='meta')" in stage.on(torch.device("meta")).code
+    assert "'cpu'" not in stage.on(torch.device("meta")).code
 
 
 def test_the_code_can_be_read() -> None:

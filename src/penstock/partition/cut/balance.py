@@ -60,7 +60,7 @@ def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages:
 
 
 def _largest(units: Sequence[Candidate], stages: int) -> int:
-    return _smallest_limit([unit.weight for unit in units], stages)
+    return smallest_limit([unit.weight for unit in units], stages)
 
 
 def _weighed(recording: Recording, model: nn.Module, balance: Weighed, places: Mapping[str, int]) -> list[Candidate]:
@@ -161,7 +161,7 @@ def linear_partition(weights: Sequence[int], parts: int) -> list[int]:
     """
     if parts == 1 or not weights:
         return [0]
-    totals, limit, count = [0, *accumulate(weights)], _smallest_limit(weights, parts), len(weights)
+    totals, limit, count = [0, *accumulate(weights)], smallest_limit(weights, parts), len(weights)
     squares = {0: 0}  # by the end of the runs so far
     chosen: list[dict[int, int]] = []  # for each run, its start by its end
     for part in range(1, parts + 1):
@@ -194,7 +194,7 @@ def _best_starts(totals: Sequence[int], squares: Mapping[int, int], limit: int, 
     return found
 
 
-def _smallest_limit(weights: Sequence[int], parts: int) -> int:
+def smallest_limit(weights: Sequence[int], parts: int) -> int:
     """The least bound on a run's sum for which `parts` runs hold all weights: greedy filling in a binary search."""
 
     def runs(limit: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -11,12 +10,12 @@ from torch import nn
 
 from penstock.balance import Profile
 from penstock.errors import PartitionError
-from penstock.partition.cut.balance import Weighed, candidates, linear_partition
+from penstock.partition.cut.balance import Weighed, candidates, linear_partition, smallest_limit
 from penstock.partition.cut.places import is_mark, place_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, resolve
+from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, repeats, resolve
 
 WORTHWHILE = 0.95
 """Modules are opened if that shrinks the largest stage below this fraction of its size."""
@@ -92,18 +91,12 @@ def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, w
     if stages > len(pieces):
         return
     starts = linear_partition(pieces, stages)
-    if stages <= len(units):
-        before = _largest(weights, linear_partition(weights, stages))
-        if _largest(pieces, starts) > WORTHWHILE * before:
-            return
+    if stages <= len(units) and smallest_limit(pieces, stages) > WORTHWHILE * smallest_limit(weights, stages):
+        return
     ends = list(accumulate(counts))
     for unit, end, count in zip(units, ends, counts, strict=True):
         if any(end - count < start < end for start in starts):
             yield unit.name
-
-
-def _largest(weights: Sequence[int], starts: Sequence[int]) -> int:
-    return max(sum(weights[a:b]) for a, b in zip(starts, (*starts[1:], len(weights)), strict=True))
 
 
 def _may_open(module: nn.Module) -> bool:
@@ -116,15 +109,9 @@ def blocks_in(module: nn.Module) -> int:
     """How many repeated blocks a module can be opened into, down to those that contain none; 1 if it contains none."""
     total = 0
     for child in module.children():
-        inner = sum(blocks_in(block) for block in child.children()) if _repeats(child) else blocks_in(child)
+        inner = sum(blocks_in(block) for block in child.children()) if repeats(child) else blocks_in(child)
         total += inner if inner > 1 else 0
     return max(1, total)
-
-
-def _repeats(module: nn.Module) -> bool:
-    """Whether this is a list of blocks of one kind."""
-    kinds = Counter(type(child) for child in module.children() if not type(child).__module__.startswith("torch.nn"))
-    return isinstance(module, (*LISTS, nn.Sequential)) and any(count > 1 for count in kinds.values())
 
 
 def _enclosing(name: str) -> list[str]:

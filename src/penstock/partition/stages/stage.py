@@ -56,7 +56,7 @@ class Stage:
         depends_on_values: whether a block here ran for real when it was recorded, and may do something else for others.
         may_update: the buffers that the forward may update for some values, besides those in `meta`.
         reads: the buffers that any operator of the forward takes.
-        device: where it was recorded; calls that make tensors make them there. See `retarget`.
+        device: where it was recorded; calls that make tensors make them there. See `on`.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
         frame: called with the stage's forward and its arguments; None if nothing needs to happen around it.
     """
@@ -107,27 +107,21 @@ class Stage:
         )
 
     def on(self, device: torch.device) -> Stage:
-        """The same stage for another device."""
-        return retarget(self, device)
+        """The same stage for another device: recorded device constants and stray tensors move there.
 
+        Parameters and buffers are shared with this stage and stay where they are.
+        """
 
-def retarget(stage: Stage, device: torch.device) -> Stage:
-    """The same stage for another device: recorded device constants and stray tensors move there.
+        def moved(value: Any) -> Any:
+            return device if value == self.device and isinstance(value, torch.device) else value
 
-    Parameters and buffers are shared with the given stage and stay where they are.
-    """
-    old = stage.module
-
-    def moved(value: Any) -> Any:
-        return device if value == stage.device and isinstance(value, torch.device) else value
-
-    module = _changed(old, moved)
-    held = {id(t) for t in stage.buffers.values()}
-    for name, tensor in list(module.named_buffers()):
-        if id(tensor) not in held and any(n.op == "get_attr" and n.target == name for n in module.graph.nodes):
-            owner, _, field = name.rpartition(".")
-            module.get_submodule(owner)._buffers[field] = tensor.to(device)
-    return replace(stage, module=module, device=device)
+        module = _changed(self.module, moved)
+        held = {id(t) for t in self.buffers.values()}
+        for name, tensor in list(module.named_buffers()):
+            if id(tensor) not in held and any(n.op == "get_attr" and n.target == name for n in module.graph.nodes):
+                owner, _, field = name.rpartition(".")
+                module.get_submodule(owner)._buffers[field] = tensor.to(device)
+        return replace(self, module=module, device=device)
 
 
 def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModule:

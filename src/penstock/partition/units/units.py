@@ -175,12 +175,13 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:
-    for inner in module.modules():
-        if isinstance(inner, (nn.ModuleList, nn.Sequential)):
-            kinds = Counter(type(c) for c in inner.children() if not type(c).__module__.startswith("torch.nn"))
-            if any(count > 1 for count in kinds.values()):
-                return True
-    return False
+    return any(repeats(inner) for inner in module.modules() if not isinstance(inner, nn.ModuleDict))
+
+
+def repeats(module: nn.Module) -> bool:
+    """Whether this is a list of blocks of one kind."""
+    kinds = Counter(type(child) for child in module.children() if not type(child).__module__.startswith("torch.nn"))
+    return isinstance(module, (*LISTS, nn.Sequential)) and any(count > 1 for count in kinds.values())
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:

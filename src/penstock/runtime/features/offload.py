@@ -27,8 +27,9 @@ from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
 from penstock.runtime.gradients.distribution import local
-from penstock.schedule import Action, Op
-from penstock.schedule.kept import Trips, trips
+from penstock.schedule import Action, Op, Schedule
+from penstock.schedule.kept import NEAR, Trips, trips
+from penstock.words import in_ranges
 
 _Refs = list[weakref.ref[Away]]
 
@@ -216,3 +217,30 @@ def _alive(refs: Iterable[weakref.ref[Away]]) -> Iterator[Away]:
         away = ref()
         if away is not None:
             yield away
+
+
+def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> list[str]:
+    """Notes on what offload does not do.
+
+    Args:
+        offload: one per stage of the model.
+        order: the schedule, with or without communication.
+        on_host: for each rank, whether it computes on the CPU.
+    """
+    rank_of = order.placement.rank_of
+    asked = [stage for stage in range(len(rank_of)) if offload[stage % len(offload)]]
+    idle = [stage for stage in asked if not trips(order.rows[rank_of[stage]], stage).any]
+    there = [stage for stage in asked if on_host[rank_of[stage]] and stage not in idle]
+    found = []
+    if idle:
+        found.append(
+            f"offload: nothing goes to the host on {_stages(idle)}, where each backward comes within {NEAR} "
+            "computations of its forward: what travels meanwhile makes no room"
+        )
+    if there:
+        found.append(f"offload: {_stages(there)} on the CPU: the copies are made, and save no memory")
+    return found
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    return f"{'stage' if len(numbers) == 1 else 'stages'} {', '.join(in_ranges(map(str, numbers)))}"
