@@ -124,9 +124,9 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
 
     `read_at`: the line that reads a result's shape, and its module; empty if none does.
     """
-    if _fits(result, pattern):
+    if (difference := _difference(result, pattern)) is None:
         return
-    got, expected = _difference(result, pattern)
+    got, expected = difference
     line, scope = read_at
     why = (
         "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
@@ -142,23 +142,6 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     raise PartitionError(f"{unit!r} returned {got} where the recording has {expected}: {why}{where}. {remedy}")
 
 
-def _fits(value: Any, pattern: Pattern) -> bool:
-    kind = pattern[0]
-    if kind == "tensor":
-        return isinstance(value, Tensor) and (pattern[1] is None or value.shape == pattern[1])
-    if kind == "value":
-        expected = pattern[1]
-        if type(value) is not type(expected):
-            return False
-        return bool(value == expected or (value != value and expected != expected))  # NaN equals NaN here
-    if kind == "text":
-        return isinstance(value, VALUES) and type(value) not in LITERALS and repr(value) == pattern[1]
-    if kind == "any":
-        return not isinstance(value, Tensor)
-    inside = _inside(value, pattern)
-    return inside is not None and all(map(_fits, inside, pattern[-1]))
-
-
 def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
     """A container's contents; None if its kind or length differs from what was recorded."""
     kind = pattern[0]
@@ -171,20 +154,28 @@ def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
     return items if items is not None and len(items) == len(pattern[-1]) else None
 
 
-def _difference(value: Any, pattern: Pattern) -> tuple[str, str]:
-    """The first difference in a value, in words: what is there, and what was recorded."""
-    if pattern[0] in CONTAINERS:
+def _difference(value: Any, pattern: Pattern) -> tuple[str, str] | None:
+    """The first difference in a value, in words: what is there, and what was recorded; None if there is none."""
+    kind = pattern[0]
+    if kind in CONTAINERS:
         inside = _inside(value, pattern)
         if inside is None:
             return _text(value), {"items": f"{len(pattern[-1])} items", "keys": f"keys {pattern[1]}"}.get(
-                pattern[0], f"an object with {len(pattern[-1])} values in it"
+                kind, f"an object with {len(pattern[-1])} values in it"
             )
-        return next(_difference(v, p) for v, p in zip(inside, pattern[-1], strict=True) if not _fits(v, p))
-    if pattern[0] == "tensor":
+        return next(filter(None, map(_difference, inside, pattern[-1])), None)
+    if kind == "tensor":
+        if isinstance(value, Tensor) and (pattern[1] is None or value.shape == pattern[1]):
+            return None
         return _text(value), "a tensor" if pattern[1] is None else f"a tensor of shape {pattern[1]}"
-    if pattern[0] == "any":
-        return _text(value), "an object that is not a tensor"
-    return _text(value), pattern[1] if pattern[0] == "text" else repr(pattern[1])
+    if kind == "any":
+        return (_text(value), "an object that is not a tensor") if isinstance(value, Tensor) else None
+    expected = pattern[1]
+    if kind == "text":
+        same = isinstance(value, VALUES) and type(value) not in LITERALS and repr(value) == expected
+        return None if same else (_text(value), expected)
+    same = type(value) is type(expected) and bool(value == expected or (value != value and expected != expected))
+    return None if same else (_text(value), repr(expected))  # NaN equals NaN here
 
 
 def _text(value: Any) -> str:

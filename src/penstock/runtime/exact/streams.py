@@ -57,7 +57,6 @@ class Streams:
         self.seeds_foreign = False
         """Whether Python's and numpy's generators are set like torch's: only if a bound model draws from them. For a
         loss function of the user's own, which may draw from anything, they always are."""
-        """How often the generators were set."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
