@@ -7,6 +7,7 @@ actions of all of them, in an order that respects dependencies; otherwise those 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -276,16 +277,22 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
     if device.type in ("cpu", "meta"):
         return list(actions)
 
-    def there(call: Callable[..., Any]) -> Callable[..., Any]:
+    index = device.index
+    return [within_context(each, lambda _: torch.accelerator.device_index(index)) for each in actions]
+
+
+def within_context(each: BoundAction, context: Callable[[str], AbstractContextManager[Any]]) -> BoundAction:
+    """An action whose wait and work each run in what `context` returns for its text, such as `2F3` and `2F3 waits`."""
+
+    def wrapped(call: Callable[..., Any], text: str) -> Callable[..., Any]:
         def called(*args: Any) -> Any:
-            with torch.accelerator.device_index(device.index):
+            with context(text):
                 return call(*args)
 
         return called
 
-    return [
-        replace(each, wait=None if each.wait is None else there(each.wait), work=there(each.work)) for each in actions
-    ]
+    wait = None if each.wait is None else wrapped(each.wait, f"{each.action} waits")
+    return replace(each, wait=wait, work=wrapped(each.work, str(each.action)))
 
 
 def _between(

@@ -5,13 +5,11 @@ Only steps that run under a profiler have them: torch's own, or `emit_nvtx`, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 from torch.autograd import profiler
 
-from penstock.runtime.execute.program import BoundAction
+from penstock.runtime.execute.program import BoundAction, within_context
 
 
 def is_profiling() -> bool:
@@ -25,17 +23,4 @@ def is_profiling() -> bool:
 
 def ranged(actions: Sequence[BoundAction]) -> list[BoundAction]:
     """The actions, each wrapped in its ranges."""
-    return [_ranged(each, f"penstock {each.action}") for each in actions]
-
-
-def _ranged(each: BoundAction, name: str) -> BoundAction:
-    wait = None if each.wait is None else _named(f"{name} waits", each.wait)
-    return replace(each, work=_named(name, each.work), wait=wait)
-
-
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def named(*args: Any) -> Any:
-        with profiler.record_function(name):
-            return function(*args)
-
-    return named
+    return [within_context(each, lambda text: profiler.record_function(f"penstock {text}")) for each in actions]
