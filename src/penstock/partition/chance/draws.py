@@ -296,7 +296,7 @@ class Chance:
             self.refuse(f"{name} of objects")
         value = function(*args, **kwargs)
         self._generators.accept()
-        return self._stand_in(value, "call_function", foreign.draw, (name, *args), kwargs, *_range(name, args, kwargs))
+        return self._stand_in(value, foreign.draw, (name, *args), kwargs, *_range(name, args, kwargs))
 
     def _call_whole(self, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
         book = self._book
@@ -308,12 +308,11 @@ class Chance:
         given, named = book.arguments(args, kwargs)
         value = book.run_known(function, args, kwargs)
         self._generators.accept()
-        return self._stand_in(value, "call_function", function, given, named)
+        return self._stand_in(value, function, given, named)
 
     def _stand_in(
         self,
         value: Any,
-        op: str,
         target: Any,
         args: Any,
         kwargs: Any,
@@ -328,9 +327,9 @@ class Chance:
                 self.refuse("a random choice among objects")
             if target is foreign.draw and (function := foreign.enclosing_function()) is not None:
                 raise Learned(f"{self._book.here()} draws an array", function=function)
-            return DrawnArray(self, self._book.write_number(op, target, args, kwargs, draws=True), value)
+            return DrawnArray(self, self._book.write_number("call_function", target, args, kwargs, draws=True), value)
         if isinstance(value, (bool, int, float)) or (numpy and isinstance(value, numpy.generic)):
-            return Drawn(self, self._book.write_number(op, target, args, kwargs, draws=True), low, high)
+            return Drawn(self, self._book.write_number("call_function", target, args, kwargs, draws=True), low, high)
         return self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
 
     def refuse(self, what: str) -> NoReturn:
