@@ -1,4 +1,4 @@
-"""Plants faults, one by one, in two scripts that know nothing of Penstock, and asks `penstock blame` what is wrong.
+"""Plants faults, one by one, in scripts that know nothing of Penstock, and asks `penstock blame` what is wrong.
 
 python benchmarks/blame/bench.py [--only TEXT;TEXT] [--commands]
 
@@ -29,7 +29,7 @@ from penstock.launch.rank import main as run_rank
 from penstock.launch.target import load
 
 HERE = Path(__file__).parent
-PIPELINING, SEND_RECV = "with_pipelining.py", "with_send_recv.py"
+RANKS = {"with_replicas.py": 4}
 
 
 def cases() -> list[dict[str, Any]]:
@@ -61,8 +61,9 @@ def forked(run: Callable[[], None], environment: dict[str, str], output: Path) -
     os._exit(0)
 
 
-def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
+def in_forks(case: dict[str, Any]) -> dict[str, Any]:
     """The report of a case; `error` if there is none."""
+    ranks = RANKS.get(case["script"], 2)
     with tempfile.TemporaryDirectory() as name:
         folder, log = Path(name), Path(name, "log")
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "WORLD_SIZE": str(ranks)}
@@ -97,7 +98,8 @@ def in_forks(case: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
 
 
 def by_command(case: dict[str, Any]) -> dict[str, Any]:
-    command = ["torchrun", "--nproc-per-node", "2", "--master-port", str(port()), str(HERE / case["script"])]
+    ranks = str(RANKS.get(case["script"], 2))
+    command = ["torchrun", "--nproc-per-node", ranks, "--master-port", str(port()), str(HERE / case["script"])]
     blame = [sys.executable, "-m", "penstock", "blame", f"{HERE / 'model.py'}:make", "--json", "--", *command]
     environment = {**os.environ, "CASE": case["options"], "FAULT": case["fault"]}
     done = subprocess.run(blame, capture_output=True, text=True, env=environment, check=False)

@@ -52,10 +52,12 @@ class Causes:
     right: Replayed
     grads: Sequence[Mapping[str, Tensor]]
 
-    def first(self, wrong: Sequence[Comparison], misfed: Finding | None, update: Finding | None) -> Finding | None:
+    def first(
+        self, wrong: Sequence[Comparison], misfed: Finding | None, differ: Finding | None, update: Finding | None
+    ) -> Finding | None:
         """The first."""
         causes: tuple[Callable[[], Finding | None], ...] = (
-            *(self._structure, lambda: misfed, self._counts, self._value, self._weights),
+            *(self._structure, lambda: misfed, self._counts, self._value, self._weights, lambda: differ),
             *(lambda: self._sums([row for row in wrong if row.kind == "gradient"]), lambda: update),
             lambda: self._buffer([row for row in wrong if row.kind == "buffer"]),
         )
@@ -97,6 +99,8 @@ class Causes:
         shape = describe_difference(
             value, expected, self._factors(), confusable_values(place, self.mine, self.right.trail)
         )
+        if place.what == FORWARD[0] and not shape and (moved := self._moved(k)) is not None:
+            return moved
         what = f"tensor {place.leaf + 1} of {place.text}" if place.leaf else place.text
         action, kind, text = f"{stage}F{k}", "forward", f"{what} differs{shape and '; '}{shape}"
         where = part.where(row, microbatch=k, module=place.module)
@@ -119,6 +123,19 @@ class Causes:
         elif place.what == FORWARD[0] and self._is_edge(place, part, 0) and (got := self._message(part, k, back=False)):
             action, kind, text = f"{stage}RECV_F{k}", "message", got
         return Finding(kind, text, action, **where)
+
+    def _moved(self, k: int) -> Finding | None:
+        """A module that takes what another one should."""
+        entered = {p: v for p, v in self.right.trail.values.items() if p[0] == FORWARD[0] and p[2:] == (0, 0, k)}
+        for place in filter(entered.__contains__, self.mine.values):
+            value, part = self.mine.values[place], self.noted.parts[self.mine.stages[place]]
+            for other, right in entered.items():
+                if torch.equal(value, right) and not torch.equal(value, entered[place]) and right.is_floating_point():
+                    text = f"{place.module!r} takes what {other.module!r} should take: layers run in another order"
+                    return Finding(
+                        "forward", text, f"{part.stage}F{k}", **part.where(microbatch=k, module=place.module)
+                    )
+        return None
 
     def _is_edge(self, place: Place, part: Part, which: int) -> bool:
         """Whether a module takes what its part receives (0), or leaves what it sends (-1)."""
@@ -183,8 +200,9 @@ class Causes:
             for (j, leaf), sent in (part.outside(self.step - back, SENT) if self.step >= back else {}).items()
             if leaf == 0 and sent.shape == expected.shape and (back or j != k)
         }
-        own, sums = part.outside(self.step, SENT).get((k, 0)), {t: expected.double() + v for t, v in others.items()}
-        shape = "" if own is None else describe_difference(own, expected, {}, sums)
+        every, sums = part.outside(self.step, SENT), {t: expected.double() + v for t, v in others.items()}
+        own, shape = every.get((k, 0)), "" if every else "none was seen: is what it received detached?"
+        shape = shape if own is None else describe_difference(own, expected, {}, sums)
         text = f"the gradient that stage {part.stage} sends back for microbatch {k} differs{shape and ': '}{shape}"
         return Finding("backward", text, f"{part.stage}B{k}", **where | part.where(module=""))
 
@@ -251,6 +269,10 @@ class Causes:
                 return _overwritten(part, min(early), {})
         if not rows:
             return None
+        parts = {id(part): part for part in of}.values()
+        if lost := [part.tensors.get(name, name) for part in parts for name in part.steps[self.step]["lost"]]:
+            text = f"gradients of {shortened(lost)} are set to zero before the optimizer takes them"
+            return Finding("gradient", text, "gradients", **of[0].where())
         named = [self._shape(row) for row in rows]
         kind, shape = named[0]
         stages = [part.stage for part, (_, text) in zip(of, named, strict=True) if text == shape]
@@ -261,9 +283,12 @@ class Causes:
             return Finding(
                 kind, f"all gradients{tail}", "gradients", **where | {"stage": None, "rank": None, "module": ""}
             )
-        is_stage = len(stages) > 1 and len({*stages}) == 1
-        what = f"gradients of stage {stages[0]}" if is_stage else f"the gradient of {rows[0].name!r}"
-        tail = tail if shape else " are not the sums of their terms" if is_stage else " is not the sum of its terms"
+        names = [row.name for row, part, (_, text) in zip(rows, of, named, strict=True) if text == shape]
+        own = {part.tensors.get(name) for part in parts for name in part.parameters}
+        is_several = len(stages) > 1 and len({*stages}) == 1
+        what = f"gradients of stage {stages[0]}" if own <= {*names} else f"gradients of {shortened(names)}"
+        what = what if is_several else f"the gradient of {rows[0].name!r}"
+        tail = tail if shape else " are not the sums of their terms" if is_several else " is not the sum of its terms"
         return Finding(kind, what + tail, "gradients", **where)
 
     def _shape(self, row: Comparison) -> tuple[str, str]:
@@ -303,7 +328,9 @@ class Causes:
         return None
 
     def _factors(self) -> dict[float, str]:
-        return usual_factors(len(self.at.rows), 1, self.at.count, self.at.target)
+        return usual_factors(
+            self.noted.parts[0].each, 1 + len(self.noted.parts[0].replicas), self.at.count, self.at.target
+        )
 
 
 def is_scaled(value: Tensor, right: Tensor) -> bool:

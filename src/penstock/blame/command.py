@@ -109,8 +109,8 @@ def checked(command: Sequence[str]) -> list[str]:
     module = _MODULES.get(Path(name).name)
     if module is None and shutil.which(name) is None:
         raise ArgumentError(
-            f"{name or 'no command'}: expected a command that starts ranks, as in `penstock blame reference.py -- "
-            "torchrun --nproc-per-node 2 train.py`"
+            f"{f'{name}: no such command' if name else 'no command'}; expected one that starts ranks, as in `penstock "
+            "blame reference.py -- torchrun --nproc-per-node 2 train.py`"
         )
     script = next((one for one in command if one.endswith(".py") and " " not in one), None)
     if module is not None and "-m" not in command and script is not None and not Path(script).is_file():

@@ -18,6 +18,7 @@ from penstock.blame.data import batch_of, data_of
 from penstock.blame.finding import Blame, Finding
 from penstock.blame.names import Noted, Part, name_parts
 from penstock.blame.replay import Replay, Replayed, scale_of
+from penstock.blame.replicas import apart, merged
 from penstock.blame.updates import Updates
 from penstock.errors import ArgumentError
 from penstock.launch.target import Target
@@ -27,33 +28,46 @@ from penstock.proof.first_difference import in_reference
 from penstock.proof.trail import Trail
 from penstock.schedule import Action, Op, Row
 from penstock.schedule.timeline import Timeline, Times
+from penstock.words import shortened
 
 
 def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
     """Raises ArgumentError: there is nothing to compare."""
     torch.set_num_threads(int(noted.files[min(noted.files)][0]["threads"]))
+    ranks = len(noted.files)
+    noted, unlike = merged(noted, model)
+    if unlike is not None:
+        return Blame(unlike, noted.steps, ranks, 0, 0, 0)
     name_parts(noted.parts, model)
     held = Counter(name for part in noted.parts for name in part.tensors.values())
-    if (replicas := min(held.values())) > 1:
+    if (copies := min(held.values())) > 1:
         raise ArgumentError(
-            f"each parameter is held {replicas} times, as by data-parallel replicas; run one replica: penstock blame "
-            "compares one pipeline"
+            f"each parameter is held {copies} times, but by ranks that do not look alike; penstock blame compares "
+            "pipelines whose replicas hold the same stages with the same weights"
         )
     replay = Replay(model, given.loss)
+    begun = {part.tensors[n]: v for part in noted.parts for n, v in part.parameters.items() if n in part.tensors}
+    others = [name for name, value in begun.items() if not same_bits(value, replay.tensors[name].to(value.device))]
     found = _Judge(noted, replay, given, Updates(noted, given, replay))
     finding = next(filter(None, map(found.step, range(noted.steps))), None)
     stages = len({part.stage for part in noted.parts})
-    sizes = noted.steps, len(noted.files), stages, max(part.steps[0]["count"] for part in noted.parts)
-    compared, notes = found.compared + found.updates.compared, tuple(dict.fromkeys(found.updates.notes))
-    return Blame(finding, *sizes, compared, notes, _timeline(noted, 0 if finding is None else finding.step - 1))
+    sizes = noted.steps, ranks, stages, max(part.steps[0]["count"] for part in noted.parts)
+    compared, notes = found.compared + found.updates.compared, [*dict.fromkeys(found.updates.notes)]
+    if others:
+        who = f"{shortened(others)}: the pipeline begins with other values than the unsplit model's"
+        notes.append(f"{who}; these were taken over, so that an initialization that is wrong is not seen")
+    return Blame(finding, *sizes, compared, tuple(notes), _timeline(noted, 0 if finding is None else finding.step - 1))
 
 
 def _timeline(noted: Noted, step: int) -> Timeline:
     """What ranks did in a step, on the clock of their hosts."""
-    rows: list[list[tuple[Action, Times]]] = [[] for _ in range(1 + max(noted.files))]
+    last = max(one.rank for part in noted.parts for one in (part, *part.replicas))
+    rows: list[list[tuple[Action, Times]]] = [[] for _ in range(1 + last)]
     for part in noted.parts:
-        for op, microbatch, start, end in part.steps[step]["ran"]:
-            rows[part.rank].append((Action(part.stage, Op(op), microbatch), (start, start, end)))
+        for number, one in enumerate((part, *part.replicas)):
+            for op, microbatch, start, end in one.steps[step]["ran"]:
+                action = Action(part.stage, Op(op), microbatch + number * part.each)
+                rows[one.rank].append((action, (start, start, end)))
     ordered = [sorted(row, key=lambda each: each[1][0]) for row in rows]
     return Timeline.of_rows([Row([a for a, _ in row]) for row in ordered], [[t for _, t in row] for row in ordered])
 
@@ -73,7 +87,7 @@ class _Judge:
         parts = self.noted.parts
         steps = [part.steps[step] for part in parts]
         at, misfed = data_of(self.given, parts, step)
-        if misfed is not None and all(same_bits(one["after"][n], t) for one in steps for n, t in one["before"].items()):
+        if misfed is not None and all(same_bits(steps[0]["before"][n], t) for n, t in steps[0]["after"].items()):
             text = f"gradients are set to zero after microbatch {len(at.rows) - 1}, before the optimizer takes them"
             misfed = Finding("gradient", text, "gradients")
         mine = self._mine(step)
@@ -91,15 +105,16 @@ class _Judge:
         rows = [row for part in parts for row in self._results(part, step, grads[part.place], right, epsilon)]
         self.compared += len(rows)
         wrong = [row for row in rows if not row.ok and row.verdict != "undefined"]
-        update = None if wrong else self.updates.step(step, right.expected)
-        if not wrong and update is None:
+        differ = next(filter(None, (apart(part, step) for part in parts)), None)
+        update = None if wrong or differ else self.updates.step(step, right.expected)
+        if not wrong and differ is None and update is None:
             return None
         for place in [*mine.values]:  # a stage that leaves the loss leaves no more than a number
             other = right.trail.values.get(in_reference(place))
             if other is None or other.dim() > mine.values[place].dim() == 0:
                 del mine.values[place]
         causes = Causes(self.noted, self.replay, self.given, step, at, mine, right, grads)
-        found = causes.first(wrong, misfed, update)
+        found = causes.first(wrong, misfed, differ, update)
         return None if found is None else replace(found, step=step + 1)
 
     def _order_parts(self) -> None:

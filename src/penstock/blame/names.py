@@ -37,6 +37,7 @@ class Part:
         modules: that of each module.
         place: its number in the order of dataflow.
         stage: its number among stages; consecutive parts of a rank are one, unless the pipeline says otherwise.
+        replicas: the same of other ranks, if the pipeline is replicated; `steps` has the microbatches of all.
     """
 
     rank: int
@@ -46,12 +47,24 @@ class Part:
     modules: dict[str, str] = field(default_factory=dict)
     place: int = 0
     stage: int = 0
+    replicas: Sequence[Part] = ()
+
+    @property
+    def each(self) -> int:
+        """The microbatches of one replica in a step."""
+        return int(self.steps[0]["count"]) // (1 + len(self.replicas))
 
     def where(self, row: Comparison | None = None, **more: Any) -> dict[str, Any]:
         """What a finding says of it, and of a difference in it."""
         is_off = row is not None and 0 < row.max_difference < math.inf
         size = {"difference": row.max_difference, "largest": row.max_reference} if row is not None and is_off else {}
-        return {"stage": self.stage, "rank": self.rank, **size, **more}
+        runs = (self, *self.replicas)[(more.get("microbatch") or 0) // self.each]
+        return {"stage": self.stage, "rank": runs.rank, **size, **more}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Those that are trained, as they are before the first step, by its own names."""
+        return {name: self.steps[0]["before"][name] for name in self.steps[0]["trained"]}
 
     def values(self, step: int) -> dict[Place, Tensor]:
         """What its modules took and left, and the gradients that reached them."""
@@ -132,7 +145,8 @@ def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
     held = [(part, name, value) for part in parts for name, value in part.steps[0]["before"].items()]
     named = _by_name(held, reference)
     there = {id(reference[name]) for part in parts for name in part.tensors} if named else set()
-    if not {id(parameter) for parameter in model.parameters()} <= there:  # without a layer those behind it move up
+    is_whole = {id(parameter) for parameter in model.parameters()} <= there  # without a layer those behind it move up
+    if not is_whole or _are_exchanged(held, reference):
         named = _by_value(held, reference, classes) or _by_name(held, reference) or _by_order(held, reference)
     if not named:
         raise ArgumentError(
@@ -154,6 +168,13 @@ def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
             is_whole = kind in (classes[found], *_TRACED) and inside <= {*part.tensors.values()}
             if name in owners or is_whole:
                 part.modules[name] = found
+
+
+def _are_exchanged(held: Sequence[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor has the values that the unsplit model has under another name, and not under this one."""
+    known = {digest(tensor) for tensor in reference.values()}
+    named = [(digest(value), digest(reference[part.tensors[name]])) for part, name, value in held]
+    return any(mine != own and mine in known for mine, own in named)
 
 
 def _by_name(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:

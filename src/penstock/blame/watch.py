@@ -30,8 +30,9 @@ FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
 """Of the environment: where ranks leave what they saw, and of how many steps."""
 SENT = "the gradient that {} sends back"
 _NOTED = (
-    "stage", "names", "before", "grads", "random", "training", "extra", "count", "autocast", "overwritten", "ran",
-)  # fmt: skip
+    *("stage", "names", "before", "grads", "random", "training", "extra", "count"),
+    *("autocast", "overwritten", "ran", "lost"),
+)
 _CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 
 
@@ -44,6 +45,7 @@ class Root:
         extra: its forwards besides those of microbatches.
         grads: what each parameter has accumulated.
         overwritten: the microbatches whose inputs were others when their backward began.
+        lost: the parameters whose gradient is gone when an optimizer steps.
         ran: what it did, as ("F" or "B", microbatch, start, end) in nanoseconds of this host's clock.
     """
 
@@ -69,7 +71,7 @@ class Root:
         """A step begins."""
         self.trail.forget()
         self.count = self.extra = self.microbatch = 0
-        self.autocast, self.overwritten = "", list[int]()
+        self.autocast, self.overwritten, self.lost = "", list[int](), list[str]()
         self.ran: list[tuple[str, int, int, int]] = []
         self.random: dict[tuple[str, int, int], Tensor] = {}
         self.grads: dict[str, Tensor] = {}
@@ -146,7 +148,8 @@ class Root:
         modules = {name: type(part).__name__ for name, part in self.parts.items()}
         values = [(tuple(place), value.cpu()) for place, value in self.trail.values.items()]
         noted = {name: getattr(self, name) for name in _NOTED}
-        return {**noted, "modules": modules, "values": values, "after": self.now()}
+        trained = [name for name, tensor in self.tensors.items() if tensor.requires_grad]
+        return {**noted, "modules": modules, "trained": trained, "values": values, "after": self.now()}
 
 
 class Watch:
@@ -261,7 +264,11 @@ class Watch:
         holders = {id(tensor): (i, name) for i, root in enumerate(roots) for name, tensor in root.tensors.items()}
         grads = self._gradients()
         for i, root in enumerate([] if self._updated else roots):
-            root.grads = {name: grad for (j, name), grad in grads.items() if j == i}
+            now = {name: grad for (j, name), grad in grads.items() if j == i}
+            root.lost = [
+                name for name, grad in root.grads.items() if grad.any() and (name not in now or not now[name].any())
+            ]
+            root.grads = now
         kind, groups = type(optimizer), list[dict[str, Any]]()
         for group in optimizer.param_groups:
             plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}

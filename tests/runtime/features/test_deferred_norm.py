@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from scaffolding.models import ConvNet, squared_error
 from scaffolding.small import WIDTH, batch, mlp
 
 ROWS = 11
-SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
+SCHEDULES = [("gpipe", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-v", 2, 2)]
 
 
 def normed(**options: Any) -> nn.Sequential:
@@ -80,7 +79,7 @@ def test_images_and_volumes(dims: int) -> None:
 
 def test_neither_schedule_nor_recomputation_changes_a_bit() -> None:
     found = []
-    for (schedule, ranks, chunks), recompute in itertools.product(SCHEDULES[::2], ("never", "always", 1)):
+    for (schedule, ranks, chunks), recompute in zip(SCHEDULES, ("never", "always", 1), strict=True):
         model, x, y = everything()
         options = {"schedule": schedule, "ranks": ranks, "chunks": chunks, "recompute": recompute}
         found.append(train(model, x, y, 2, **options))

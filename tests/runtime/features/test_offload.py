@@ -32,7 +32,7 @@ SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h
 
 
 @pytest.mark.parametrize(
-    ("order", "recompute"), representatives(3, SCHEDULES, ["never", "except_last", "always", 2]), ids=str
+    ("order", "recompute"), representatives(4, SCHEDULES, ["never", "except_last", "always", 2]), ids=str
 )
 def test_the_result_is_that_of_one_device(order: tuple[str, int, int], recompute: Any) -> None:
     schedule, ranks, chunks = order
