@@ -48,8 +48,11 @@ addEventListener("message", ({ data }) => {
   if (!["light", "dark"].includes(data?.theme)) return;
   document.documentElement.dataset.theme = data.theme;
   view.refresh();
+  report();
 });
-parent.postMessage("live-schedule", "*");
+const report = () => parent.postMessage({ liveSchedule: Math.ceil(document.body.getBoundingClientRect().height) }, "*");
+new ResizeObserver(report).observe(document.body);
+report(); // a frame that is out of sight observes nothing
 """
 
 
@@ -91,7 +94,7 @@ class LiveSchedule(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         source = f"_static/{PAGE}"
         figure = nodes.figure(classes=["live-schedule"])
-        markup = f'<iframe src="{source}" title="{_TITLE}" loading="lazy" height="640"></iframe>'
+        markup = f'<iframe src="{source}" title="{_TITLE}" height="640"></iframe>'
         figure += nodes.raw("", markup, format="html")
         figure += nodes.caption("", "", *self.parse_inline(" ".join(self.content))[0])
         return [figure]

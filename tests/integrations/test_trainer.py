@@ -125,9 +125,16 @@ def test_an_accelerator_that_counts_processes_came_too_early() -> None:
 def test_the_first_rank_is_the_one_that_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Accelerate, without an accelerator and not told to use the CPU, sees no processes at all."""
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("backward", "clip_grad_norm_", "save_state", "load_state"):
+        monkeypatch.setattr(Accelerator, name, None)  # puts them back afterwards
     ranks_as_one_device()
     assert not PartialState().is_main_process
     assert not Accelerator().is_main_process
+    with pytest.raises(
+        ArgumentError, match=r"sees the stages of one rank alone; call Pipeline\.clip_grad_norm_ instead"
+    ):
+        Accelerator().clip_grad_norm_([], 1.0)
 
 
 def resume(folder: Path, data: list[dict[str, Any]], ranks: int, **more: Any) -> PipelineTrainer:

@@ -8,15 +8,24 @@ what the ranks of one pipeline are: together they train one model on one sequenc
 from __future__ import annotations
 
 import os
+from typing import Any, NoReturn
 
 from penstock.errors import ArgumentError
 
 try:
-    from accelerate import PartialState
+    from accelerate import Accelerator, PartialState
     from accelerate.state import is_initialized
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError(f"this needs the package accelerate ({error}): pip install penstock[accelerate]") from error
+
+_OF_ALL_RANKS = {
+    "backward": "Pipeline.step",
+    "clip_grad_norm_": "Pipeline.clip_grad_norm_",
+    "save_state": "penstock.checkpoint.save",
+    "load_state": "penstock.checkpoint.load",
+}
+"""Methods of an accelerator that see one rank's stages alone, and what to call in their place."""
 
 
 def ranks_as_one_device(cpu: bool = False) -> PartialState:
@@ -24,9 +33,9 @@ def ranks_as_one_device(cpu: bool = False) -> PartialState:
 
     Call it before `Accelerator()`, on every rank. Then `prepare` leaves batches whole, `gather_for_metrics` returns
     what it is given, and `is_main_process`, `print` and trackers are the first rank's as ever. The model stays with
-    `penstock.pipeline`: pass only loaders, the optimizer and the scheduler to `prepare`. Use the pipeline's `step`,
-    `clip_grad_norm_` and `penstock.checkpoint` in place of the accelerator's `backward`, `clip_grad_norm_` and
-    `save_state`.
+    `penstock.pipeline`: pass only loaders, the optimizer and the scheduler to `prepare`. In several processes
+    `backward`, `clip_grad_norm_`, `save_state` and `load_state` of accelerators raise `ArgumentError`, as they would
+    see one rank's stages alone.
 
     Args:
         cpu: as for `Accelerator`: compute on the CPU even if there is an accelerator.
@@ -40,8 +49,18 @@ def ranks_as_one_device(cpu: bool = False) -> PartialState:
     if is_initialized() and PartialState().num_processes > 1:
         raise ArgumentError("an Accelerator has already been made for several processes; call this before it is")
     state = PartialState(cpu=cpu)
+    processes = max(state.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
+    for name, other in _OF_ALL_RANKS.items() if processes > 1 else ():
+        setattr(Accelerator, name, _refused(name, other))
     state.distributed_type, state.num_processes = DistributedType.NO, 1
     # Without an accelerator, and without cpu=True, Accelerate does not look at these itself.
     state.process_index = int(os.environ.get("RANK", state.process_index))
     state.local_process_index = int(os.environ.get("LOCAL_RANK", state.local_process_index))
     return state
+
+
+def _refused(name: str, other: str) -> Any:
+    def refused(*_: Any, **__: Any) -> NoReturn:
+        raise ArgumentError(f"Accelerator.{name} sees the stages of one rank alone; call {other} instead")
+
+    return refused
