@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.errors import ArgumentError, require
-from penstock.fabric.autocorrelation import correlation_time, effective_counts
+from penstock.errors import ArgumentError
+from penstock.fabric.autocorrelation import correlation_time, effective_counts, scipy
 
 Interval = tuple[float, float]
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
@@ -106,9 +106,7 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
     Returns:
         The two ranks; None if even the smallest or the largest sample is no bound, which is when q^count is above 2.5%.
     """
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import stats  # takes a second to import
-
+    stats, _ = scipy()
     side = (1 - CONFIDENCE) / 2
     if count < 1 or max(q, 1 - q) ** count > side:
         return None
@@ -146,16 +144,7 @@ def _of_times(interval: Interval | None) -> Interval | None:
 
 def _rank(q: float, count: float, below: float) -> float:
     """Returns the rank of the order statistic, among `count`, that is below the q-quantile with probability `below`."""
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import optimize, special  # takes a second to import
-
-    def beyond(rank: float) -> float:
-        return float(special.betainc(rank, count + 1 - rank, q)) - below
-
-    least, most = 1e-9, count + 1 - 1e-9
-    if beyond(least) <= 0:
-        return least
-    return most if beyond(most) >= 0 else float(optimize.brentq(beyond, least, most))
+    return float(scipy()[1].bdtrik(1 - below, count, q)) + 1
 
 
 def fewest(q: float) -> int:
@@ -172,9 +161,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
     (92% for 30 samples, against 88% for plain Student's t), for the price of three sums and without random numbers. No
     interval accounts for a tail that the samples have not hit.
     """
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # takes a second to import
-
+    _, special = scipy()
     values = np.asarray(samples, float).ravel()
     if len(values) < _FEWEST_FOR_MEAN:
         return None
