@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.errors import ArgumentError
 from penstock.fabric.autocorrelation import correlation_time, effective_counts, scipy
 
 Interval = tuple[float, float]
@@ -249,12 +248,7 @@ def saturation(
         network_percent: the least percentage of any transfer's time that its algorithm would take on these links with
             free processors; close to 100, the processors are no limit. None if unknown, in which case neither is
             blamed.
-
-    Raises:
-        ArgumentError: a number of cores is below 1.
     """
-    if machine_cores < 1 or any(one < 1 for one in cores):
-        raise ArgumentError(f"machine_cores={machine_cores}, cores={list(cores)}: expected 1 or more")
     known = [one for one in cpu if one.get("wall_seconds")]
     if not known:
         return Saturation(False, False, None, "")
