@@ -70,7 +70,7 @@ class Summary:
             nothing: dict[str, Interval | None] = dict.fromkeys(PERCENTILES)
             return cls(0, 0.0, None, None, None, None, None, None, None, None, nothing)
         ordered = np.sort(values, axis=None)
-        effective = effective_counts(rows, tuple(PERCENTILES.values()))
+        effective, mean = effective_counts(rows, tuple(PERCENTILES.values())), mean_interval(rows)
         intervals: dict[str, Interval | None] = {}
         points: dict[str, float | None] = {}
         for (name, q), worth in zip(PERCENTILES.items(), effective, strict=True):
@@ -82,12 +82,9 @@ class Summary:
             min=float(ordered[0]),
             max=float(ordered[-1]),
             mean=float(rows.mean()),
-            mean_interval=_of_times(mean_interval(rows)) if ordered[0] >= 0 else mean_interval(rows),
+            mean_interval=mean and (max(mean[0], 0.0) if ordered[0] >= 0 else mean[0], mean[1]),
             intervals=intervals,
-            p50=points["p50"],
-            p90=points["p90"],
-            p99=points["p99"],
-            p999=points["p999"],
+            **points,
         )
 
     def to_dict(self) -> dict[str, float | None]:
@@ -134,11 +131,6 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
     found = [_rank(q, effective, side) / (effective + 1) * (len(ordered) + 1) - 1 for side in sides]
     low, high = np.interp(found, np.arange(len(ordered)), ordered)
     return float(low), float(high)
-
-
-def _of_times(interval: Interval | None) -> Interval | None:
-    """Clips a mean's interval at 0. Times are never negative, so neither is their mean, but a t interval may be."""
-    return interval and (max(interval[0], 0.0), interval[1])
 
 
 def _rank(q: float, count: float, below: float) -> float:
