@@ -21,9 +21,3 @@ def test_mlp_sends_the_sizes_of_the_reference_in_backward_order():
 def test_an_unknown_preset_says_which_there_are():
     with pytest.raises(ArgumentError, match=r"no preset 'lenet': pass one of mlp"):
         presets.preset("lenet")
-
-
-def test_trials_are_batches_times_epochs():
-    assert presets.trials_of(60, 5) == 300
-    with pytest.raises(ArgumentError, match="epochs=0"):
-        presets.trials_of(60, 0)

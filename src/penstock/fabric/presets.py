@@ -36,10 +36,3 @@ def preset(name: str) -> Workload:
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}: pass one of {', '.join(PRESETS)}")
     return PRESETS[name]()
-
-
-def trials_of(batches: int, epochs: int) -> int:
-    """Returns the number of trials in a whole training, one per batch and epoch. Raises ArgumentError below 1."""
-    if batches < 1 or epochs < 1:
-        raise ArgumentError(f"batches={batches}, epochs={epochs}: trials = batches * epochs, so pass 1 or more of each")
-    return batches * epochs
