@@ -15,3 +15,6 @@ What runs on it
   inside.py       runs work in a namespace, in a thread
   conditions.py   what a run's record says about a host and its network
 """
+
+MAX_HOSTS = 200
+"""The most hosts in one emulation: a subnet has addresses for 254."""

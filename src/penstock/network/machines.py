@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.network import keeper, subnets
+from penstock.network import MAX_HOSTS, keeper, subnets
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not
 from penstock.network.holdback import Groups, check_slow, hold_back
@@ -29,8 +29,6 @@ from penstock.network.topology import Topology
 
 INTERFACE = "eth0"
 """The interface that each host has besides lo."""
-MAX_HOSTS = 200
-"""The most hosts in one emulation: a subnet has addresses for 254."""
 
 
 class Machines:

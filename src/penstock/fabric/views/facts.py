@@ -106,7 +106,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("step", ", ".join(overlaps)))
     if results["stalled"]:
         found.append(("stalls", _stalls(results["stalled"], len(run.start_ns))))
-    found += [*network(run), *links(run), *_fits(results)]
+    found += [*network(run), *links(run), *(("fit", _fit(one["fit"])) for one in results["model"])]
     late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
     among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
     if late and among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
@@ -178,12 +178,8 @@ def _link(measured: Sequence[dict[str, Any]]) -> str:
     return f"alpha {_range(latencies)}{sooner}{rates}"
 
 
-def _fits(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Describes the link fitted to each collective's medians."""
-    return [("fit", _fit(one["fit"])) for one in results["model"]]
-
-
 def _fit(found: dict[str, Any]) -> str:
+    """Describes the link fitted to a collective's medians."""
     held = " (limited to the links)" if found["held_to_links"] else ""
     return (
         f"{found['collective']}: alpha {seconds(found['alpha_seconds'])} a step, 1/beta "
