@@ -98,7 +98,7 @@ WRONG = {
     "--sizes 4 --cuts a": "--cuts belongs to --model, and --sizes was given",
     "--sizes 4 --trials 3 --epochs 2": "pass --trials, or both --batches and --epochs",
     "--sizes 4 --batches 3": "pass --trials, or both --batches and --epochs",
-    "--sizes 4 --batches 3 --epochs 0": "--batches 3, --epochs 0",
+    "--sizes 4 --batches 3 --epochs 0": "--epochs 0: expected an integer >= 1",
     "--from 4 --to 64 --factor 1": "--factor 1: pass a factor above 1",
     "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
     "--from 8KiB": "a sweep needs both --from and --to",

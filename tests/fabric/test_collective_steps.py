@@ -293,13 +293,3 @@ def test_a_round_reads_what_was_before_it() -> None:
 def test_bad_names_and_numbers(given_: tuple[str, str, int], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         generate(*given_)
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ArgumentError, match="all_reduce by ring has no option 'pieces': it takes none"):
-        generate("all_reduce", "ring", 4, pieces=2)
-    with pytest.raises(ArgumentError, match="no option 'piece': it takes pieces"):
-        generate("all_reduce", "tree", 4, piece=2)
-    for algorithm in (("all_reduce", "tree"), ("broadcast", "chain")):
-        with pytest.raises(ArgumentError, match="pieces is 0: cut the data into 1 or more"):
-            generate(*algorithm, 4, pieces=0)

@@ -173,11 +173,11 @@ def test_a_delay_counts_in_its_own_direction_and_at_its_least() -> None:
     record = shaped("1gbit", 2, h0="up 1gbit delay 30ms down 1gbit delay 10ms")
     ports = shaped_ports(record, [((0, 1), LinkFit(0.0301, 8e-9)), ((1, 0), LinkFit(0.0101, 8e-9))])
     assert ports is not None
-    assert ports.latency(0, 1) == pytest.approx(0.0301)
-    assert ports.latency(1, 0) == pytest.approx(0.0101)
+    assert ports.latencies[0, 1] == pytest.approx(0.0301)
+    assert ports.latencies[1, 0] == pytest.approx(0.0101)
     jittery = shaped_ports(shaped("1gbit delay 20ms jitter 5ms", 2), [((0, 1), LinkFit(0.018, 8e-9))])
     assert jittery is not None
-    assert jittery.latency(0, 1) == pytest.approx(0.015), "what is measured above it may be luck"
+    assert jittery.latencies[0, 1] == pytest.approx(0.015), "what is measured above it may be luck"
 
 
 def test_of_links_that_a_scenario_may_have_changed_nobody_knows_the_bound() -> None:

@@ -105,7 +105,6 @@ def test_exact_times_give_the_link_back(alpha: float, beta: float, which: tuple[
     found = fit(points)
     assert found.alpha_seconds == pytest.approx(alpha, rel=1e-6)
     assert found.beta_seconds_per_byte == pytest.approx(beta, rel=1e-6)
-    assert found.largest_residual < 1e-9
     assert found.r2 == pytest.approx(1)
 
 
@@ -144,15 +143,12 @@ def test_a_held_fit_is_the_best_that_is_no_faster(points: list[tuple[float, floa
         assert held.beta_seconds_per_byte == pytest.approx(free.beta_seconds_per_byte, rel=1e-5)
     else:
         assert held.beta_seconds_per_byte == pytest.approx(least), "the error grows with the distance from the best"
-    left = [1 - (held.alpha_seconds + held.beta_seconds_per_byte * size) / seconds for size, seconds in points]
-    assert held.residuals == pytest.approx(left, rel=1e-6, abs=1e-6)
 
 
 def test_times_that_fall_with_the_size_have_no_bandwidth_term() -> None:
     found = fit_link([(1000, 2e-3), (100_000, 1e-3)])
     assert found.beta_seconds_per_byte == 0
     assert found.bytes_per_second == math.inf
-    assert found.to_dict()["bytes_per_second"] is None
     assert fit_link([(1000, 1e-3), (2000, 8e-3)]).alpha_seconds == 0
 
 

@@ -18,20 +18,6 @@ def test_mlp_sends_the_sizes_of_the_reference_in_backward_order():
     assert workload.hosts == 0
 
 
-def test_other_widths():
-    assert [t.bytes for t in presets.mlp((3, 5, 2)).transfers] == [(5 * 2 + 2) * 4, (3 * 5 + 5) * 4]
-    with pytest.raises(ArgumentError, match="two or more"):
-        presets.mlp((784,))
-    with pytest.raises(ArgumentError, match="above 0"):
-        presets.mlp((784, 0))
-
-
 def test_an_unknown_preset_says_which_there_are():
     with pytest.raises(ArgumentError, match=r"no preset 'lenet': pass one of mlp"):
         presets.preset("lenet")
-
-
-def test_trials_are_batches_times_epochs():
-    assert presets.trials_of(60, 5) == 300
-    with pytest.raises(ArgumentError, match="epochs=0"):
-        presets.trials_of(60, 0)

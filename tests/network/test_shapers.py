@@ -172,7 +172,7 @@ def test_nothing_is_made_where_it_is_refused(make: Callable[[], Machines], monke
     def never(*given: object) -> None:
         raise AssertionError(f"something is made: {given}")
 
-    monkeypatch.setattr(machines, "start_program", never)
+    monkeypatch.setattr(machines, "start_keeper", never)
     monkeypatch.setattr(Machines, "_run", never)
     monkeypatch.setattr(machines, "Switch", never)
     before = keeper.names_of()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from penstock.cli._options import options_on
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from penstock.network.network import Network
+    from penstock.network.machines import Machines
+    from penstock.network.scenario import Event
 
 
 network_option = options_on("The hosts' network")
@@ -60,12 +61,11 @@ class NetworkOptions:
         """The options that were given, as the user writes them."""
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, [])]
 
-    def network(self, hosts: int) -> Network:
-        """The network that the options describe. Raises ArgumentError: an option is wrong, or is meaningless without
-        another."""
-        from penstock.network.background import parse_background
+    def machines(self, hosts: int) -> tuple[Machines, tuple[Event, ...]]:
+        """The hosts that the options describe, which `with` creates, and the scenario's events. Raises ArgumentError:
+        an option is wrong, or is meaningless without another."""
         from penstock.network.holdback import parse_slow
-        from penstock.network.network import Network
+        from penstock.network.machines import Machines
         from penstock.network.parse import parse_link
         from penstock.network.scenario import read_scenario
         from penstock.network.topology import Topology, parse_own
@@ -78,10 +78,8 @@ class NetworkOptions:
                     f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; pass --link "
                     "1gbit, for example"
                 )
-            return Network(hosts, slow=slow)
+            return Machines(hosts, slow=slow), ()
         topology = Topology(parse_link(self.link), parse_own(self.link_of or (), hosts), self.link_seed or 0)
-        background = tuple(self.background or ())
-        for text in background:
-            parse_background(text, hosts)
         events = () if self.scenario is None else read_scenario(self.scenario, topology, hosts)
-        return Network(hosts, topology, self.shaper or "auto", background, slow, events)
+        options: dict[str, Any] = {"background": self.background or (), "slow": slow, "changes": bool(events)}
+        return Machines(hosts, topology, shaper=self.shaper or "auto", **options), events

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from penstock.errors import ArgumentError
+from penstock.network import MAX_HOSTS
 from penstock.schedule import MICROBATCHES
 
 OUTPUT_PANEL = "Output"
@@ -59,8 +60,13 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-_LIMITS = {"--devices": 20_000, "--global-batch": 100_000, "--microbatches": 10_000, "--microbatch-sizes": 100_000}
-_LIMITS |= {"--hosts": 200}  # as machines.MAX_HOSTS
+_LIMITS = {
+    "--devices": 20_000,
+    "--global-batch": 100_000,
+    "--microbatches": 10_000,
+    "--microbatch-sizes": 100_000,
+    "--hosts": MAX_HOSTS,
+}
 _LIMITS |= dict.fromkeys(("--ranks", "--replicas", "--threads", "--chunks", "--stages"), 10_000)
 _MAX_OF_ANYTHING = 1_000_000_000
 

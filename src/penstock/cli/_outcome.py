@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +14,9 @@ from penstock.report.text import print_unbroken, table
 from penstock.simulate import Cause
 from penstock.simulate.figures import WORK, chunks, title
 from penstock.words import sized
+
+Written = Callable[[float], str]
+"""Writes numbers of one table alike."""
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
@@ -69,7 +71,7 @@ _LEAST, _MAX = 1e-12, 1e18
 """Numbers whose largest is between these are written without an exponent."""
 
 
-def format_of(values: Sequence[float], most: int | None = None) -> Number:
+def format_of(values: Sequence[float], most: int | None = None) -> Written:
     """The format for some numbers: with as many decimals as they need, at most `most`.
 
     `most` defaults to five significant digits of the largest. If that would give a row of zeros, each number gets five
@@ -77,22 +79,12 @@ def format_of(values: Sequence[float], most: int | None = None) -> Number:
     """
     largest = max(map(abs, values), default=0.0)
     if largest and not _LEAST <= largest < _MAX:
-        return Number(None)
+        return lambda value: f"{value:.5g}"
     if most is None:
         most = max(0, 4 - math.floor(math.log10(largest))) if largest else 0
     slack = largest * 1e-9
     decimals = next((d for d in range(most) if all(abs(round(value, d) - value) <= slack for value in values)), most)
-    return Number(decimals)
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """Writes numbers with a fixed number of decimals, or, if that is None, with an exponent."""
-
-    decimals: int | None
-
-    def __call__(self, value: float) -> str:
-        return f"{value:.5g}" if self.decimals is None else f"{value:,.{self.decimals}f}"
+    return lambda value: f"{value:,.{decimals}f}"
 
 
 def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
@@ -100,7 +92,7 @@ def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
     return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.idle)]
 
 
-def _ranks(outcome: Outcome, times: Number) -> Table:
+def _ranks(outcome: Outcome, times: Written) -> Table:
     causes = shown_causes([outcome])
     made = table("rank", "busy", *(HEADS[cause] for cause in causes), "peak")
     peaks = format_of(outcome.peak_activations, most=2)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError, check_counts
-from penstock.fabric.presets import preset, trials_of
+from penstock.fabric.presets import preset
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_of, sizes_of
@@ -216,4 +216,5 @@ class CountOptions:
             return DEFAULT_TRIALS if self.trials is None else self.trials
         if self.trials is not None or self.batches is None or self.epochs is None:
             raise ArgumentError("pass --trials, or both --batches and --epochs")
-        return trials_of(self.batches, self.epochs)
+        check_counts(batches=self.batches, epochs=self.epochs)
+        return self.batches * self.epochs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.cli._options import Json, option, spread
-from penstock.cli._outcome import format_of
+from penstock.cli._outcome import Written, format_of
 from penstock.errors import ArgumentError
 from penstock.report.text import pairs, print_unbroken, table
 from penstock.simulate.figures import title
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from penstock.explain.explanation import StageTime
     from penstock.explain.where import RankTime
     from penstock.runs import RunRead
-
-    Written = Callable[[float], str]
 
 EPILOG = """\
 The order of each rank and the time of each action are the trace's; what a change brings is simulated. ± covers the \

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +30,8 @@ from penstock.fabric.samples import RUN, SAMPLES
 if TYPE_CHECKING:
     from penstock.fabric.workload import Workload
     from penstock.network.machines import Machines
-    from penstock.network.network import Network
+    from penstock.network.scenario import Event
+    from penstock.network.topology import Topology
 
 
 class _Fabric(Commands):
@@ -83,27 +84,19 @@ class RunOptions:
     join_timeout: Annotated[float, option("Seconds within which every host must join.")] = 120.0
     stall_timeout: Annotated[float, option("Seconds after which to stop waiting for a host.")] = 120.0
 
-    def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
-        """The specification of a run of `workload` over `network`."""
+    def spec(self, workload: Workload, hosts: int, topology: Topology | None, trials: int) -> Spec:
+        """The specification of a run of `workload` on hosts that are joined so."""
         same = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
         return Spec(
             workload=workload,
-            hosts=network.hosts,
+            hosts=hosts,
             algorithm=self.algorithm or usual_algorithm(workload),
             trials=trials,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
-            link=None if network.topology is None else str(network.topology.link),
+            link=None if topology is None else str(topology.link),
             **same,
         )
-
-
-def _refuse_unmade(network: Network) -> None:
-    """Raises FabricError if hosts have to be made but cannot be made here."""
-    from penstock.network.checks import why_not
-
-    if _is_made(network) and (reason := why_not()) is not None:
-        raise FabricError(f"{reason}. Without --link and --slow, hosts are plain processes of this machine")
 
 
 @app.callback()
@@ -139,29 +132,35 @@ def fabric(
         raise ArgumentError(
             f"{asked.given()[0]} is for hosts that are made here; torchrun's hosts have their own network: leave it out"
         )
-    network = asked.network(hosts)
-    _refuse_unmade(network)
-    spec = how.spec(traffic.workload(hosts), network, counts.count())
+    # Without a link or a slowed host, they are plain processes.
+    machines, events = asked.machines(hosts) if asked.given() else (None, ())
+    if machines is not None:
+        from penstock.network.checks import why_not
+
+        if (reason := why_not()) is not None:
+            raise FabricError(f"{reason}. Without --link and --slow, hosts are plain processes of this machine")
+    topology = None if machines is None else machines.topology
+    spec = how.spec(traffic.workload(hosts), hosts, topology, counts.count())
     _check(spec, 1 if by_torchrun else hosts)
     first = not by_torchrun or os.environ["RANK"] == "0"
     if dry_run:
         if first:
-            _dry_run(spec, network, out, chakra=chakra, as_json=as_json)
+            _dry_run(spec, machines, out, chakra=chakra, as_json=as_json)
         return
     output = Output(_folder(out, make=first), as_json, chakra)
     if by_torchrun:
         _as_host(spec, output)
     else:
-        _on_hosts(spec, network, output)
+        _on_hosts(spec, machines, events, output)
 
 
-def _dry_run(spec: Spec, network: Network, out: Path | None, *, chakra: bool, as_json: bool) -> None:
+def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
     """Refuses what a run would refuse before it starts; otherwise shows what it would send.
 
     Writes nothing but traces, if they were asked for.
     """
-    if _is_made(network):
-        network.machines().settle()
+    if machines is not None:
+        machines.settle()
     folder = _folder(out, make=True) if chakra else _tried(out)
     files: tuple[Path, ...] = ()
     if chakra:
@@ -186,7 +185,7 @@ def _check(spec: Spec, hosts_here: int) -> None:
         )
 
 
-def _on_hosts(spec: Spec, network: Network, output: Output) -> None:
+def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], output: Output) -> None:
     """Makes the hosts, runs the emulation, and reports the samples, however the job ended."""
     from penstock.fabric.emulation.coordinate import emulate
 
@@ -194,10 +193,10 @@ def _on_hosts(spec: Spec, network: Network, output: Output) -> None:
     failure: FabricError | None = None
     stopped = 0
     try:
-        with _machines(network) as machines, _progress(spec.trials, quiet=output.as_json) as watch:
+        with hosts or nullcontext() as machines, _progress(spec.trials, quiet=output.as_json) as watch:
             if machines is not None:
                 spec = replace(spec, network=machines.described())
-            emulate(spec, output.folder, machines, watch, events=network.events)
+            emulate(spec, output.folder, machines, watch, events=events)
     except FabricError as error:
         failure = error
     except KeyboardInterrupt as error:
@@ -275,21 +274,6 @@ def _as_host(spec: Spec, output: Output) -> None:
     finally:
         if (output.folder / RUN).exists():
             report(output)
-
-
-def _is_made(network: Network) -> bool:
-    """Whether the hosts are namespaces. Without a link or a slowed host, they are plain processes."""
-    return network.topology is not None or bool(network.slow)
-
-
-@contextmanager
-def _machines(network: Network) -> Iterator[Machines | None]:
-    """Makes the hosts' namespaces; yields None if they are plain processes."""
-    if not _is_made(network):
-        yield None
-        return
-    with network.machines() as machines:
-        yield machines
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,8 +20,8 @@ from penstock.launch.user import User
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines
-    from penstock.network.network import Network
     from penstock.network.nodes import Job
+    from penstock.network.scenario import Event
 
 SETTINGS = {"allow_interspersed_args": False}
 """Options behind the script are its own."""
@@ -82,9 +82,8 @@ def run(
         raise typer.Exit(launch(command, ranks, threads))
     from penstock.network.nodes import Job
 
-    network = asked.network(hosts)
-    machines = network.machines()
-    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, threads), network, machines, user))
+    machines, events = asked.machines(hosts)
+    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, threads), machines, events, user))
 
 
 def _ranks(given: int | None, plan: Path | None) -> int:
@@ -102,7 +101,7 @@ def _ranks(given: int | None, plan: Path | None) -> int:
     return planned
 
 
-def _over_network(job: Job, network: Network, machines: Machines, user: str | None) -> int:
+def _over_network(job: Job, machines: Machines, events: Sequence[Event], user: str | None) -> int:
     """Makes the hosts, runs the job on them, and reports what the network did. Returns the exit status."""
     from penstock.fabric.views.network import network_lines
     from penstock.network import nodes
@@ -118,7 +117,7 @@ def _over_network(job: Job, network: Network, machines: Machines, user: str | No
         _say([f"{script} runs as root, not as {name}; pass --user {name} to change that"])
     with machines:
         described, began = machines.described(), time.monotonic()
-        ended = nodes.run(job, machines, events=network.events)
+        ended = nodes.run(job, machines, events=events)
         happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
         _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
     return ended.report()

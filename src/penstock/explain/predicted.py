@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -148,12 +147,8 @@ def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
 
     times = shares("forward_seconds", "forward_seconds")
     inputs, weights = (shares(f"backward_{part}_seconds", "backward_seconds") for part in ("input", "weight"))
-    spread = np.array(_totals([unit.seconds * unit.spread for unit in profile.units], starts))
+    spread = np.add.reduceat([unit.seconds * unit.spread for unit in profile.units], starts)
     spread /= [max(cost.forward_seconds + cost.backward_seconds, _LEAST) for cost in whole]
     best = np.maximum(1 - spread / 2, 1 / np.maximum(inputs + weights, _LEAST))  # both parts are no less than the whole
     bounds = (np.ones_like(spread), best, 1 + spread / 2)
     return tuple(Price(np.maximum(times * by, 1.0), inputs * by, weights * by) for by in bounds)
-
-
-def _totals(seconds: Sequence[float], starts: Sequence[int]) -> tuple[float, ...]:
-    return tuple(sum(seconds[start:end]) for start, end in pairwise([*starts, len(seconds)]))

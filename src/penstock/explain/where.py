@@ -142,11 +142,10 @@ def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
     took, usual = ends - starts, ideal_ends - ideal_starts
     chain = _chain(waits.need, columns, ends, node)
     worst = max(chain, key=lambda one: float(took[one] - usual[one]), default=-1)
-    found = Bubble(int(rank[node]), columns.action(node), float(gap[node]))
+    found = int(rank[node]), columns.action(node), float(gap[node])
     if worst < 0 or took[worst] <= usual[worst]:
-        return found
-    times = float(took[worst]), float(usual[worst])
-    return Bubble(found.rank, found.before, found.seconds, columns.action(worst), int(rank[worst]), *times)
+        return Bubble(*found)
+    return Bubble(*found, columns.action(worst), int(rank[worst]), float(took[worst]), float(usual[worst]))
 
 
 def _times(timeline: Timeline) -> tuple[Floats, Floats]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,10 +28,17 @@ _WIDER = 4.0
 """Correlation times per degree of freedom: the fewer of them a series spans, the less certain their estimate."""
 
 
-def autocorrelation(samples: ArrayLike) -> Series:
-    """Returns the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
+def scipy() -> tuple[Any, Any]:
+    """Returns scipy's stats and special modules. Raises MissingExtraError if it is not installed."""
     require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import special, stats  # takes a second to import
+
+    return stats, special
+
+
+def autocorrelation(samples: ArrayLike) -> Series:
+    """Returns the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
+    stats, special = scipy()
 
     values = np.asarray(samples, float).ravel()
     count = len(values)
@@ -71,8 +79,7 @@ def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[
 
 
 def _effective(time: float, count: int) -> float:
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # takes a second to import
+    _, special = scipy()
 
     if time <= 1:
         return float(count)
@@ -103,8 +110,7 @@ def _quadrant(q: float) -> tuple[Series, Series]:
 
     The excess is over independent normals (Sheppard's formula, integrated).
     """
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # takes a second to import
+    _, special = scipy()
 
     angles = np.linspace(0, math.pi / 2, 400)
     density = np.exp(-(special.ndtri(q) ** 2) / (1 + np.sin(angles))) / (2 * math.pi)

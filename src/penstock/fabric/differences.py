@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import require
+from penstock.fabric.autocorrelation import scipy
 from penstock.fabric.statistics import CONFIDENCE, Interval
 
 Samples = NDArray[np.float64]
@@ -35,7 +35,7 @@ def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> Tested:
     Mann and D. Whitney, 1947; Lehmann, Nonparametrics, 1.5), as in scipy's test, which cannot inflate the variance.
     Valid from 8 samples per series.
     """
-    stats, special = _scipy()
+    stats, special = scipy()
     u = float(stats.rankdata(np.concatenate([a, b]))[: len(a)].sum()) - len(a) * (len(a) + 1) / 2
     variance = _variance(a, b) * inflation
     if variance <= 0:
@@ -46,8 +46,8 @@ def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> Tested:
 
 def _variance(a: Samples, b: Samples) -> float:
     """Returns the variance of U if nothing differs."""
-    m, n = len(a), len(b)
-    return m * n / 12 * (m + n + 1) * float(_scipy()[0].tiecorrect(_scipy()[0].rankdata(np.concatenate([a, b]))))
+    (stats, _), m, n = scipy(), len(a), len(b)
+    return m * n / 12 * (m + n + 1) * float(stats.tiecorrect(stats.rankdata(np.concatenate([a, b]))))
 
 
 def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | None = None) -> Tested:
@@ -61,7 +61,7 @@ def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | 
         a, b: the samples.
         effective: how many independent samples each series is worth; all of them if None.
     """
-    stats, special = _scipy()
+    stats, special = scipy()
     m, n = effective or (len(a), len(b))
     distance = float(stats.ks_2samp(a, b, method="asymp").statistic)
     root = math.sqrt(m * n / (m + n))
@@ -78,20 +78,12 @@ def tails(a: Samples, b: Samples, q: float) -> Tested:
     if not sum(slow):
         return Tested(0.5, 1.0)
     table = [slow, [len(a) - slow[0], len(b) - slow[1]]]
-    return Tested(slow[1] / sum(slow), float(_scipy()[0].fisher_exact(table).pvalue))
+    return Tested(slow[1] / sum(slow), float(scipy()[0].fisher_exact(table).pvalue))
 
 
 def _events(slow: NDArray[np.bool_]) -> int:
     """Counts the runs of True."""
     return int(slow[:1].sum() + (slow[1:] & ~slow[:-1]).sum())
-
-
-def _scipy() -> tuple[Any, Any]:
-    """Returns scipy's stats and special modules."""
-    require("fabric", "scipy", for_what="the comparison of runs")
-    from scipy import special, stats  # takes a second to import
-
-    return stats, special
 
 
 def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interval]:

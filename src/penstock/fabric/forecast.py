@@ -25,8 +25,8 @@ from penstock.fabric.models import (
     slowest_of,
 )
 from penstock.fabric.statistics import fewest
-from penstock.fabric.terms import Terms, closed_form, known_algorithms
-from penstock.fabric.times import rate_key
+from penstock.fabric.terms import Terms, busbw_factor, closed_form, known_algorithms
+from penstock.fabric.times import iterations_of, rate_key
 from penstock.schedule.placement import MAX_RANKS
 from penstock.words import counted
 
@@ -188,23 +188,41 @@ def _by_times(record: dict[str, Any], results: dict[str, Any], collective: str) 
     if len({one.bytes for one in timed}) < FEWEST_SIZES:
         return None
     points = [(one.bytes, one.seconds, one.terms) for one in timed]
-    free, least = fit(points), _least_beta(record, rows, form)
-    held = free.beta_seconds_per_byte < least
-    link = fit(points, least) if held else free
+    free, measured = fit(points), _limiting(record, rows, form)
+    held = measured is not None and free.beta_seconds_per_byte < measured.beta_seconds_per_byte
+    link = fit(points, measured.beta_seconds_per_byte) if measured is not None and held else free
     return Fitted(collective, algorithm, form, "times", link, _points(timed, link), held)
 
 
-def _least_beta(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> float:
-    """Returns the measured seconds per byte of the links between the transfers' ranks; 0 if none was measured.
+def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
+    """Returns the link that limits transfers, of those measured between their ranks; None if none was measured.
 
     If the steps load all ports equally, so that everyone waits for the slowest link, that link counts. Otherwise the
     fastest does, because slow links may have little to carry.
     """
     among = {rank for one in rows for rank in one["ranks"]}
-    betas = [link.beta_seconds_per_byte for ends, link in record_links(record) if among.issuperset(ends)]
+    links = [link for ends, link in record_links(record) if among.issuperset(ends)]
     sizes = {(one["collective"], len(one["ranks"])) for one in rows}
-    even = all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes)
-    return (max if even else min)(betas, default=0.0)
+    most = max if all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes) else min
+    if not links:
+        return None
+    return LinkFit(most(one.alpha_seconds for one in links), most(one.beta_seconds_per_byte for one in links))
+
+
+def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
+    """Returns what a transfer, an entry of the results, takes on the measured links; 0 if none was measured.
+
+    A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
+    delays only the first of back-to-back iterations.
+    """
+    form, ranks = _form(one["collective"], one["algorithm"]), len(one["ranks"])
+    link = _limiting(record, [one], form) or _limiting(record, [{**one, "ranks": range(int(record["hosts"]))}], form)
+    if link is None:
+        return 0.0
+    terms = closed_form(one["collective"], form, ranks)
+    if one["shares"]:
+        terms = terms._replace(bytes_factor=busbw_factor(one["collective"], ranks, one["shares"]))
+    return _seconds(terms, one["bytes"], link) + link.alpha_seconds / iterations_of(record)
 
 
 class _Timed(NamedTuple):
@@ -221,8 +239,13 @@ def _rows(results: dict[str, Any], collective: str) -> tuple[list[dict[str, Any]
     # Uneven collectives have no closed form.
     rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
     algorithm = rows[0]["algorithm"] if rows else ""
+    return rows, algorithm, _form(collective, algorithm)
+
+
+def _form(collective: str, algorithm: str) -> str:
+    """Returns the algorithm whose closed form stands for one: for the engine's own, our default."""
     known = known_algorithms(collective)
-    return rows, algorithm, algorithm if algorithm in known else known[0]
+    return algorithm if algorithm in known else known[0]
 
 
 def _timed(rows: Sequence[dict[str, Any]], form: str) -> list[_Timed]:

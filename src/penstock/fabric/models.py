@@ -28,35 +28,17 @@ class LinkFit:
 
     Attributes:
         alpha_seconds, beta_seconds_per_byte: 0 or more.
-        residuals: for each point, (measured - fitted) / measured.
         r2: the fraction of the variance that the fit explains, with each point weighted by 1 / seconds squared.
     """
 
     alpha_seconds: float
     beta_seconds_per_byte: float
-    residuals: tuple[float, ...] = ()
     r2: float = 1.0
-
-    @property
-    def largest_residual(self) -> float:
-        """The largest absolute residual: how far off the worst point is."""
-        return max(map(abs, self.residuals), default=0.0)
 
     @property
     def bytes_per_second(self) -> float:
         """The bandwidth; infinite if beta is 0."""
         return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dict that can be serialized as JSON; an infinite bandwidth becomes None."""
-        return {
-            "alpha_seconds": self.alpha_seconds,
-            "beta_seconds_per_byte": self.beta_seconds_per_byte,
-            "bytes_per_second": self.bytes_per_second if self.beta_seconds_per_byte else None,
-            "residuals": list(self.residuals),
-            "largest_residual": self.largest_residual,
-            "r2": self.r2,
-        }
 
 
 def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
@@ -72,6 +54,8 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
     Raises:
         ArgumentError: a time is not positive, or the points cannot separate alpha from beta: fewer than two differ.
     """
+    from scipy.optimize import nnls  # takes a second to import
+
     if any(not 0 < seconds < math.inf or size < 0 for size, seconds, _ in points):
         raise ArgumentError("expected times above 0 and sizes of 0 or more: pass measured seconds, and sizes in bytes")
     seconds = np.array([one[1] for one in points])
@@ -81,24 +65,14 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
     if len(points) < 2 or not norms.all() or np.linalg.matrix_rank(columns / norms, 1e-9) < 2:
         raise ArgumentError(f"{len(points)} points cannot separate latency from bandwidth: pass two or more sizes")
     wanted = 1 - columns[:, 1] * least_beta
-    alpha, beta = _non_negative(columns / norms, wanted) / norms + (0.0, least_beta)
+    alpha, beta = nnls(columns / norms, wanted)[0] / norms + (0.0, least_beta)
     fitted = columns @ np.array([alpha, beta])
     weights = seconds**-2.0
     mean = float((weights * seconds).sum() / weights.sum())
     spread = float((weights * (seconds - mean) ** 2).sum())
     left = float(((1 - fitted) ** 2).sum())
     r2 = 1 - left / spread if spread > 0 else float(left == 0)
-    return LinkFit(float(alpha), float(beta), tuple(float(one) for one in 1 - fitted), r2)
-
-
-def _non_negative(columns: Any, wanted: Any) -> Any:
-    """Returns the x >= 0 that minimizes |columns x - wanted|, for two unknowns: both, or the better one alone."""
-    both = np.linalg.lstsq(columns, wanted, rcond=None)[0]
-    if (both >= 0).all():
-        return both
-    first, second = (max(float(column @ wanted), 0) for column in columns.T)
-    alone = [np.array([first, 0]), np.array([0, second])]
-    return min(alone, key=lambda x: float(np.linalg.norm(columns @ x - wanted)))  # columns have length 1
+    return LinkFit(float(alpha), float(beta), r2)
 
 
 def predict(

@@ -1,6 +1,6 @@
-"""The rate at which each host's port carries message bytes, what no collective can beat on them, and what ours take.
+"""The rate at which each host's port carries message bytes, and what no collective can beat on them.
 
-Rates are those that shapers allow, or as far as measured streams show them.
+Rates are those that shapers allow.
 
 A stream between two hosts reveals the slower end of its path. A host with several partners may carry several such
 streams at once, so a port's rate is certain only if its shaper is known.
@@ -16,16 +16,12 @@ algorithms, 2009), and all ports together must carry that.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms import algorithms, generate
 from penstock.fabric.models import LinkFit
-from penstock.fabric.steps import StepList
 from penstock.network.link import Link
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
@@ -58,16 +54,11 @@ class Ports:
     Attributes:
         up, down: by host, leaving it and arriving at it.
         latencies: in seconds, by (source, target).
-        other_latency: the latency of pairs that are not in `latencies`.
     """
 
     up: tuple[Port, ...]
     down: tuple[Port, ...]
-    latencies: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    other_latency: float = 0.0
-
-    def latency(self, source: int, target: int) -> float:
-        return self.latencies.get((source, target), self.other_latency)
+    latencies: Mapping[tuple[int, int], float]
 
 
 def changed(record: Mapping[str, Any]) -> bool:
@@ -113,25 +104,6 @@ def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports 
 
 def _port(link: Link, burst: int) -> Port:
     return Port(link.bytes_per_second * link.goodput_ratio, burst * link.goodput_ratio)
-
-
-def measured_ports(links: Iterable[Measured], hosts: int) -> Ports | None:
-    """Estimates the ports from measured streams alone, to guess how long a run takes; None if no link was measured."""
-    found = dict(links)
-    if not found:
-        return None
-    slowest = min(link.bytes_per_second for link in found.values())
-
-    def port(host: int, end: int) -> Port:
-        own = [link.bytes_per_second for ends, link in found.items() if ends[end] == host]
-        return Port(max(own, default=slowest))
-
-    return Ports(
-        tuple(port(host, 0) for host in range(hosts)),
-        tuple(port(host, 1) for host in range(hosts)),
-        {ends: link.alpha_seconds for ends, link in found.items()},
-        max(link.alpha_seconds for link in found.values()),
-    )
 
 
 # -- lower bounds ------------------------------------------------------------------------------------------------------
@@ -231,7 +203,7 @@ def _joined(
     # One of the two sides is the rank's own port, which all pairs share.
     up, down = [ports.up[a] for a in {a for a, _ in pairs}], [ports.down[b] for b in {b for _, b in pairs}]
     slower = min((_sum(up), _sum(down)), key=lambda port: port.bytes_per_second)
-    return _Way(slower, min(ports.latency(*pair) for pair in pairs))
+    return _Way(slower, min(ports.latencies[pair] for pair in pairs))
 
 
 def _together(ways: Sequence[_Way]) -> _Way:
@@ -248,61 +220,3 @@ def _needs(collective: str, ranks: int, place: int, shares: Sequence[int]) -> tu
         return _NEEDS[collective](ranks, place == 0)
     own = shares[place] / sum(shares)
     return 1 - own, (ranks - 1) * own
-
-
-# -- predictions -------------------------------------------------------------------------------------------------------
-
-
-def predicted_seconds(
-    ports: Ports,
-    collective: str,
-    algorithm: str,
-    members: Sequence[int],
-    size_bytes: int,
-    shares: Sequence[int] = (),
-    iterations: int = 1,
-) -> float:
-    """Returns the predicted seconds of one collective.
-
-    A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
-    delays only the first message. Shapers' token buckets are taken as empty.
-
-    Args:
-        ports: of all hosts.
-        collective, algorithm: by name; for an algorithm without a step list (the engine's own), our default stands in.
-        members: the participating ranks, with the root or sender first.
-        size_bytes: the size as nccl-tests defines it.
-        shares: for an uneven all_to_all.
-        iterations: the number of back-to-back iterations that the time is averaged over; they share one ready signal.
-    """
-    known = algorithms(collective)
-    steps = _steps(collective, algorithm if algorithm in known else known[0], len(members), tuple(shares))
-    slot = steps.slot_bytes(size_bytes)
-    ready = [0.0] * len(members)
-    for moves in steps.rounds:
-        out: dict[int, float] = defaultdict(float)
-        into: dict[int, float] = defaultdict(float)
-        leaves = list(ready)
-        for move in moves:
-            out[move.source] += move.count * slot
-            into[move.target] += move.count * slot
-            word = ports.latency(members[move.target], members[move.source]) / iterations
-            leaves[move.source] = max(leaves[move.source], word)
-        sending = {place: _seconds(size, ports.up[members[place]].bytes_per_second) for place, size in out.items()}
-        receiving = {place: _seconds(size, ports.down[members[place]].bytes_per_second) for place, size in into.items()}
-        for place, took in sending.items():
-            ready[place] = max(ready[place], leaves[place] + took)
-        for move in moves:
-            source, target = move.source, move.target
-            way = ports.latency(members[source], members[target])
-            ready[target] = max(ready[target], leaves[source] + way + max(sending[source], receiving[target]))
-    return max(ready)
-
-
-def _seconds(size: float, rate: float) -> float:
-    return 0.0 if math.isinf(rate) else size / rate
-
-
-@lru_cache(maxsize=64)
-def _steps(collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]) -> StepList:
-    return generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
 from penstock.errors import ArgumentError
@@ -14,25 +14,15 @@ MLP_WIDTHS = (784, 256, 128, 64, 10)
 FLOAT32_BYTES = 4
 
 
-def mlp(widths: Sequence[int] = MLP_WIDTHS) -> Workload:
+def mlp() -> Workload:
     """Returns data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
 
-    The backward pass computes the last layer's gradients first, so with the default widths a step sends fc4, fc3, fc2,
-    fc1: 2600, 33024, 131584 and 803840 bytes.
-
-    Args:
-        widths: of the input, and of each layer's output.
-
-    Raises:
-        ArgumentError: there are fewer than two widths, or one is below 1.
+    The backward pass computes the last layer's gradients first, so a step sends fc4, fc3, fc2, fc1: 2600, 33024, 131584
+    and 803840 bytes.
     """
-    if len(widths) < 2 or min(widths) < 1:
-        raise ArgumentError(
-            f"widths={tuple(widths)}: pass the input's width and each layer's, two or more numbers above 0"
-        )
-    layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(widths), start=1)]
+    layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(MLP_WIDTHS), start=1)]
     return Workload(
-        name=f"mlp {'-'.join(map(str, widths))}",
+        name=f"mlp {'-'.join(map(str, MLP_WIDTHS))}",
         transfers=tuple(Transfer(name, count * FLOAT32_BYTES) for name, count in reversed(layers)),
         notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
     )
@@ -46,10 +36,3 @@ def preset(name: str) -> Workload:
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}: pass one of {', '.join(PRESETS)}")
     return PRESETS[name]()
-
-
-def trials_of(batches: int, epochs: int) -> int:
-    """Returns the number of trials in a whole training, one per batch and epoch. Raises ArgumentError below 1."""
-    if batches < 1 or epochs < 1:
-        raise ArgumentError(f"batches={batches}, epochs={epochs}: trials = batches * epochs, so pass 1 or more of each")
-    return batches * epochs

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict  # pydantic takes typing's only from Pyt
 
 from penstock.fabric.workload import MAX_SECONDS, Workload
 from penstock.files import STRICT
-from penstock.network import machines
+from penstock.network import MAX_HOSTS
 from penstock.network.director import Happened
 
 _MAX_HOSTS = 10_000
@@ -22,7 +22,7 @@ _Time = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
 _Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 _Lasting = Annotated[float, Field(ge=1e-9, le=MAX_SECONDS)]
 _Rate = Annotated[float, Field(ge=1e-3, le=1e15)]
-_Made = Annotated[int, Field(ge=2, le=machines.MAX_HOSTS)]
+_Made = Annotated[int, Field(ge=2, le=MAX_HOSTS)]
 _Number = Annotated[str, Field(pattern=r"^\d{1,5}$")]
 # fmt: off
 _Link = TypedDict("_Link", {

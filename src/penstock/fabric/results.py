@@ -14,18 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fabric.autocorrelation import effective_counts
-from penstock.fabric.forecast import forecasts
+from penstock.fabric.forecast import forecasts, network_seconds
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.models import record_links
-from penstock.fabric.ports import (
-    Measured,
-    Ports,
-    changed,
-    lower_bound_seconds,
-    measured_ports,
-    predicted_seconds,
-    shaped_ports,
-)
+from penstock.fabric.ports import Measured, Ports, changed, lower_bound_seconds, shaped_ports
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import Saturation, Summary, fewest, outliers, saturation
 from penstock.fabric.terms import busbw_factor
@@ -69,7 +61,7 @@ def results(run: Run) -> dict[str, Any]:
         for group in groups(workload)
     ]
     step = _step(run, workload, times, transfers)
-    cpu = _cpu(record, trials, _network_percent(workload, transfers, links))
+    cpu = _cpu(record, trials, _network_percent(record, transfers, links))
     made = {
         "version": 1,
         "workload": workload.name,
@@ -145,23 +137,20 @@ class _Links(NamedTuple):
 
     measured: list[Measured]
     ports: Ports | None
-    likely_ports: Ports | None
     iterations: int
     changed: bool
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> _Links:
         measured = [] if changed(record) else record_links(record)
-        ports = shaped_ports(record, measured)
-        likely = ports or measured_ports(measured, int(record["hosts"]))
-        return cls(measured, ports, likely, iterations_of(record), changed(record))
+        return cls(measured, shaped_ports(record, measured), iterations_of(record), changed(record))
 
 
 ABOVE_IDEAL = 105.0
 """A percentage of ideal above which the figure must be wrong: links are measured to within 5%."""
 
 
-def _network_percent(workload: Workload, transfers: Sequence[dict[str, Any]], links: _Links) -> float | None:
+def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]], links: _Links) -> float | None:
     """Returns the least percentage of any transfer's median that the network alone accounts for.
 
     None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
@@ -169,14 +158,9 @@ def _network_percent(workload: Workload, transfers: Sequence[dict[str, Any]], li
     """
     if links.changed or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
         return None
-    if links.likely_ports is None:
-        return 0.0
-    percents = [0.0] if not transfers else []
-    for one, transfer in zip(transfers, workload.transfers, strict=True):
-        of_one = (one["collective"], one["algorithm"], one["ranks"], transfer.bytes, transfer.shares, links.iterations)
-        median = one[rate_key(one["collective"])]["p50"]
-        percents.append(100 * predicted_seconds(links.likely_ports, *of_one) / median if median else 0.0)
-    return min(percents)
+    medians = [one[rate_key(one["collective"])]["p50"] for one in transfers]
+    pairs = zip(transfers, medians, strict=True)
+    return min(100 * network_seconds(record, one) / median if median else 0.0 for one, median in pairs)
 
 
 def _bound(transfers: Sequence[Transfer], times: Sequence[TransferTimes], links: _Links) -> float | None:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.errors import ArgumentError, require
-from penstock.fabric.autocorrelation import correlation_time, effective_counts
+from penstock.fabric.autocorrelation import correlation_time, effective_counts, scipy
 
 Interval = tuple[float, float]
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
@@ -71,7 +70,7 @@ class Summary:
             nothing: dict[str, Interval | None] = dict.fromkeys(PERCENTILES)
             return cls(0, 0.0, None, None, None, None, None, None, None, None, nothing)
         ordered = np.sort(values, axis=None)
-        effective = effective_counts(rows, tuple(PERCENTILES.values()))
+        effective, mean = effective_counts(rows, tuple(PERCENTILES.values())), mean_interval(rows)
         intervals: dict[str, Interval | None] = {}
         points: dict[str, float | None] = {}
         for (name, q), worth in zip(PERCENTILES.items(), effective, strict=True):
@@ -83,12 +82,9 @@ class Summary:
             min=float(ordered[0]),
             max=float(ordered[-1]),
             mean=float(rows.mean()),
-            mean_interval=_of_times(mean_interval(rows)) if ordered[0] >= 0 else mean_interval(rows),
+            mean_interval=mean and (max(mean[0], 0.0) if ordered[0] >= 0 else mean[0], mean[1]),
             intervals=intervals,
-            p50=points["p50"],
-            p90=points["p90"],
-            p99=points["p99"],
-            p999=points["p999"],
+            **points,
         )
 
     def to_dict(self) -> dict[str, float | None]:
@@ -106,9 +102,7 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
     Returns:
         The two ranks; None if even the smallest or the largest sample is no bound, which is when q^count is above 2.5%.
     """
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import stats  # takes a second to import
-
+    stats, _ = scipy()
     side = (1 - CONFIDENCE) / 2
     if count < 1 or max(q, 1 - q) ** count > side:
         return None
@@ -139,23 +133,9 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
     return float(low), float(high)
 
 
-def _of_times(interval: Interval | None) -> Interval | None:
-    """Clips a mean's interval at 0. Times are never negative, so neither is their mean, but a t interval may be."""
-    return interval and (max(interval[0], 0.0), interval[1])
-
-
 def _rank(q: float, count: float, below: float) -> float:
     """Returns the rank of the order statistic, among `count`, that is below the q-quantile with probability `below`."""
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import optimize, special  # takes a second to import
-
-    def beyond(rank: float) -> float:
-        return float(special.betainc(rank, count + 1 - rank, q)) - below
-
-    least, most = 1e-9, count + 1 - 1e-9
-    if beyond(least) <= 0:
-        return least
-    return most if beyond(most) >= 0 else float(optimize.brentq(beyond, least, most))
+    return float(scipy()[1].bdtrik(1 - below, count, q)) + 1
 
 
 def fewest(q: float) -> int:
@@ -172,9 +152,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
     (92% for 30 samples, against 88% for plain Student's t), for the price of three sums and without random numbers. No
     interval accounts for a tail that the samples have not hit.
     """
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # takes a second to import
-
+    _, special = scipy()
     values = np.asarray(samples, float).ravel()
     if len(values) < _FEWEST_FOR_MEAN:
         return None
@@ -262,12 +240,7 @@ def saturation(
         network_percent: the least percentage of any transfer's time that its algorithm would take on these links with
             free processors; close to 100, the processors are no limit. None if unknown, in which case neither is
             blamed.
-
-    Raises:
-        ArgumentError: a number of cores is below 1.
     """
-    if machine_cores < 1 or any(one < 1 for one in cores):
-        raise ArgumentError(f"machine_cores={machine_cores}, cores={list(cores)}: expected 1 or more")
     known = [one for one in cpu if one.get("wall_seconds")]
     if not known:
         return Saturation(False, False, None, "")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.errors import require
+from penstock.fabric.autocorrelation import scipy
 
 _FEWEST, _LONG = 6, 30
 """The fewest trials that the test looks at, in a run of few trials and of many."""
@@ -75,9 +75,7 @@ class WarmUp:
 
 def trend(samples: ArrayLike) -> float:
     """Returns the trend of six or more samples in standard deviations: positive if rising, negative if falling."""
-    require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import stats  # takes a second to import
-
+    stats, _ = scipy()
     values = np.asarray(samples, float)
     count, order = len(values), np.arange(len(values))
     if np.ptp(values) == 0:

@@ -122,13 +122,6 @@ def _follows(last: Move, move: Move) -> bool:
     return same and last.first + last.count == move.first and last.into + last.count == move.into
 
 
-def checked_pieces(pieces: int) -> int:
-    """Returns the number of pieces of a pipelined algorithm. Raises ArgumentError unless it is 1 or more."""
-    if pieces < 1:
-        raise ArgumentError(f"pieces is {pieces}: cut the data into 1 or more")
-    return pieces
-
-
 def mirrored(rounds: Rounds) -> Rounds:
     """Reverses the rounds and each message's direction: data is gathered the way it was spread."""
     return tuple(

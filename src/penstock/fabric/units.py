@@ -1,29 +1,19 @@
-"""Parse human-readable sizes: 64KiB, 2600, 1.5MB."""
+"""Parse human-readable sizes, as in a link's text: 64KiB, 2600, 1.5MB. K, M and G are powers of 1024."""
 
 from __future__ import annotations
 
-import re
-
 from penstock.errors import ArgumentError
-
-_SIZES = {
-    "": 1, "b": 1,
-    **{f"{prefix}{end}": 1024**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b", "ib")},
-}  # fmt: skip
-"""K, M and G are powers of 1024, as in nccl-tests, with any suffix: 64kb means the same in a link's text."""
-
-_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+from penstock.network import quantities
 
 
 def size_of(text: str) -> int:
     """Returns the bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless that is an integer above 0."""
-    match = _NUMBER.fullmatch(text.strip())
-    factor = _SIZES.get(match[2].lower()) if match else None
-    if match is None or factor is None:
+    try:
+        size = quantities.size("".join(text.split()))
+    except ValueError:
         raise ArgumentError(
             f"{text!r} is not a size: pass bytes, or a number with KiB, MiB or GiB (kb, mb and gb are the same)"
-        )
-    size = float(match[1]) * factor
+        ) from None
     if size < 1 or size != int(size):
         raise ArgumentError(f"{text!r} is {size:g} bytes: expected an integer number of bytes >= 1")
     return int(size)

@@ -4,7 +4,6 @@ What is requested
   link.py, impairment.py  a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
   topology.py     which link affects a frame            background.py  neighbors' traffic
   holdback.py     hosts with slow processors            scenario.py  changes over time
-  network.py      all of it together
 What implements it
   shapers.py      chooses tbf or the switch, or refuses
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
@@ -16,3 +15,6 @@ What runs on it
   inside.py       runs work in a namespace, in a thread
   conditions.py   what a run's record says about a host and its network
 """
+
+MAX_HOSTS = 200
+"""The most hosts in one emulation: a subnet has addresses for 254."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.network import keeper, subnets
+from penstock.network import MAX_HOSTS, keeper, subnets
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not
 from penstock.network.holdback import Groups, check_slow, hold_back
 from penstock.network.inside import within
 from penstock.network.link import Link
-from penstock.network.programs import start_program
 from penstock.network.settings import with_large_windows, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Switch
@@ -29,8 +29,6 @@ from penstock.network.topology import Topology
 
 INTERFACE = "eth0"
 """The interface that each host has besides lo."""
-MAX_HOSTS = 200
-"""The most hosts in one emulation: a subnet has addresses for 254."""
 
 
 class Machines:
@@ -119,13 +117,7 @@ class Machines:
             self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
             self.network = subnets.subnet(number)
             self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
-            self._keeper = start_program(  # it holds the claim, and removes the emulation when its input closes
-                str(keeper.__file__),
-                (self.id, str(self._maker)),
-                "removes the hosts afterwards",
-                stdin=subprocess.PIPE,
-                pass_fds=(claim.fileno(),),
-            )
+            self._keeper = start_keeper((self.id, str(self._maker)), claim.fileno())
         try:
             # Before the hosts, so that nothing of them is created if they cannot be throttled.
             self._groups = hold_back(self.id, self.slow) if self.slow else None
@@ -348,6 +340,26 @@ class Machines:
         done = subprocess.run(line, input=text, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             raise FabricError(f"`{' '.join(line)}` failed: {done.stderr.strip()}\n{text}".rstrip())
+
+
+def start_keeper(arguments: Sequence[str], claim: int) -> subprocess.Popen[bytes]:
+    """Starts the keeper, which holds the claim and removes the emulation when its input closes, and waits until it is
+    ready. It needs nothing but the standard library. Raises FabricError if it does not start."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", keeper.__file__, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
+        pass_fds=(claim,),
+    )
+    assert process.stdout is not None
+    with process.stdout as answer:
+        if answer.readline() != b"ready\n":
+            process.kill()
+            process.communicate()
+            raise FabricError("the process that removes the hosts afterwards did not start")
+    return process
 
 
 def clean(force: bool = False) -> list[str]:

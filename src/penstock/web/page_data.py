@@ -25,15 +25,14 @@ _NAMES = {"float64": "f8", "int32": "i4", "int16": "i2", "int8": "i1", "uint8": 
 _WHOLE = (np.int8, np.int16, np.int32)
 
 
-def timeline_data(bands: Iterable[dict[str, Any]], *, unit: str = "s", pack: bool = True) -> dict[str, Any]:
+def timeline_data(bands: Iterable[dict[str, Any]], *, unit: str = "s") -> dict[str, Any]:
     """The `data` of the component in static/timeline.js, ready for JSON.
 
     Args:
         bands: what `band` made, from top to bottom.
         unit: of time: "s", or the name of another one.
-        pack: columns as base64 of typed arrays, which take a third of the room; otherwise plain lists.
     """
-    made: dict[str, Any] = for_page({"unit": unit, "ops": OPS, "bands": [*bands]}, pack=pack)
+    made: dict[str, Any] = for_page({"unit": unit, "ops": OPS, "bands": [*bands]})
     return made
 
 
@@ -166,12 +165,13 @@ def packed(column: NDArray[Any]) -> dict[str, str]:
     return {"type": _NAMES[np.dtype(kind).name], "base64": base64.b64encode(made.tobytes()).decode("ascii")}
 
 
-def for_page(value: Any, *, pack: bool = True) -> Any:
-    """A value of dicts, lists and columns (numpy arrays) as plain values for JSON, columns packed or as lists."""
+def for_page(value: Any) -> Any:
+    """A value of dicts, lists and columns (numpy arrays) as plain values for JSON: columns as base64 of typed arrays,
+    which take a third of the room."""
     if isinstance(value, np.ndarray):
-        return packed(value) if pack else value.tolist()
+        return packed(value)
     if isinstance(value, dict):
-        return {key: for_page(one, pack=pack) for key, one in value.items()}
+        return {key: for_page(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [for_page(one, pack=pack) for one in value]
+        return [for_page(one) for one in value]
     return value

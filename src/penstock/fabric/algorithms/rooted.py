@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.fabric.algorithms.ring import gathered
-from penstock.fabric.steps import Move, Rounds, StepList, checked_pieces, mirrored
+from penstock.fabric.steps import Move, Rounds, StepList, mirrored
 
 
 def broadcast_binomial(ranks: int) -> StepList:
@@ -68,7 +68,6 @@ def gather_binomial(ranks: int) -> StepList:
 
 def _chain(ranks: int, pieces: int) -> list[list[tuple[int, int]]]:
     """Returns, for each round, the hops of the chain that are in use and the piece that each one carries."""
-    checked_pieces(pieces)
     return [
         [(hop, number - hop) for hop in range(ranks - 1) if 0 <= number - hop < pieces]
         for number in range(ranks - 2 + pieces)

@@ -13,7 +13,7 @@ This way no port is idle, whereas half of the ports are idle in a single tree, a
 
 from __future__ import annotations
 
-from penstock.fabric.steps import Move, StepList, checked_pieces
+from penstock.fabric.steps import Move, StepList
 
 Parents = tuple[int, ...]
 """The parent of each rank; the root is its own parent."""
@@ -26,7 +26,6 @@ def all_reduce(ranks: int, pieces: int = 8) -> StepList:
         ranks: any number.
         pieces: the number of pieces into which each half is cut. More fill the ports better, but take more rounds.
     """
-    checked_pieces(pieces)
     trees = double_tree(ranks)
     depths = [tuple(_depth(tree, rank) for rank in range(ranks)) for tree in trees]
     height = max(depths[0])

@@ -32,21 +32,17 @@ class Offset:
     Attributes:
         offset_ns: zero if both hosts read the same kernel's clock.
         uncertainty_ns: the largest possible error until the next estimate, including drift.
-        estimated_ns: the estimate from message exchanges; zero if none was needed.
-        shared: True if both hosts read the same clock.
     """
 
     offset_ns: int
     uncertainty_ns: int
-    estimated_ns: int
-    shared: bool
 
 
 def estimate(group: dist.ProcessGroup | None = None) -> Offset:
     """Estimates this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
     boots = _kernels(group)
-    best = Offset(0, 0, 0, True)
+    best = Offset(0, 0)
     for other in range(1, size):
         if boots[other] == boots[0] != "":
             continue  # both read the same clock
@@ -95,4 +91,4 @@ def _ask() -> Offset:
     stamp[0] = _ENOUGH
     dist.send(stamp, 0)
     trip, offset = min(trips)
-    return Offset(offset, trip // 2 + int(DRIFT * CLOCK_SECONDS * 1e9), offset, False)
+    return Offset(offset, trip // 2 + int(DRIFT * CLOCK_SECONDS * 1e9))

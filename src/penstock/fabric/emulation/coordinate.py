@@ -61,18 +61,19 @@ def emulate(
         FabricError: a host did not join, was lost, or failed. The samples up to then are in the folder.
         KeyboardInterrupt: a signal arrived, whose number is its argument; all hosts have ended.
     """
-    tail = _Tail(folder, spec)
-    owner.claim(folder, tail, f"--out {folder}")
-    _empty(folder)
-    spec.write(folder)
+    told = 0
 
     def look() -> None:
+        nonlocal told
         if machines is not None:
             machines.check()
-        if watch is not None:
-            for number in tail.read():
-                watch(number)
+        while watch is not None and told < read_step(steps):  # a trial that begins ends the one before it
+            watch(told)
+            told += 1
 
+    owner.claim(folder, look, f"--out {folder}")
+    _empty(folder)
+    spec.write(folder)
     with contextlib.ExitStack() as stack:
         steps, board, failures = (stack.enter_context(memory(name)) for name in ("step", "start", "failures"))
         usual = {**QUIET, "OMP_NUM_THREADS": "1"}
@@ -100,6 +101,9 @@ def emulate(
         text = _cause(folder, ended, killed, machines is not None)
         _add(folder, text)
         raise FabricError(text)
+    if watch is not None:
+        for number in range(told, spec.trials):
+            watch(number)
 
 
 def _empty(folder: Path) -> None:
@@ -126,30 +130,6 @@ def _commands(spec: Spec, folder: Path, machines: Machines | None) -> list[list[
     if machines is None:
         return [agent_command(["--standalone", f"--nproc-per-node={spec.hosts}", *what])]
     return list(agent_commands(machines, what, join_seconds=spec.join_seconds))
-
-
-class _Tail:
-    """Follow the trials in a growing samples file."""
-
-    def __init__(self, folder: Path, spec: Spec) -> None:
-        self._path = folder / SAMPLES
-        self._rows = sum(len(transfer.ranks) or spec.hosts for transfer in spec.workload.transfers)
-        self._position = self._told = 0
-        self._seen = -1  # the head is no sample
-
-    def read(self) -> Iterator[int]:
-        """Yields the number of each trial completed since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                new = file.read()
-        except FileNotFoundError:
-            return
-        self._position += len(new)
-        self._seen += new.count(b"\n")
-        while self._seen >= (self._told + 1) * self._rows:
-            yield self._told
-            self._told += 1
 
 
 def _add(folder: Path, missing: str = "", **found: Any) -> None:

@@ -154,14 +154,6 @@ def svg(height: float, parts: Iterable[Panel | str]) -> str:
     return f"{head} fill='{INK}'>{''.join(drawn)}</svg>"
 
 
-def seconds_label(value: float) -> str:
-    """Formats a tick's time: 1.5 ms."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s")):
-        if abs(value) >= factor * 0.9999:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns" if value else "0"
-
-
 def percent_label(share: float) -> str:
     """Formats a share with all of its digits, because ticks 2.5% apart would otherwise seem to be 2% and 3% apart."""
     return f"{share * 100:g}%"

@@ -14,7 +14,7 @@ from penstock.fabric.samples import Run
 from penstock.fabric.statistics import PERCENTILES, fewest
 from penstock.fabric.times import iterations_of, rate_key, runs_ahead
 from penstock.fabric.views.network import network_facts, saturated
-from penstock.fabric.views.numbers import NONE, seconds
+from penstock.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.network.director import Happened
 from penstock.words import counted
 
@@ -106,7 +106,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("step", ", ".join(overlaps)))
     if results["stalled"]:
         found.append(("stalls", _stalls(results["stalled"], len(run.start_ns))))
-    found += [*network(run), *links(run), *_fits(results)]
+    found += [*network(run), *links(run), *(("fit", _fit(one["fit"])) for one in results["model"])]
     late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
     among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
     if late and among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
@@ -178,12 +178,8 @@ def _link(measured: Sequence[dict[str, Any]]) -> str:
     return f"alpha {_range(latencies)}{sooner}{rates}"
 
 
-def _fits(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Describes the link fitted to each collective's medians."""
-    return [("fit", _fit(one["fit"])) for one in results["model"]]
-
-
 def _fit(found: dict[str, Any]) -> str:
+    """Describes the link fitted to a collective's medians."""
     held = " (limited to the links)" if found["held_to_links"] else ""
     return (
         f"{found['collective']}: alpha {seconds(found['alpha_seconds'])} a step, 1/beta "
@@ -216,6 +212,39 @@ def mean(entry: dict[str, Any]) -> str:
         return seconds(middle)
     wider = max(interval[1] - middle, middle - interval[0]) / middle if interval else math.inf
     return f"{seconds(middle)} \u00b1{f'{wider:.1%}' if wider <= _WIDEST else NONE}"
+
+
+def columns(
+    results: dict[str, Any], times: Sequence[str], *, rates: bool = True, every: bool = False
+) -> list[list[str]]:
+    """Returns the lines of a table: its heads, a line for each group of similar transfers, and the step's.
+
+    Args:
+        times: names from `TIMES` to show, followed by the mean; no mean is shown without them.
+        rates: whether to show skew, bandwidths and what is ideal, and collectives if they differ.
+        every: whether to show the time from the last arrival on, too.
+    """
+    often, (scale, unit) = in_groups(results), rate_unit(results)
+    kinds = rates and has_kinds(results)
+    waits = ("arrival_skew_s", *(("transfer_s",) if every else ()))
+    shown = [*(["times"] if often else []), *([*(TIMES[name] for name in times), "mean"] if times else [])]
+    after = ["skew\np50", *(["transfer\np50"] if every else []), f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%"]
+    lines = [["transfer", *(["collective"] if kinds else []), "bytes", *shown, *(after if rates else [])]]
+    for entry in (*results["groups"], {**results["step"], "times": len(results["transfers"])}):
+        line = [entry["name"], *([entry["collective"] or ""] if kinds else []), f"{entry['bytes']:,}"]
+        line += [f"{entry['times']:,}"] if often else []
+        line += [*(seconds(entry["time_s"][name]) for name in times), mean(entry)] if times else []
+        if rates:
+            line += [seconds(entry[name]["p50"]) if name in entry else "" for name in waits]
+            speeds = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
+            line += [*map(digits, speeds), percent(entry["ideal_percent"])]
+        lines.append(line)
+    return lines
+
+
+def has_kinds(results: dict[str, Any]) -> bool:
+    """Whether collectives differ."""
+    return len({group["collective"] for group in results["groups"]}) > 1
 
 
 def in_groups(results: dict[str, Any]) -> bool:

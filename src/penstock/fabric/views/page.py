@@ -12,11 +12,11 @@ from penstock.errors import require
 from penstock.fabric.samples import Run
 from penstock.fabric.views.facts import (
     TIMES,
+    columns,
     facts,
     figures_of_ranks,
+    has_kinds,
     headings,
-    in_groups,
-    mean,
     notes,
     rate_unit,
     warnings,
@@ -52,10 +52,8 @@ def page(run: Run, results: dict[str, Any]) -> str:
         headings=headings(run),
         warnings=warnings(run, results),
         figures=_figures(run, results),
-        kinds=_has_kinds(results),
-        often=in_groups(results),
-        table=_table(results),
-        unit=rate_unit(results)[1],
+        left=1 + has_kinds(results),
+        table=columns(results, tuple(TIMES), every=True),
         facts=facts(run, results),
         notes=notes(run, results),
         pictures=[(CAPTIONS[name], Markup(drawn)) for name, drawn in draw(run, results).items()],
@@ -84,25 +82,6 @@ def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
             worst = min(shares, key=lambda transfer: float(transfer["ideal_percent"]))
             found.append(("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
     return found
-
-
-def _has_kinds(results: dict[str, Any]) -> bool:
-    return len({transfer["collective"] for transfer in results["transfers"]}) > 1
-
-
-def _table(results: dict[str, Any]) -> list[list[str]]:
-    scale, _ = rate_unit(results)
-    kinds, often = _has_kinds(results), in_groups(results)
-    made = []
-    for entry in (*results["groups"], {**results["step"], "times": len(results["transfers"])}):
-        times = entry["time_s"]
-        row = [entry["name"], *([entry["collective"] or ""] if kinds else [])]
-        row += [f"{entry['bytes']:,}", *([f"{entry['times']:,}"] if often else [])]
-        row += [*(seconds(times[name]) for name in TIMES), mean(entry)]
-        row += [seconds(entry[name]["p50"]) if name in entry else "" for name in ("arrival_skew_s", "transfer_s")]
-        rates = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
-        made.append([*row, *map(digits, rates), percent(entry["ideal_percent"])])
-    return made
 
 
 def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:

@@ -24,12 +24,11 @@ from penstock.fabric.views.chart import (
     colors,
     legend,
     percent_label,
-    seconds_label,
     svg,
     words,
 )
 from penstock.fabric.views.facts import rate_unit
-from penstock.fabric.views.numbers import cut, cut_apart
+from penstock.fabric.views.numbers import cut, cut_apart, seconds
 from penstock.fabric.workload import Workload
 from penstock.report.marks import Axis
 from penstock.words import counted
@@ -94,7 +93,7 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
     ended.title(f"Share of {of} that had ended")
     took.title(f"Share of {of} that took at least as long")
     for panel in panels:
-        panel.x_axis(seconds_label, "completion time, slowest rank")
+        panel.x_axis(seconds, "completion time, slowest rank")
         panel.y_axis(percent_label, 30)
     for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
         if share >= 1 / samples:
@@ -135,7 +134,7 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
         panel = Panel(columns, Scale(took.min() / 1.12, took.max() * 1.25, top + 72, top, is_log=True))
         note = _trials_note(float(medians[number]), took[far], trial[far])
         panel.title(cut(results["groups"][number]["name"], 48), note)
-        panel.y_axis(seconds_label)
+        panel.y_axis(seconds)
         for stalled in results["stalled"][:MAX_MARKED]:
             panel.line([stalled, stalled], [panel.y.low, panel.y.high], MUTED, 0.7, "1 2")
         panel.dots(trial, took, color[number], 2.5 if len(took) <= 500 else 1.5)
@@ -150,10 +149,10 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
 
 def _trials_note(median: float, far: Floats, trials: NDArray[np.int64]) -> str:
     """Summarizes outliers; `far` has their times, slowest first, and `trials` their trials."""
-    text = f"median {seconds_label(median)}"
+    text = f"median {seconds(median)}"
     if not len(far):
         return text
-    return f"{text}, {counted(len(far), 'outlier')}, slowest {seconds_label(float(far[0]))} in trial {trials[0]:,}"
+    return f"{text}, {counted(len(far), 'outlier')}, slowest {seconds(float(far[0]))} in trial {trials[0]:,}"
 
 
 # -- by size ----------------------------------------------------------------------------------------------------------
@@ -238,10 +237,10 @@ def _chosen_trials(run: Run) -> list[tuple[int, str]]:
     took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
     kept = [trial for trial in np.unique(run.steps[:, 0]).tolist() if trial < len(took)] or range(len(took))
     slowest = max(kept, key=lambda trial: took[trial])
-    chosen = [(0, f"First trial: {seconds_label(took[0])}")]
+    chosen = [(0, f"First trial: {seconds(took[0])}")]
     if slowest:
         times = f"{took[slowest] / took[0]:.3g} times as long"
-        chosen.append((slowest, f"Slowest trial, number {slowest:,}: {seconds_label(took[slowest])}, {times}"))
+        chosen.append((slowest, f"Slowest trial, number {slowest:,}: {seconds(took[slowest])}, {times}"))
     return chosen
 
 

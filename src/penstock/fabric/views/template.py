@@ -25,13 +25,11 @@ BODY = """\
 
 <h2>Transfers, in order of execution</h2>
 <div class="wide" tabindex="0"><table>
-<tr><th class="left">transfer</th>{% if kinds %}<th class="left">collective</th>{% endif %}
-<th>bytes</th>{% if often %}<th>times</th>{% endif %}<th>min</th><th>p50</th><th>p90</th>
-<th>p99</th><th>p99.9</th><th>max</th><th>mean</th><th>skew</th><th>transfer</th><th>algbw<br>{{ unit }}</th>
-<th>busbw<br>{{ unit }}</th><th>ideal<br>%</th></tr>
-{% for row in table %}
+<tr>{% for head in table[0] %}<th{% if loop.index <= left %} class="left"{% endif %}>
+{{- head.split("\\n") | join("<br>" | safe) }}</th>{% endfor %}</tr>
+{% for row in table[1:] %}
 <tr{% if loop.last %} class="whole"{% endif %}>
-{%- for cell in row %}<td{% if loop.index <= 1 + kinds %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{%- for cell in row %}<td{% if loop.index <= left %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div>
 <dl class="facts">

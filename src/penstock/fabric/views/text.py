@@ -11,8 +11,8 @@ from rich.text import Text
 
 from penstock.fabric.compare import FEWEST, Comparison, Difference
 from penstock.fabric.samples import Run
-from penstock.fabric.views.facts import TIMES, facts, in_groups, mean, notes, rate_unit, title, warnings
-from penstock.fabric.views.numbers import NONE, cut, digits, percent, seconds
+from penstock.fabric.views.facts import TIMES, columns, facts, notes, title, warnings
+from penstock.fabric.views.numbers import NONE, cut, seconds
 from penstock.report.text import print_unbroken, table, width_of
 
 
@@ -62,35 +62,13 @@ def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_w
 
     `times` are the names from `TIMES` to show, followed by the mean; no mean is shown without them.
     """
-    groups = results["groups"]
-    kinds = rates and len({group["collective"] for group in groups}) > 1
-    often = in_groups(results)
-    scale, unit = rate_unit(results)
-    names = ["transfer", *(["collective"] if kinds else [])]
-    shown = [*(["times"] if often else []), *([*(TIMES[name] for name in times), "mean"] if times else [])]
-    heads = ["skew\np50", f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%"] if rates else []
-    made = table(*names, "bytes", *shown, *heads, left=len(names))
-    for group in groups:
-        cells = [cut(group["name"], name_width), *([group["collective"]] if kinds else [])]
-        cells += [f"{group['bytes']:,}", *([f"{group['times']:,}"] if often else []), *_times(group, times)]
-        cells += _rates(group, scale) if rates else []
-        made.add_row(*map(Text, cells))
-    step = results["step"]
+    heads, *lines, step = columns(results, times, rates=rates)
+    made = table(*heads, left=heads.index("bytes"))
+    for name, *cells in lines:
+        made.add_row(*map(Text, [cut(name, name_width), *cells]))
     made.add_row()
-    cells = ["step", *([""] if kinds else []), f"{step['bytes']:,}"]
-    cells += [*([f"{len(results['transfers']):,}"] if often else []), *_times(step, times)]
-    made.add_row(*map(Text, [*cells, *(_rates(step, scale) if rates else [])]), style="bold")
+    made.add_row(*map(Text, step), style="bold")
     return made
-
-
-def _times(entry: dict[str, Any], times: Sequence[str]) -> list[str]:
-    return [*(seconds(entry["time_s"][name]) for name in times), mean(entry)] if times else []
-
-
-def _rates(entry: dict[str, Any], scale: float) -> list[str]:
-    rates = [value if value is None else value * scale for value in (entry["algbw_GBps"], entry["busbw_GBps"])]
-    skew = seconds(entry["arrival_skew_s"]["p50"]) if "arrival_skew_s" in entry else ""
-    return [skew, *map(digits, rates), percent(entry["ideal_percent"])]
 
 
 # -- two runs ---------------------------------------------------------------------------------------------------------

@@ -25,61 +25,8 @@ import numpy as np
 from numba import types
 
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE
-from penstock.network.switch.columns import (
-    AT_NS,
-    BIT,
-    BUSY_NS,
-    BYTE_PS,
-    BYTES,
-    DELAY_NS,
-    DRAWN,
-    DUE_NS,
-    ENOUGH,
-    EVERY_NS,
-    FAILED,
-    FATE,
-    FILLED,
-    FRAMES,
-    FREE_NS,
-    GONE,
-    HELD_NS,
-    LAST_NS,
-    LATE,
-    LATE_NS,
-    LENGTH,
-    LIMIT,
-    LOOSE,
-    LOW,
-    N_CORRUPT,
-    N_FULL,
-    N_GONE,
-    N_JUMPED,
-    N_LOST,
-    N_OTHER,
-    N_TWICE,
-    NANOSECONDS,
-    NEAR_BYTES,
-    NEAR_FULL,
-    NEAR_MADE,
-    NEAR_USED,
-    NO_SLOT,
-    PER_OCTAVE,
-    POLLS,
-    READS,
-    READS_AT_ONCE,
-    SECONDS,
-    SINCE_NS,
-    SIZE,
-    SOURCE,
-    SPARE,
-    SPARES,
-    STALL_NS,
-    TARGET,
-    WAITING,
-    WAKING_NS,
-    WORST_NS,
-    Tables,
-)  # fmt: skip
+from penstock.network.switch import columns as col
+from penstock.network.switch.columns import Tables
 from penstock.network.switch.heap import compiled, pop, push
 
 # Called by name, because pointers made with ctypes would keep numba from caching the compiled code.
@@ -98,14 +45,14 @@ _LITTLE_WAKING, _MAX_WAKING = 40_000, 200_000
 @compiled
 def now_ns(t: Tables) -> Any:
     """Returns the monotonic clock's time."""
-    _clock_gettime(_MONOTONIC, t.state.ctypes.data + 8 * SECONDS)
-    return t.state[SECONDS] * _NS + t.state[NANOSECONDS]
+    _clock_gettime(_MONOTONIC, t.state.ctypes.data + 8 * col.SECONDS)
+    return t.state[col.SECONDS] * _NS + t.state[col.NANOSECONDS]
 
 
 @compiled
 def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
-    length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
-    since = at - t.lines[direction, SINCE_NS]
+    length, every = t.lines[direction, col.STALL_NS], t.lines[direction, col.EVERY_NS]
+    since = at - t.lines[direction, col.SINCE_NS]
     if length == 0 or since < every:  # the first stall comes after a whole period
         return at
     return max(at, at - since % every + length)
@@ -114,8 +61,8 @@ def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
 @compiled
 def _stalled(t: Tables, direction: Any, at: Any) -> Any:
     """Returns how long a link has been stalled in total until then."""
-    length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
-    since = at - t.lines[direction, SINCE_NS]
+    length, every = t.lines[direction, col.STALL_NS], t.lines[direction, col.EVERY_NS]
+    since = at - t.lines[direction, col.SINCE_NS]
     if length == 0 or since < every:
         return 0
     return (since // every - 1) * length + min(since % every, length)
@@ -125,32 +72,32 @@ def _stalled(t: Tables, direction: Any, at: Any) -> Any:
 def _let_go(t: Tables, direction: Any, slot: Any, at: Any) -> Any:
     """Returns when a frame leaves a host's link that may stall."""
     line = t.lines[direction]
-    leaves = _after_stall(t, direction, max(at, line[HELD_NS]))
+    leaves = _after_stall(t, direction, max(at, line[col.HELD_NS]))
     if leaves > at:
-        line[HELD_NS] = leaves + t.slots[slot, LENGTH] * line[BYTE_PS] // 1000
+        line[col.HELD_NS] = leaves + t.slots[slot, col.LENGTH] * line[col.BYTE_PS] // 1000
     return leaves
 
 
 @compiled
 def _drop(t: Tables, slot: Any) -> None:
-    t.slots[t.state[SPARES], SPARE] = slot
-    t.state[SPARES] += 1
+    t.slots[t.state[col.SPARES], col.SPARE] = slot
+    t.state[col.SPARES] += 1
 
 
 @compiled
 def _copy(t: Tables, slot: Any) -> Any:
     """Copies a frame to another slot and returns that slot, or -1 if there is none."""
-    if t.state[SPARES] == 0:
-        t.state[NO_SLOT] += 1
+    if t.state[col.SPARES] == 0:
+        t.state[col.NO_SLOT] += 1
         return -1
-    t.state[SPARES] -= 1
-    other = t.slots[t.state[SPARES], SPARE]
-    size = t.slots[slot, LENGTH]
+    t.state[col.SPARES] -= 1
+    other = t.slots[t.state[col.SPARES], col.SPARE]
+    size = t.slots[slot, col.LENGTH]
     for place in range(size):
         t.frames[other, place] = t.frames[slot, place]
-    t.slots[other, LENGTH] = size
-    t.slots[other, SOURCE] = t.slots[slot, SOURCE]
-    t.slots[other, TARGET] = t.slots[slot, TARGET]
+    t.slots[other, col.LENGTH] = size
+    t.slots[other, col.SOURCE] = t.slots[slot, col.SOURCE]
+    t.slots[other, col.TARGET] = t.slots[slot, col.TARGET]
     return other
 
 
@@ -158,34 +105,34 @@ def _copy(t: Tables, slot: Any) -> Any:
 def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> None:
     """Applies a link's decisions to a frame, which goes on to `step` unless it is lost."""
     line = t.lines[direction]
-    place = line[DRAWN] % t.draws.shape[1]
-    line[DRAWN] += 1
-    if line[FILLED] - line[DRAWN] <= t.state[ENOUGH]:
-        t.state[LOW] = 1
-    fate = t.draws[direction, place, FATE]
+    place = line[col.DRAWN] % t.draws.shape[1]
+    line[col.DRAWN] += 1
+    if line[col.FILLED] - line[col.DRAWN] <= t.state[col.ENOUGH]:
+        t.state[col.LOW] = 1
+    fate = t.draws[direction, place, col.FATE]
     if fate & LOST:
-        line[N_LOST] += 1
+        line[col.N_LOST] += 1
         _drop(t, slot)
         return
     if fate & CORRUPT:
-        line[N_CORRUPT] += 1
-        bit = t.draws[direction, place, BIT] % (8 * (t.slots[slot, LENGTH] - _HEADER))
+        line[col.N_CORRUPT] += 1
+        bit = t.draws[direction, place, col.BIT] % (8 * (t.slots[slot, col.LENGTH] - _HEADER))
         t.frames[slot, _HEADER + (bit >> 3)] ^= np.uint8(1 << (bit & 7))
     leaves = at
     if fate & JUMPS:
-        line[N_JUMPED] += 1
+        line[col.N_JUMPED] += 1
     else:
-        leaves = at + t.draws[direction, place, DELAY_NS]
-        if not line[LOOSE]:
-            leaves = max(leaves, line[LAST_NS])
+        leaves = at + t.draws[direction, place, col.DELAY_NS]
+        if not line[col.LOOSE]:
+            leaves = max(leaves, line[col.LAST_NS])
     if direction < t.meets.shape[0]:  # in the other direction, the queue has stalled instead
         leaves = _let_go(t, direction, slot, leaves)
     if not fate & JUMPS:
-        line[LAST_NS] = leaves
+        line[col.LAST_NS] = leaves
     if fate & TWICE:
         other = _copy(t, slot)
         if other >= 0:
-            line[N_TWICE] += 1
+            line[col.N_TWICE] += 1
             push(t, leaves, 2 * other + step)
     push(t, leaves, 2 * slot + step)
 
@@ -193,21 +140,21 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
 @compiled
 def _arrived(t: Tables, slot: Any, now: Any) -> Any:
     """Counts a frame read from its host, and returns when it has arrived at its link's rate."""
-    line = t.lines[t.slots[slot, SOURCE]]
-    size = t.slots[slot, LENGTH]
-    line[FRAMES] += 1
-    line[BYTES] += size
-    line[FREE_NS] = max(now, line[FREE_NS] + size * line[BYTE_PS] // 1000)
-    return line[FREE_NS]
+    line = t.lines[t.slots[slot, col.SOURCE]]
+    size = t.slots[slot, col.LENGTH]
+    line[col.FRAMES] += 1
+    line[col.BYTES] += size
+    line[col.FREE_NS] = max(now, line[col.FREE_NS] + size * line[col.BYTE_PS] // 1000)
+    return line[col.FREE_NS]
 
 
 @compiled
 def _goes(t: Tables, slot: Any, at: Any) -> None:
     """Sends a frame that has arrived on its way to one host."""
-    source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
+    source, target = t.slots[slot, col.SOURCE], t.slots[slot, col.TARGET]
     line = t.lines[source]
-    if line[GONE] or t.lines[target, GONE]:
-        line[N_GONE] += 1
+    if line[col.GONE] or t.lines[target, col.GONE]:
+        line[col.N_GONE] += 1
         _drop(t, slot)
     elif t.meets[source, target, 0]:
         _under_rules(t, source, slot, at, _AT_PORT)
@@ -219,11 +166,11 @@ def _goes(t: Tables, slot: Any, at: Any) -> None:
 def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
     """Whether there is room in a queue; if so, the link is taken until `FREE_NS`."""
     line = t.lines[direction]
-    free = max(line[FREE_NS], at)
+    free = max(line[col.FREE_NS], at)
     waits = free - at - (_stalled(t, direction, free) - _stalled(t, direction, at))
-    if waits * 1000 // line[BYTE_PS] + size > line[LIMIT]:
+    if waits * 1000 // line[col.BYTE_PS] + size > line[col.LIMIT]:
         return False
-    line[FREE_NS] = _after_stall(t, direction, free + size * line[BYTE_PS] // 1000)
+    line[col.FREE_NS] = _after_stall(t, direction, free + size * line[col.BYTE_PS] // 1000)
     return True
 
 
@@ -231,15 +178,15 @@ def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
 def neighbors(t: Tables, host: Any, at: Any) -> None:
     """Puts the neighbors' frames that have come by then into the queue to a host."""
     line = t.lines[t.meets.shape[0] + host]
-    while line[NEAR_USED] < line[NEAR_MADE]:
-        frame = t.near[host, line[NEAR_USED] % t.near.shape[1]]
-        if frame[AT_NS] > at:
+    while line[col.NEAR_USED] < line[col.NEAR_MADE]:
+        frame = t.near[host, line[col.NEAR_USED] % t.near.shape[1]]
+        if frame[col.AT_NS] > at:
             return
-        line[NEAR_USED] += 1
-        if _joins(t, t.meets.shape[0] + host, frame[SIZE], frame[AT_NS]):
-            line[NEAR_BYTES] += frame[SIZE]
+        line[col.NEAR_USED] += 1
+        if _joins(t, t.meets.shape[0] + host, frame[col.SIZE], frame[col.AT_NS]):
+            line[col.NEAR_BYTES] += frame[col.SIZE]
         else:
-            line[NEAR_FULL] += 1
+            line[col.NEAR_FULL] += 1
 
 
 @compiled
@@ -254,37 +201,37 @@ def all_neighbors(t: Tables) -> None:
 def _at_port(t: Tables, slot: Any, at: Any) -> None:
     """Puts a frame into the queue to its receiver."""
     hosts = t.meets.shape[0]
-    source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
+    source, target = t.slots[slot, col.SOURCE], t.slots[slot, col.TARGET]
     direction = hosts + target
     line = t.lines[direction]
-    size = t.slots[slot, LENGTH]
-    line[FRAMES] += 1
-    line[BYTES] += size
+    size = t.slots[slot, col.LENGTH]
+    line[col.FRAMES] += 1
+    line[col.BYTES] += size
     neighbors(t, target, at)
-    if t.lines[target, GONE]:
-        line[N_GONE] += 1
+    if t.lines[target, col.GONE]:
+        line[col.N_GONE] += 1
         _drop(t, slot)
         return
     if not _joins(t, direction, size, at):
-        line[N_FULL] += 1
+        line[col.N_FULL] += 1
         _drop(t, slot)
     elif t.meets[source, target, 1]:
-        _under_rules(t, direction, slot, line[FREE_NS], _OUT)
+        _under_rules(t, direction, slot, line[col.FREE_NS], _OUT)
     else:
-        push(t, line[FREE_NS], 2 * slot + _OUT)
+        push(t, line[col.FREE_NS], 2 * slot + _OUT)
 
 
 @compiled
 def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
-    if t.lines[t.slots[slot, TARGET], GONE]:
-        t.lines[t.meets.shape[0] + t.slots[slot, TARGET], N_GONE] += 1
-    elif _write(t.polls[t.slots[slot, TARGET], 0], t.frames[slot].ctypes.data, t.slots[slot, LENGTH]) < 0:
-        t.state[FAILED] += 1
+    if t.lines[t.slots[slot, col.TARGET], col.GONE]:
+        t.lines[t.meets.shape[0] + t.slots[slot, col.TARGET], col.N_GONE] += 1
+    elif _write(t.polls[t.slots[slot, col.TARGET], 0], t.frames[slot].ctypes.data, t.slots[slot, col.LENGTH]) < 0:
+        t.state[col.FAILED] += 1
     _drop(t, slot)
     late = max(now - due, 1)
-    t.state[LATE_NS] += late
-    t.state[WORST_NS] = max(t.state[WORST_NS], late)
-    t.state[LATE + int(np.log2(late) * PER_OCTAVE)] += 1
+    t.state[col.LATE_NS] += late
+    t.state[col.WORST_NS] = max(t.state[col.WORST_NS], late)
+    t.state[col.LATE + int(np.log2(late) * col.PER_OCTAVE)] += 1
 
 
 @compiled
@@ -295,32 +242,32 @@ def _receive(t: Tables, source: Any) -> None:
     must not count as having come before.
     """
     hosts = t.meets.shape[0]
-    for _ in range(READS_AT_ONCE):
-        if t.state[SPARES] == 0:
-            t.state[NO_SLOT] += 1
+    for _ in range(col.READS_AT_ONCE):
+        if t.state[col.SPARES] == 0:
+            t.state[col.NO_SLOT] += 1
             return
-        slot = t.slots[t.state[SPARES] - 1, SPARE]
+        slot = t.slots[t.state[col.SPARES] - 1, col.SPARE]
         size = _read(t.polls[source, 0], t.frames[slot].ctypes.data, t.frames.shape[1])
         if size <= _HEADER:
             return
-        t.state[SPARES] -= 1
-        t.state[READS] += 1
-        t.slots[slot, LENGTH] = size
-        t.slots[slot, SOURCE] = source
+        t.state[col.SPARES] -= 1
+        t.state[col.READS] += 1
+        t.slots[slot, col.LENGTH] = size
+        t.slots[slot, col.SOURCE] = source
         at = _arrived(t, slot, now_ns(t))
         target = np.int64(t.frames[slot, 5]) - 1  # a host's address ends in its number plus one
         if t.frames[slot, 0] & 1:  # broadcast or multicast
             for every in range(hosts):
                 other = _copy(t, slot) if every != source else -1
                 if other >= 0:
-                    t.slots[other, TARGET] = every
+                    t.slots[other, col.TARGET] = every
                     _goes(t, other, at)
             _drop(t, slot)
         elif 0 <= target < hosts and target != source:
-            t.slots[slot, TARGET] = target
+            t.slots[slot, col.TARGET] = target
             _goes(t, slot, at)
         else:
-            t.lines[source, N_OTHER] += 1
+            t.lines[source, col.N_OTHER] += 1
             _drop(t, slot)
 
 
@@ -328,8 +275,8 @@ def _receive(t: Tables, source: Any) -> None:
 def _deliver(t: Tables) -> Any:
     """Delivers all that is due, unless decisions run short; returns the time."""
     now = now_ns(t)
-    while t.state[WAITING] > 0 and t.heap[0, DUE_NS] <= now and not t.state[LOW]:
-        due = t.heap[0, DUE_NS]
+    while t.state[col.WAITING] > 0 and t.heap[0, col.DUE_NS] <= now and not t.state[col.LOW]:
+        due = t.heap[0, col.DUE_NS]
         what = pop(t)
         if what & 1:
             _send(t, what >> 1, due, now)
@@ -347,18 +294,18 @@ def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
     sleep as well. There, the timer is set that much earlier, and the rest of the time is spent polling.
     """
     wait = until_ns - now
-    if t.state[WAITING] > 0:
-        early = t.state[WAKING_NS] if t.state[WAKING_NS] > _LITTLE_WAKING else 0
-        wait = min(wait, t.heap[0, DUE_NS] - now - early)
+    if t.state[col.WAITING] > 0:
+        early = t.state[col.WAKING_NS] if t.state[col.WAKING_NS] > _LITTLE_WAKING else 0
+        wait = min(wait, t.heap[0, col.DUE_NS] - now - early)
     wait = max(wait, 0)
-    t.state[SECONDS], t.state[NANOSECONDS] = wait // _NS, wait % _NS
+    t.state[col.SECONDS], t.state[col.NANOSECONDS] = wait // _NS, wait % _NS
     # Without room for a frame, there is no point in polling for one.
-    hosts = t.meets.shape[0] if t.state[SPARES] > 0 else 0
-    ready = _ppoll(t.polls.ctypes.data, hosts, t.state.ctypes.data + 8 * SECONDS, 0)
-    t.state[POLLS] += 1
+    hosts = t.meets.shape[0] if t.state[col.SPARES] > 0 else 0
+    ready = _ppoll(t.polls.ctypes.data, hosts, t.state.ctypes.data + 8 * col.SECONDS, 0)
+    t.state[col.POLLS] += 1
     if ready == 0 and wait > 0:
         late = now_ns(t) - now - wait
-        t.state[WAKING_NS] += (min(max(late, 0), _MAX_WAKING) - t.state[WAKING_NS]) // 8
+        t.state[col.WAKING_NS] += (min(max(late, 0), _MAX_WAKING) - t.state[col.WAKING_NS]) // 8
     return ready > 0
 
 
@@ -368,8 +315,8 @@ def run(t: Tables, until_ns: Any) -> None:
     began = now_ns(t)
     while True:
         now = _deliver(t)
-        t.state[BUSY_NS] += now - began
-        if now >= until_ns or t.state[LOW]:
+        t.state[col.BUSY_NS] += now - began
+        if now >= until_ns or t.state[col.LOW]:
             return
         came = _wait(t, now, until_ns)
         began = now_ns(t)

@@ -1,5 +1,7 @@
 // Elements, requests, and numbers as text. Text from elsewhere becomes text nodes, never markup.
 
+import { digits, duration, size } from "../web/format.js";
+
 /** An element: properties (data as `data: {...}`, events as `on: {...}`), then children, of which null is left out. */
 export function make(tag, properties = {}, ...children) {
   const { data, on, aria, ...rest } = properties;
@@ -52,32 +54,13 @@ export function newestOnly(act) {
   };
 }
 
-export function digits(value, most = 4) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  if (value === 0) return "0";
-  const places = Math.min(12, Math.max(0, most - 1 - Math.floor(Math.log10(Math.abs(value)))));
-  return value.toLocaleString("en-US", { maximumFractionDigits: places });
-}
+export { digits };
 
-export function percent(value) {
-  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`;
-}
-
-/** Seconds in the unit that suits them. */
-export function seconds(value) {
-  if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  if (size >= 1 || !size) return `${digits(value)} s`;
-  return size >= 1e-3 ? `${digits(1e3 * value)} ms` : `${digits(1e6 * value)} µs`;
-}
-
-export function bytes(value) {
-  if (value === null || value === undefined) return "–";
-  const names = ["B", "kB", "MB", "GB", "TB"];
-  let place = 0;
-  while (value >= 1000 && place < names.length - 1) [value, place] = [value / 1000, place + 1];
-  return `${digits(value, 3)} ${names[place]}`;
-}
+const known = (text) => (value) => (value === null || value === undefined ? "–" : text(value));
+export const percent = known((value) => `${(100 * value).toFixed(1)}%`);
+/** Seconds, and bytes, in the unit that suits them. */
+export const seconds = known((value) => duration(value));
+export const bytes = known((value) => size(value));
 
 const trouble = document.getElementById("trouble");
 
