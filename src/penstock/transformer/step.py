@@ -9,7 +9,7 @@ from penstock.errors import ArgumentError
 from penstock.plan.besides import Besides, besides
 from penstock.plan.stage_costs import priced
 from penstock.schedule import generate
-from penstock.simulate import LinkCost, memory, simulate
+from penstock.simulate import LinkCost, peaks, simulate
 from penstock.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job
 from penstock.transformer.machine import Machine
 from penstock.transformer.memory import dummies
@@ -75,8 +75,8 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
         "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
     )
     timeline = simulate(schedule, stages, _neighbors(job, machine, layout))
-    peaks = memory(schedule, stages, timeline)
-    parameters = max(one.parameters for one in peaks) / PARAMETER_BYTES
+    held = peaks(schedule, stages, timeline)
+    parameters = max(one.parameters for one in held) / PARAMETER_BYTES
     pieces = [units[start:end] for start, end in pairwise(bounds)]
     running = besides(schedule.placement, layout.microbatches, [Besides.of(piece) for piece in pieces])
     unread = [
@@ -85,17 +85,12 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
     ]
     return Step(
         timeline.makespan_seconds,
-        reduce_seconds(job, machine, layout, parameters),
+        # replicas are neighbors once tensor-parallel groups are taken
+        machine.all_reduce_seconds(parameters * PARAMETER_BYTES, layout.replicas, stride=job.tensor_parallel),
         optimizer_seconds(job, machine, parameters),
-        tuple(peak.peak + one.working + more for peak, one, more in zip(peaks, running, unread, strict=True)),
-        tuple(one.peak_activations for one in peaks),
+        tuple(most.at_once + one.working + more for most, one, more in zip(held, running, unread, strict=True)),
+        tuple(one.activations for one in held),
     )
-
-
-def reduce_seconds(job: Job, machine: Machine, layout: Layout, parameters: float) -> float:
-    """The sum of a rank's gradients over its replicas, which are neighbors once tensor-parallel groups are taken."""
-    size = parameters * PARAMETER_BYTES
-    return machine.all_reduce_seconds(size, layout.replicas, stride=job.tensor_parallel)
 
 
 def optimizer_seconds(job: Job, machine: Machine, parameters: float) -> float:
