@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from predict_megatron import formulas, table5
+from predict_memory import memory
 from predict_simumax import simumax
 from predict_vtrain import vtrain_multi
 from replay_a_model import vtrain_single
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"))
     chosen = parser.parse_args()
     replayed = [*vocabulary(), *traces(), *whole_steps(), *stragglers()]
-    calibrated = [*table5(), *simumax(), *vtrain_multi()]
+    calibrated = [*table5(), *simumax(), *memory(), *vtrain_multi()]
     outputs = [*vtrain_single(), *formulas()]
     show(replayed, "Replay: costs given, nothing fitted; against measurements")
     show(calibrated, "Calibrated: costs from specifications and the constants named; against measurements")

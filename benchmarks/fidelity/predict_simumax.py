@@ -1,5 +1,5 @@
 """SimuMax's steps on 8 B200. Of each model the run with 4 microbatches is fitted (of the mixture of experts, which we
-have no numbers for, that with 8 too), and the others are predicted. Memory: nothing is fitted.
+have no numbers for, that with 8 too), and the others are predicted.
 """
 
 from __future__ import annotations
@@ -64,15 +64,9 @@ def simumax() -> list[Result]:
         return f"SimuMax {sum(sizes) / len(sizes):.2f}, worst {max(sizes):.2f}"
 
     of_dense, of_experts = (dense[8], dense[32]), (experts[32],)
-    memory = step(dense[4]).memory_bytes
-    given = [float(dense[4][f"memory_allocated_stage{stage}_gib"]) for stage in (0, 1)]
-    told = [float(dense[4][f"simumax_allocated_stage{stage}_gib"]) for stage in (0, 1)]
-    errors = tuple(mine / 2**30 / true - 1 for mine, true in zip(memory, given, strict=True))
-    published = "SimuMax " + ", ".join(f"{100 * (mine / true - 1):.2f}" for mine, true in zip(told, given, strict=True))
     return [
         Result(
             "SimuMax, Llama 70B of 12 layers: one constant of m = 4", "step", dense_errors(), theirs(*of_dense), "4"
         ),
         Result("SimuMax, DeepSeek of 4 layers: two of m = 4, 8", "step", expert_errors(), theirs(*of_experts), "4"),
-        Result("SimuMax, Llama 70B of 12 layers: nothing fitted", "memory of both stages", errors, published, ""),
     ]

@@ -43,7 +43,7 @@ MAX_QUOTED = 80
 
 _LIMIT = "the limit for such a file; of a trace, keep only the steps to look at"
 _MAX_ENTRIES = 1000
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES, _THINNED_BYTES = 1 << 20, 16 << 20
 _MAX_MEMBERS = 10_000
 _GZIP = 31  # zlib's window size for gzip's format
 _KINDS = {
@@ -58,13 +58,20 @@ _AROUND_NAMES = re.compile(r"[=,\n]|#.*")
 _numbers = itertools.count()
 
 
-def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = None, start: int = 0) -> bytes:
+def read_bytes(
+    path: FilePath,
+    what: str | None = None,
+    max_bytes: int | None = None,
+    start: int = 0,
+    without: re.Pattern[bytes] | None = None,
+) -> bytes:
     """Read a regular file, and unpack it if it is packed by gzip.
 
     Args:
         what: names the file in messages, such as "plan 'plan.json'"; None: its path.
         max_bytes: once unpacked; None: `MAX_BYTES`.
         start: the place in the file to begin at.
+        without: what is left out while the file is read, and counts for nothing.
 
     Raises:
         ArgumentError: there is no such file, it cannot be read or unpacked, or it has more than `max_bytes`.
@@ -77,13 +84,17 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
             if kind := _kind(os.fstat(file.fileno()).st_mode):
                 raise ArgumentError(f"{what} is {kind}; expected a regular file")
             file.seek(start)
-            data, packed, members, unpack = bytearray(), 0, 0, None
+            data, packed, members, unpack, whole = bytearray(), 0, 0, None, 0
             while chunk := file.read(_CHUNK_BYTES):
                 packed += len(chunk)
                 if members == 0 and not data and chunk.startswith(b"\x1f\x8b"):
                     members, unpack = 1, zlib.decompressobj(_GZIP)
                 while chunk:
                     data += unpack.decompress(chunk, _CHUNK_BYTES) if unpack else chunk
+                    if without and len(data) > whole + _THINNED_BYTES:
+                        packed -= len(data)
+                        data = bytearray(without.sub(b"", data))
+                        packed, whole = packed + len(data), len(data)
                     if max(len(data), packed) > max_bytes:
                         size = "has" if packed > max_bytes else "unpacks to"
                         raise ArgumentError(f"{what} {size} more than {max_bytes >> 20} MiB, {_LIMIT}")
@@ -94,7 +105,7 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
                         raise ArgumentError(f"{what} has more than {_MAX_MEMBERS:,} packed parts")
             if unpack and not unpack.eof:
                 raise ArgumentError(f"{what} cannot be unpacked: it is cut off")
-            return bytes(data)
+            return without.sub(b"", data) if without else bytes(data)
     except OSError as error:
         raise ArgumentError(f"{what} cannot be read: {error.strerror or error}") from None
     except zlib.error as error:
@@ -110,10 +121,12 @@ def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = N
         raise ArgumentError(f"{what or os.fspath(path)} is not UTF-8 text: {error}") from None
 
 
-def read_json(path: FilePath, what: str | None = None) -> Any:
-    """Read a file of JSON as plain values. Raises ArgumentError if it cannot be read or is not JSON."""
+def read_json(path: FilePath, what: str | None = None, without: re.Pattern[bytes] | None = None) -> Any:
+    """Read a file of JSON as plain values, without what matches. Raises ArgumentError if it cannot be read or is not
+    JSON.
+    """
     what = os.fspath(path) if what is None else what
-    return parse_json(read_bytes(path, what), what)
+    return parse_json(read_bytes(path, what, without=without), what)
 
 
 def json_or_none(path: FilePath) -> Any:

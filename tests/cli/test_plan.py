@@ -1,5 +1,6 @@
 """`penstock plan`: what it prints, writes and refuses."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def test_what_a_plan_must_have(profile: str) -> None:
     plans = as_json(*JOB, *asked)["plans"]
     assert {(one["choice"]["ranks"], one["choice"]["microbatches"]) for one in plans} == {(4, 8)}
     assert {one["choice"]["replicas"] for one in as_json(*JOB, "--profile", profile, "--replicas", "2")["plans"]} == {2}
-    assert "--replicas 3: no plan for 4 devices" in refusal(*JOB, "--profile", profile, "--replicas", "3")
+    assert "--replicas 3: 4 devices cannot be divided by 3" in refusal(*JOB, "--profile", profile, "--replicas", "3")
     for option in ("--replicas", "--pipeline", "--microbatches"):
         assert refusal(*JOB, "no:file", option, "0") == f"{option} 0: expected an integer >= 1"
 
@@ -226,7 +227,7 @@ def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
     target, file = f"{tmp_path / 'model.py'}:make", tmp_path / "plan.json"
     text = output("plan", target, "--devices", "2", "--global-batch", "16", "--out", str(file), columns=200)
     best = text.partition("\nschedule ")[2].splitlines()[1]
-    assert best.split()[1:3] in (["1", "2"], ["2", "1"])
+    assert re.split(" {2,}", best)[1:3] in (["1", "2"], ["2", "1"])  # names of equal orders are one cell
     found = read_plan(file)
     names = dict(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).named_modules())
     assert set(found.cuts) <= names.keys()

@@ -109,3 +109,25 @@ def test_a_rank_whose_file_is_missing_is_named(tmp_path: Path) -> None:
     next(tmp_path.glob("*rank-1*")).unlink()
     with pytest.raises(ArgumentError, match="no rank has stage 1, and there are stages up to 2; pass the trace"):
         explain(read_run([tmp_path]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_beyond_the_limit_is_read_without_its_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """In Kineto's own layout operations are left out while the file is read, unless a pattern may name them."""
+    given = profiled(SHOWN, 0)
+    many = given["traceEvents"] * 5 + [event for event in given["traceEvents"] if event["cat"] == "kernel"] * 300
+    lines = ",\n".join("  " + json.dumps(event, indent=2).replace("\n", "\n  ") for event in many)
+    head = json.dumps({key: value for key, value in given.items() if key != "traceEvents"})
+    text = f'{head[:-1]},\n    "traceEvents": [\n{lines}\n  ],"traceName": "t" }}'.encode()
+    file = tmp_path / "big.json"
+    file.write_bytes(gzip.compress(text) if packed else text)
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps(given | {"traceEvents": many}))
+    expected = read_run([small])
+    monkeypatch.setattr("penstock.files.MAX_BYTES", len(text) // 4)
+    monkeypatch.setattr("penstock.files._THINNED_BYTES", 1 << 12)
+    assert read_run([file]) == expected
+    with pytest.raises(ArgumentError, match="more than 0 MiB, the limit for such a file; of a trace, keep only"):
+        read_run([file], pattern="(?P<op>fwd|bwd)-(?P<microbatch>[0-9]+)")

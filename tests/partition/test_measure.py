@@ -62,6 +62,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return Waits.now_ns
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=read))
+    monkeypatch.setattr(clock, "waited", lambda *_: 0)
     return found
 
 
@@ -215,6 +216,37 @@ def test_cuts_follow_time(measures_all: None) -> None:
     made = partitioner((X,))
     assert made.cuts == ("1",)
     assert made.notes == ()
+
+
+def test_what_others_took_of_a_core_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of each layer's time a thread waits for its core."""
+    quiet = [unit.forward_seconds for unit in profile_of(waiting([1]), X).units]
+    monkeypatch.setattr(clock, "waited", lambda *_: Waits.now_ns // 2)
+    assert [unit.forward_seconds for unit in profile_of(waiting([1]), X).units] == [each / 2 for each in quiet]
+
+
+def test_on_a_busy_machine_one_thread_is_measured(measures_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that compute together wait for the one that waits for its core."""
+    used: list[int] = []
+
+    def measured(*args: Any) -> Profile:
+        used.append(torch.get_num_threads())
+        return profile_of(waiting([0, 1]), X)
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(decision, "measure", measured)
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setattr(decision, "all_waited", lambda: 0)
+        assert weighed(waiting([0, 1]), 2)((X,)).notes == ()
+        hours = iter(3_600_000_000_000 * number for number in range(2))
+        monkeypatch.setattr(decision, "all_waited", lambda: next(hours))
+        (note,) = weighed(waiting([0, 1]), 2)((X,)).notes
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert used == [2, 2, 1]
+    assert "other processes had the cores" in note
 
 
 def test_small_models_are_cut_by_work_and_not_run(reads: list[int]) -> None:

@@ -277,10 +277,13 @@ def test_numbers_that_are_wanted_hold() -> None:
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        (Wanted(replicas=3), "replicas=3: no plan for 4 devices, 8 units and 16 rows has that; the closest have 4 x 1"),
+        (
+            Wanted(replicas=3),
+            r"replicas=3: 4 devices cannot be divided by 3; pass 3 or 6 devices, or one of \[1, 2, 4\]",
+        ),
         (Wanted(replicas=2, pipeline=4), "replicas=2, pipeline=4: .* the closest have 1 x 4 x .* or 2 x 2 x "),
         (Wanted(pipeline=4, microbatches=7), r"pipeline=4, microbatches=7: .* the closest have 1 x 4 x 8 or "),
-        (Wanted(["1f1b"], pipeline=3), "pipeline=3: no plan"),
+        (Wanted(["1f1b"], pipeline=3), "pipeline=3: 4 devices cannot be divided by 3"),
     ],
     ids=["replicas", "product", "microbatches", "number"],
 )

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli._options import options_on
-from penstock.cli._target import link_of, profile_target, profiles_of
+from penstock.cli._target import compute_as_ranks, link_of, profile_target, profiles_of
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
 from penstock.errors import ArgumentError
 from penstock.simulate import Links
@@ -98,11 +98,12 @@ class CostOptions:
         _option('Each link between two ranks, instead: "40gbit delay 30us", as for plan; costs are seconds and bytes.'),
     ] = None
 
-    def read(self, microbatches: int | None = None) -> Costs:
+    def read(self, microbatches: int | None = None, ranks: str | None = None) -> Costs:
         """The costs from the options or the file, or measured.
 
         Args:
             microbatches: how many the batch of a TARGET is cut into; None: as usual.
+            ranks: a TARGET is measured with the threads that each of so many gets; other text: with those of now.
 
         Raises:
             ArgumentError: a cost is negative, an option needs another that is missing, both options and a file are
@@ -110,6 +111,8 @@ class CostOptions:
         """
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_COSTS}
         given = {name: value for name, value in given.items() if value is not None}
+        if self.target is not None and ranks is not None and ranks.isdecimal() and int(ranks):
+            compute_as_ranks(int(ranks))
         if self.links is not None and (twice := [name for name in ("comm", "bandwidth") if name in given]):
             raise ArgumentError(
                 f"--links {self.links}: the file already sets what {_name(twice[0])} would; pass only one of the two"

@@ -80,7 +80,9 @@ def show(
                 "and --json"
             )
         if several is None:
-            several = _Several([schedule], [Outcome.simulated(schedule, costs.read(order.count))] if has_costs else [])
+            several = _Several(
+                [schedule], [Outcome.simulated(schedule, costs.read(order.count, order.ranks))] if has_costs else []
+            )
         _write(several, svg, png, background, WIDTH if width is None else width)
         for name, reason in several.left_out.items():
             print(f"left out: {name} {reason}")
@@ -88,7 +90,7 @@ def show(
     if background is not None:
         raise ArgumentError("--background: only files have one; pass --svg or --png")
     if as_json:
-        print(json.dumps(describe(Outcome.simulated(schedule, costs.read(order.count)), written)))
+        print(json.dumps(describe(Outcome.simulated(schedule, costs.read(order.count, order.ranks)), written)))
         return
     if text or comms:
         option = "--comms" if comms else "--text"
@@ -106,7 +108,7 @@ def show(
         _print_several(several, width, console)
         return
     if has_costs:
-        outcome = Outcome.simulated(schedule, costs.read(order.count))
+        outcome = Outcome.simulated(schedule, costs.read(order.count, order.ranks))
         picture, note = proportional(schedule, outcome.timeline, width, palette), _note(schedule, outcome)
     else:
         picture, note = slots(schedule, width, palette), ""
@@ -130,7 +132,7 @@ def _several(order: OrderOptions, costs: CostOptions, *, has_costs: bool) -> _Se
     schedules, refused = order.all()
     if not has_costs:
         return _Several(schedules, (), refused)
-    outcomes, left_out = with_one_model(costs.read(order.count), schedules, refused)
+    outcomes, left_out = with_one_model(costs.read(order.count, order.ranks), schedules, refused)
     return _Several([one.schedule for one in outcomes], outcomes, left_out)
 
 

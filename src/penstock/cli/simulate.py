@@ -50,7 +50,7 @@ def simulate(
     With --schedule all, or several names with commas between them, prints one row per schedule, shortest span first.
     With several numbers of --ranks or --microbatches (1,2,4,8), prints how much faster than one device each is.
     """
-    known = costs.read(order.count)
+    known = costs.read(order.count, order.ranks)
     if perfetto is not None and (order.is_many or order.sweeps):
         several = "pass --schedule one name" if order.is_many else "pass one number of ranks and microbatches"
         raise ArgumentError(f"--perfetto: a trace shows one schedule; {several}")

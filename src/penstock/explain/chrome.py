@@ -31,6 +31,11 @@ IN_TURNS = (
     "(penstock run), or simulate these times"
 )
 _ANNOTATIONS = ("user_annotation", _ON_DEVICE)
+OPERATIONS = re.compile(
+    rb',\n  \{(?:\n    (?!"cat").*)*+\n    "cat": "(?!(?:gpu_)?user_annotation").*(?:\n    .*)*+\n  \}(?=[,\n])'
+)
+"""Kineto's other events in its own layout, most of a file by far: operations and kernels, whose names are no actions.
+No string of JSON has a line break in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
@@ -16,6 +18,7 @@ from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
 from penstock.partition.cut.choice import Choice
 from penstock.partition.cut.places import module_at
+from penstock.partition.measure.clock import all_waited
 from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.held import units_held
 from penstock.partition.measure.measuring import measure
@@ -31,6 +34,9 @@ take about as long as the Python around them, and the cuts stay the same from ru
 WORTH_MOVING = 0.98
 """Cuts by work stay if the best cuts by time make the slowest stage no faster than this fraction, so that they are the
 same from run to run wherever that costs nothing."""
+
+BUSY = 0.1
+"""A machine is busy if threads waited for a core for more than this part of the time."""
 
 UNEVEN = 1.15
 """A slowest stage above this many times the mean is reported."""
@@ -185,7 +191,7 @@ def measured(
         return Decision(unchanged)
     units = candidates(recording, model, "flops", len(by_work) + 1)
     try:
-        profile = measure(recording, model, units, args, kwargs)
+        profile, busy = _undisturbed(lambda: measure(recording, model, units, args, kwargs), recording.device)
     except UnmeasurableError as error:
         return Decision(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
     names = [unit.name for unit in profile.units]
@@ -193,6 +199,7 @@ def measured(
         return Decision(unchanged)
     pieces = [unit for unit in units if unit.name in names]
     problem, notes = _problem(recording, model, pieces, [unit.seconds for unit in profile.units], room)
+    notes = (*busy, *notes)
     crossing = [room.crossing_seconds(unit, profile) for unit in profile.units]
     problem = replace(problem, crossing_seconds=crossing)
     starts = _best(problem, len(by_work) + 1, room)
@@ -201,6 +208,21 @@ def measured(
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = before
     return _with_costs(_decided(names, problem, starts, notes), profile, room)
+
+
+def _undisturbed(measuring: Callable[[], Profile], device: torch.device) -> tuple[Profile, tuple[str, ...]]:
+    """A profile, and what to say of it. Threads that compute together wait for the one whose core others have, so on a
+    busy machine what they take says little: one thread's own time does.
+    """
+    threads, waits, start = torch.get_num_threads(), all_waited(), time.perf_counter_ns()
+    profile = measuring()
+    if device.type != "cpu" or threads == 1 or all_waited() - waits < BUSY * (time.perf_counter_ns() - start):
+        return profile, ()
+    torch.set_num_threads(1)
+    try:
+        return measuring(), ("other processes had the cores while units were measured: their times are one thread's",)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:

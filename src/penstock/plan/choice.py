@@ -101,6 +101,12 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
     """
     if global_batch < 1:
         raise ArgumentError(f"global_batch={global_batch}: expected the rows of a step, at least 1")
+    for name, number in (("replicas", wanted.replicas), ("pipeline", wanted.pipeline)):
+        if number and cluster.devices % number:
+            raise ArgumentError(
+                f"{name}={number}: {counted(cluster.devices, 'device')} cannot be divided by {number}; pass "
+                f"{_multiples(cluster.devices, number)} devices, or one of {divisors(cluster.devices)} in its place"
+            )
     units, found = len(sizes.units), []
     for replicas in divisors(cluster.devices):
         ranks = cluster.devices // replicas
@@ -127,7 +133,7 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
         texts = dict.fromkeys(f"{one.replicas} x {one.ranks} x {one.microbatches}" for one in near)
         raise ArgumentError(
             f"{given}: no plan for {of} has that; the closest have {' or '.join([*texts][:_NEAR])} (replicas x "
-            "pipeline x microbatches)"
+            "pipeline x microbatches): pass such numbers"
         )
     return fitting
 
@@ -162,11 +168,15 @@ def _chunks_of(entry: Generator) -> Sequence[int]:
 def _nothing_divides(sizes: Sizes, cluster: Cluster, global_batch: int) -> str:
     units = len(sizes.units)
     least = min(d for d in divisors(cluster.devices) if cluster.devices // d <= units)
-    near = sorted({global_batch // least * least, -(-global_batch // least) * least} - {0})
     return (
         f"global_batch={global_batch} cannot be divided over {counted(cluster.devices, 'device')}: a pipeline has at "
-        f"most {counted(units, 'unit')}, so there are at least {least} replicas; pass {' or '.join(map(str, near))}"
+        f"most {counted(units, 'unit')}, so there are at least {least} replicas; pass {_multiples(global_batch, least)}"
     )
+
+
+def _multiples(number: int, of: int) -> str:
+    """The nearest below and above."""
+    return " or ".join(map(str, sorted({number // of * of, -(-number // of) * of} - {0})))
 
 
 def divisors(number: int) -> list[int]:

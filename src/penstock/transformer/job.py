@@ -26,6 +26,10 @@ class Job:
         sequence_parallel: whether they also divide norms, dropouts and residuals by tokens (Korthikanti et al. 2022).
         recompute: what the backward computes again.
         fused_attention: whether one kernel computes attention and keeps no scores, as FlashAttention does.
+        fused_loss: whether one kernel computes the loss and leaves the gradient in place of logits of 16 bits, as the
+            cross entropy of TransformerEngine does; otherwise logits are kept in float32.
+        keeps_dummies: whether each shape of a matrix has a gradient of 16 bits that nobody reads, all the time: what
+            TransformerEngine (from 2.3, `get_dummy_wgrad`) gives autograd where its products add to float32 sums.
         dtype: of activations and products, with 2 bytes each.
         optimizer_shards: the replicas that divide the optimizer's state among them (ZeRO-1).
 
@@ -39,6 +43,8 @@ class Job:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     fused_attention: bool = False
+    fused_loss: bool = False
+    keeps_dummies: bool = False
     dtype: str = "bfloat16"
     optimizer_shards: int = 1
 

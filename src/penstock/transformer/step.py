@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from penstock.balance import UnitCost
 from penstock.errors import ArgumentError
+from penstock.plan.besides import Besides, besides
+from penstock.plan.stage_costs import priced
 from penstock.schedule import generate
-from penstock.simulate import LinkCost, StageCost, memory, simulate
+from penstock.simulate import LinkCost, peaks, simulate
 from penstock.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job
 from penstock.transformer.machine import Machine
+from penstock.transformer.memory import dummies
 from penstock.transformer.units import units_of
 
 
@@ -44,7 +45,7 @@ class Step:
         reduce_seconds: the sums of gradients over replicas after it, and with a sharded optimizer the gathering of
             parameters.
         optimizer_seconds: reading and writing each parameter's state.
-        memory_bytes: the most that each rank's devices need.
+        memory_bytes: the most that each rank's devices need, while something runs on them.
         activation_bytes: the most that activations take of it, on each rank.
     """
 
@@ -67,64 +68,35 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
         ArgumentError: the layers of the stages are not those of the model, or the schedule does not exist.
     """
     units = units_of(job, machine, layout.rows)
-    stages = stage_costs(units, _layers(job, layout))
+    layers = _layers(job, layout)
+    bounds = [0, *(end + 1 for end in [*accumulate(layers)][:-1]), len(units)]
+    stages = priced(units, bounds[:-1], [1.0] * len(layers), 0.0)
     schedule = generate(
         "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
     )
     timeline = simulate(schedule, stages, _neighbors(job, machine, layout))
-    peaks = memory(schedule, stages, timeline)
-    held = [sum(_held(stages[stage]) for stage in schedule.placement.stages_on(rank)) for rank in range(layout.ranks)]
-    parameters = max(
-        sum(stages[stage].parameter_bytes for stage in schedule.placement.stages_on(rank)) / PARAMETER_BYTES
-        for rank in range(layout.ranks)
-    )
+    held = peaks(schedule, stages, timeline)
+    parameters = max(one.parameters for one in held) / PARAMETER_BYTES
+    pieces = [units[start:end] for start, end in pairwise(bounds)]
+    running = besides(schedule.placement, layout.microbatches, [Besides.of(piece) for piece in pieces])
+    unread = [
+        dummies(job, layers=any(layers[stage] for stage in own), head=len(layers) - 1 in own)
+        for own in schedule.placement.by_rank
+    ]
     return Step(
         timeline.makespan_seconds,
-        reduce_seconds(job, machine, layout, parameters),
+        # replicas are neighbors once tensor-parallel groups are taken
+        machine.all_reduce_seconds(parameters * PARAMETER_BYTES, layout.replicas, stride=job.tensor_parallel),
         optimizer_seconds(job, machine, parameters),
-        tuple(one.peak for one in peaks),
-        tuple(one.peak - held for one, held in zip(peaks, held, strict=True)),
+        tuple(most.at_once + one.working + more for most, one, more in zip(held, running, unread, strict=True)),
+        tuple(one.activations for one in held),
     )
-
-
-def stage_costs(units: Sequence[UnitCost], layers: Sequence[int]) -> list[StageCost]:
-    """The costs of stages with so many layers each; the first has the embedding too, the last the output."""
-    ends = list(accumulate(layers))
-    bounds = [0, *(end + 1 for end in ends[:-1]), len(units)]
-    found = []
-    for start, end in pairwise(bounds):
-        piece = units[start:end]
-        kept = sum(unit.activation_bytes for unit in piece)
-        found.append(
-            StageCost(
-                sum(unit.forward_seconds for unit in piece),
-                sum(unit.input_gradient_seconds for unit in piece),
-                sum(unit.weight_gradient_seconds for unit in piece),
-                output_bytes=units[end].boundary_bytes if end < len(units) else 0,
-                activation_bytes=kept,
-                weight_gradient_bytes=kept,
-                parameter_bytes=sum(unit.parameter_bytes for unit in piece),
-                gradient_bytes=sum(unit.gradient_bytes for unit in piece),
-                optimizer_bytes=sum(unit.optimizer_bytes for unit in piece),
-            )
-        )
-    return found
-
-
-def reduce_seconds(job: Job, machine: Machine, layout: Layout, parameters: float) -> float:
-    """The sum of a rank's gradients over its replicas, which are neighbors once tensor-parallel groups are taken."""
-    size = parameters * PARAMETER_BYTES
-    return machine.all_reduce_seconds(size, layout.replicas, stride=job.tensor_parallel)
 
 
 def optimizer_seconds(job: Job, machine: Machine, parameters: float) -> float:
     """Adam reads and writes parameters, reads gradients, and reads and writes its state, all for its own shard."""
     moved = (2 * PARAMETER_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_BYTES) / job.optimizer_shards
     return parameters * moved / (machine.device.bytes_per_second * machine.efficiency.bandwidth_fraction)
-
-
-def _held(cost: StageCost) -> float:
-    return cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
 
 
 def _neighbors(job: Job, machine: Machine, layout: Layout) -> LinkCost:

@@ -69,6 +69,7 @@ def _unit(name: str, work: Work, held: Held, job: Job, machine: Machine, boundar
         boundary,
         boundary,
         recompute_seconds=times.forward - times.again,
+        working_bytes=held.working,
     )
 
 

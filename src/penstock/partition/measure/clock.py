@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +18,21 @@ def settle(device: torch.device) -> None:
     module.synchronize(*(() if device.type == "mps" else (device,)))
 
 
+def waited(thread: str = "thread-self") -> int:
+    """Nanoseconds that this thread was ready to run while others had its core; 0 if the system does not say."""
+    try:
+        return int(Path(f"/proc/{thread}/schedstat").read_bytes().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def all_waited() -> int:
+    """The same of all threads of this process together."""
+    return sum(waited(f"self/task/{thread}") for thread in os.listdir("/proc/self/task")) if waited() else 0
+
+
 class Clock:
-    """Marks moments on a device, and says later how far they are apart."""
+    """Marks moments on a device, and says later how far they are apart, without the time that other processes took."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,7 +44,10 @@ class Clock:
             event.record(torch.cuda.current_stream(self._device))
             return event
         self.settle()
-        return time.perf_counter_ns()
+        while True:
+            before, now = waited(), time.perf_counter_ns()
+            if waited() == before:  # nor was there a wait between the two readings
+                return now - before
 
     def settle(self) -> None:
         """Waits until the device has done its work."""
