@@ -13,9 +13,9 @@ addEventListener("DOMContentLoaded", () => {
   document.querySelector(".sidebar-drawer")?.setAttribute("aria-label", "Pages");
   document.querySelector(".toc-drawer")?.setAttribute("aria-label", "On this page");
   new MutationObserver(live).observe(document.body, { attributes: true, attributeFilter: ["data-theme"] });
-  live(); // it answers with its height; one that loads later tells it by itself
+  live(); // if it was first; it answers with its height
 });
 addEventListener("message", ({ data }) => {
-  if (!data?.liveSchedule) return;
-  document.querySelector(".live-schedule iframe").style.height = `${data.liveSchedule}px`;
+  if (data === "live-schedule") live();
+  if (data?.liveSchedule) document.querySelector(".live-schedule iframe").style.height = `${data.liveSchedule}px`;
 });

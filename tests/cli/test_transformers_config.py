@@ -60,6 +60,7 @@ def test_what_needs_shapes_alone_makes_no_weights(tmp_path: Path) -> None:
     target = written(tmp_path, LLAMA | wide | {"num_key_value_heads": 8, "vocab_size": 128256})
     found = json.loads(output("inspect", f"{target}:4x2048", "-n", "2", "--balance", "flops", "--json"))
     assert found["parameters"] > 17e9
+    assert all(rank["parameters"] > 30e9 and rank["activations"] for rank in found["memory"])
     assert "an estimate" in output("profile", f"{target}:4x2048", "--device", "h100")
 
 

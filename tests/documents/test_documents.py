@@ -34,6 +34,7 @@ NEEDS_MORE = {
     "import deepspeed": "a library that is not here",
     "from torchgpipe": "a library that is not here",
     "import fairscale": "a library that is not here",
+    "from megatron": "a library that is not here",
 }
 """Blocks of Python that are compiled and not run, by words that they have, with the reason."""
 STORIES = {"extending.md": "test_extending.py", "tutorial.md": "test_tutorial.py"}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compat import fake_mode, quiet, size_of, storage_of
@@ -46,7 +47,7 @@ def footprint(module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: boo
     """
     reach = Reach(module)
     try:
-        with untouched_generators(), quiet(), fake_mode(), torch.enable_grad():
+        with untouched_generators(), quiet(), fake_mode(), _OnHost(), torch.enable_grad():
             return _run(module, inputs, with_loss)
     except Exception:  # a model's own code may raise anything on fake tensors
         return None
@@ -123,6 +124,17 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._living[number] = weakref.ref(tensor.untyped_storage(), gone)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+class _OnHost(TorchFunctionMode):
+    """What code of a model without weights makes is on the host, as its fake tensors are: on the meta device, attention
+    would take the kernel that keeps all probabilities."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cpu = torch.device("cpu")
+        args = [cpu if isinstance(arg, torch.device) and arg.type == "meta" else arg for arg in args]
+        named = {k: cpu if isinstance(v, torch.device) and v.type == "meta" else v for k, v in (kwargs or {}).items()}
+        return func(*args, **named)
 
 
 def _like(tensor: Tensor) -> Tensor:
