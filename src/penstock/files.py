@@ -20,7 +20,7 @@ import reprlib
 import stat
 import tomllib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -63,7 +63,7 @@ def read_bytes(
     what: str | None = None,
     max_bytes: int | None = None,
     start: int = 0,
-    without: re.Pattern[bytes] | None = None,
+    thinned: Callable[[bytearray], bytes | bytearray] | None = None,
 ) -> bytes:
     """Read a regular file, and unpack it if it is packed by gzip.
 
@@ -71,7 +71,7 @@ def read_bytes(
         what: names the file in messages, such as "plan 'plan.json'"; None: its path.
         max_bytes: once unpacked; None: `MAX_BYTES`.
         start: the place in the file to begin at.
-        without: what is left out while the file is read, and counts for nothing.
+        thinned: is given what has been read and returns what is kept of it; the rest counts for nothing.
 
     Raises:
         ArgumentError: there is no such file, it cannot be read or unpacked, or it has more than `max_bytes`.
@@ -91,9 +91,9 @@ def read_bytes(
                     members, unpack = 1, zlib.decompressobj(_GZIP)
                 while chunk:
                     data += unpack.decompress(chunk, _CHUNK_BYTES) if unpack else chunk
-                    if without and len(data) > whole + _THINNED_BYTES:
+                    if thinned and len(data) > whole + _THINNED_BYTES:
                         packed -= len(data)
-                        data = bytearray(without.sub(b"", data))
+                        data = bytearray(thinned(data))
                         packed, whole = packed + len(data), len(data)
                     if max(len(data), packed) > max_bytes:
                         size = "has" if packed > max_bytes else "unpacks to"
@@ -105,7 +105,7 @@ def read_bytes(
                         raise ArgumentError(f"{what} has more than {_MAX_MEMBERS:,} packed parts")
             if unpack and not unpack.eof:
                 raise ArgumentError(f"{what} cannot be unpacked: it is cut off")
-            return without.sub(b"", data) if without else bytes(data)
+            return bytes(thinned(data) if thinned else data)
     except OSError as error:
         raise ArgumentError(f"{what} cannot be read: {error.strerror or error}") from None
     except zlib.error as error:
@@ -121,12 +121,12 @@ def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = N
         raise ArgumentError(f"{what or os.fspath(path)} is not UTF-8 text: {error}") from None
 
 
-def read_json(path: FilePath, what: str | None = None, without: re.Pattern[bytes] | None = None) -> Any:
-    """Read a file of JSON as plain values, without what matches. Raises ArgumentError if it cannot be read or is not
-    JSON.
-    """
+def read_json(
+    path: FilePath, what: str | None = None, thinned: Callable[[bytearray], bytes | bytearray] | None = None
+) -> Any:
+    """Read a file of JSON as plain values. Raises ArgumentError if it cannot be read or is not JSON."""
     what = os.fspath(path) if what is None else what
-    return parse_json(read_bytes(path, what, without=without), what)
+    return parse_json(read_bytes(path, what, thinned=thinned), what)
 
 
 def json_or_none(path: FilePath) -> Any:

@@ -73,6 +73,7 @@ def test_kubernetes(tmp_path: Path, alone: list[str]) -> None:
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
     assert service["metadata"]["name"] == pods["subdomain"]
     (container,) = pods["containers"]
+    assert container["volumeMounts"] == [{"name": pods["volumes"][0]["name"], "mountPath": "/checkpoints"}]
     environment = {**ENVIRONMENT, **{variable["name"]: variable["value"] for variable in container["env"]}}
     with two_machines(tmp_path, [f"{name}-{index}.{pods['subdomain']}" for index in range(2)]) as nodes:
         assert container["args"][-3:] == [*SCRIPT, "--folder=/checkpoints"]

@@ -111,15 +111,16 @@ def test_a_rank_whose_file_is_missing_is_named(tmp_path: Path) -> None:
         explain(read_run([tmp_path]))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "older"), [(False, False), (True, True)])
 def test_a_trace_beyond_the_limit_is_read_without_its_operations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool, older: bool
 ) -> None:
     """In Kineto's own layout operations are left out while the file is read, unless a pattern may name them."""
     given = profiled(SHOWN, 0)
     many = given["traceEvents"] * 5 + [event for event in given["traceEvents"] if event["cat"] == "kernel"] * 300
     lines = ",\n".join("  " + json.dumps(event, indent=2).replace("\n", "\n  ") for event in many)
-    head = json.dumps({key: value for key, value in given.items() if key != "traceEvents"})
+    head = json.dumps({"schemaVersion": 1} | {key: value for key, value in given.items() if key != "traceEvents"})
+    lines = lines.replace('"ph": "X",\n    "cat"', '"ph": "X", "cat"') if older else lines
     text = f'{head[:-1]},\n    "traceEvents": [\n{lines}\n  ],"traceName": "t" }}'.encode()
     file = tmp_path / "big.json"
     file.write_bytes(gzip.compress(text) if packed else text)
@@ -131,3 +132,9 @@ def test_a_trace_beyond_the_limit_is_read_without_its_operations(
     assert read_run([file]) == expected
     with pytest.raises(ArgumentError, match="more than 0 MiB, the limit for such a file; of a trace, keep only"):
         read_run([file], pattern="(?P<op>fwd|bwd)-(?P<microbatch>[0-9]+)")
+
+
+def test_an_indented_list_is_read_whole(tmp_path: Path) -> None:
+    events = [event | {"cat": "mine"} for event in begins_and_ends(SHOWN)]
+    (tmp_path / "trace.json").write_text(json.dumps(events, indent=2))
+    check(explain(read_run([tmp_path / "trace.json"])))

@@ -8,6 +8,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from penstock.fabric.views.plots import _timeline, draw
 from penstock.fabric.views.text import show, show_comparison
 from penstock.fabric.workload import Transfer, Workload
 from penstock.report.frame import base_style
+from scaffolding.browser import barriers
 
 
 def shown(run: Run, width: int = 80) -> str:
@@ -303,6 +305,14 @@ def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
     stored = Run.read(tmp_path)
     assert text == page(stored, results(stored))
     assert base_style() in text
+
+
+@pytest.mark.parametrize(("size", "dark"), [("wide", True), ("phone", False)])
+def test_axe_finds_nothing(open_page: Any, tmp_path: Path, size: str, dark: bool):
+    write_run(made_run(20), tmp_path)
+    stored = Run.read(tmp_path)
+    (tmp_path / "report.html").write_text(page(stored, results(stored)))
+    assert barriers(open_page(tmp_path / "report.html", size=size, dark=dark)) == []
 
 
 # -- page -------------------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def test_on_a_busy_machine_one_thread_is_measured(measures_all: None, monkeypatc
     finally:
         torch.set_num_threads(before)
     assert used == [2, 2, 1]
-    assert "other processes had the cores" in note
+    assert "threads waited for cores" in note
 
 
 def test_small_models_are_cut_by_work_and_not_run(reads: list[int]) -> None:

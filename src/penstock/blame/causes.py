@@ -328,9 +328,8 @@ class Causes:
         return None
 
     def _factors(self) -> dict[float, str]:
-        return usual_factors(
-            self.noted.parts[0].each, 1 + len(self.noted.parts[0].replicas), self.at.count, self.at.target
-        )
+        first = self.noted.parts[0]
+        return usual_factors(first.each(self.step), 1 + len(first.replicas), self.at.count, self.at.target)
 
 
 def is_scaled(value: Tensor, right: Tensor) -> bool:

@@ -66,7 +66,7 @@ def _timeline(noted: Noted, step: int) -> Timeline:
     for part in noted.parts:
         for number, one in enumerate((part, *part.replicas)):
             for op, microbatch, start, end in one.steps[step]["ran"]:
-                action = Action(part.stage, Op(op), microbatch + number * part.each)
+                action = Action(part.stage, Op(op), microbatch + number * part.each(step))
                 rows[one.rank].append((action, (start, start, end)))
     ordered = [sorted(row, key=lambda each: each[1][0]) for row in rows]
     return Timeline.of_rows([Row([a for a, _ in row]) for row in ordered], [[t for _, t in row] for row in ordered])
@@ -87,7 +87,8 @@ class _Judge:
         parts = self.noted.parts
         steps = [part.steps[step] for part in parts]
         at, misfed = data_of(self.given, parts, step)
-        if misfed is not None and all(same_bits(steps[0]["before"][n], t) for n, t in steps[0]["after"].items()):
+        trained = [name for name in steps[0]["trained"] if name in steps[0]["after"]]
+        if misfed and trained and all(same_bits(steps[0]["before"][n], steps[0]["after"][n]) for n in trained):
             text = f"gradients are set to zero after microbatch {len(at.rows) - 1}, before the optimizer takes them"
             misfed = Finding("gradient", text, "gradients")
         mine = self._mine(step)
@@ -115,7 +116,12 @@ class _Judge:
                 del mine.values[place]
         causes = Causes(self.noted, self.replay, self.given, step, at, mine, right, grads)
         found = causes.first(wrong, misfed, differ, update)
-        return None if found is None else replace(found, step=step + 1)
+        if found is None:
+            return None
+        part = next((one for one in parts if one.rank == found.rank and one.replicas), None)
+        if part is not None and found.microbatch is not None:  # of one replica
+            found = replace(found, rank=(part, *part.replicas)[found.microbatch // part.each(step)].rank)
+        return replace(found, step=step + 1)
 
     def _order_parts(self) -> None:
         """Numbers parts by the order of dataflow."""

@@ -49,17 +49,15 @@ class Part:
     stage: int = 0
     replicas: Sequence[Part] = ()
 
-    @property
-    def each(self) -> int:
+    def each(self, step: int) -> int:
         """The microbatches of one replica in a step."""
-        return int(self.steps[0]["count"]) // (1 + len(self.replicas))
+        return int(self.steps[step]["count"]) // (1 + len(self.replicas))
 
     def where(self, row: Comparison | None = None, **more: Any) -> dict[str, Any]:
         """What a finding says of it, and of a difference in it."""
         is_off = row is not None and 0 < row.max_difference < math.inf
         size = {"difference": row.max_difference, "largest": row.max_reference} if row is not None and is_off else {}
-        runs = (self, *self.replicas)[(more.get("microbatch") or 0) // self.each]
-        return {"stage": self.stage, "rank": runs.rank, **size, **more}
+        return {"stage": self.stage, "rank": self.rank, **size, **more}
 
     @property
     def parameters(self) -> dict[str, Tensor]:

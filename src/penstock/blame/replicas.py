@@ -46,14 +46,16 @@ def apart(part: Part, step: int) -> Finding | None:
     """What ranks of several replicas should have in common, and have not."""
     first = part.steps[step]
     for other in part.replicas:
-        for what, text in (("grads", "gradients"), ("after", "weights after the step")):
+        for what, text, action in (
+            ("grads", "gradients differ, as if they were not averaged over replicas", "gradients"),
+            ("after", "weights after the step differ, as if their optimizers had other options or states", "update"),
+        ):
             mine, own = first[what], other.steps[step][what]
             for name in (name for name in part.parameters if name in mine and name in own):
                 row = compare("gradient", name, (), own[name], mine[name], exact=False)
                 if not row.ok:
                     who = f"ranks {part.rank} and {other.rank} hold replicas of {part.tensors.get(name, name)!r}"
-                    said = f"{who}, but their {text} differ, as if they were not averaged over replicas"
-                    return Finding("replicas", said, "gradients" if what == "grads" else "update", **part.where(row))
+                    return Finding("replicas", f"{who}, but their {text}", action, **part.where(row))
     return None
 
 

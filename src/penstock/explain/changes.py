@@ -105,7 +105,7 @@ class Trial:
         gain, width = (
             (gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere)))
             if measured
-            else (max(gains) + error, 0.0)
+            else (min(1.0, max(gains) + error), 0.0)  # a step takes some time, whatever is assumed
         )
         return Change(idea.kind, idea.text, self.step.seconds * (1 - gain), gain, idea.note, width, measured)
 

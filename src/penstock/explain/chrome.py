@@ -31,8 +31,9 @@ IN_TURNS = (
     "(penstock run), or simulate these times"
 )
 _ANNOTATIONS = ("user_annotation", _ON_DEVICE)
-OPERATIONS = re.compile(
-    rb',\n  \{(?:\n    (?!"cat").*)*+\n    "cat": "(?!(?:gpu_)?user_annotation").*(?:\n    .*)*+\n  \}(?=[,\n])'
+_OPERATIONS = re.compile(
+    rb',\n  \{(?:\n    (?!(?:"ph": "X", )?"cat").*)*+\n    (?:"ph": "X", )?"cat": "(?!(?:gpu_)?user_annotation")'
+    rb".*(?:\n    .*)*+\n  \}(?=[,\n])"
 )
 """Kineto's other events in its own layout, most of a file by far: operations and kernels, whose names are no actions.
 No string of JSON has a line break in it."""
@@ -47,6 +48,11 @@ class _Range:
     start: float
     end: float
     on_device: bool
+
+
+def without_operations(data: bytearray) -> bytes | bytearray:
+    """What has been read of a trace, without Kineto's operations and kernels; the same, if it is not Kineto's."""
+    return _OPERATIONS.sub(b"", data) if b'"schemaVersion"' in data[:1000] else data
 
 
 def read_chrome(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ArgumentError
-from penstock.explain.chrome import IN_TURNS, OPERATIONS, read_chrome
+from penstock.explain.chrome import IN_TURNS, read_chrome, without_operations
 from penstock.explain.columns import read_columns, read_lists
 from penstock.explain.event import Event, Recording, numbered
 from penstock.explain.names import OPS, own_pattern
@@ -89,7 +89,7 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
     if file.name.removesuffix(".gz").endswith(".csv"):
         return read_columns(read_text(file), str(file), own)
-    given = read_json(file, without=None if own else OPERATIONS)
+    given = read_json(file, thinned=None if own else without_operations)
     if isinstance(given, dict) and "traceEvents" in given:
         return read_chrome(given["traceEvents"], given, file.name, number, own)
     timelines = given if isinstance(given, list) else [given]

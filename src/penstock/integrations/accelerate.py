@@ -34,8 +34,8 @@ def ranks_as_one_device(cpu: bool = False) -> PartialState:
     Call it before `Accelerator()`, on every rank. Then `prepare` leaves batches whole, `gather_for_metrics` returns
     what it is given, and `is_main_process`, `print` and trackers are the first rank's as ever. The model stays with
     `penstock.pipeline`: pass only loaders, the optimizer and the scheduler to `prepare`. In several processes
-    `backward`, `clip_grad_norm_`, `save_state` and `load_state` of accelerators raise `ArgumentError`, as they would
-    see one rank's stages alone.
+    `backward`, `clip_grad_norm_`, `save_state` and `load_state` of all accelerators raise `ArgumentError` from then on,
+    as they would see one rank's stages alone.
 
     Args:
         cpu: as for `Accelerator`: compute on the CPU even if there is an accelerator.

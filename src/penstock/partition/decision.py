@@ -220,7 +220,7 @@ def _undisturbed(measuring: Callable[[], Profile], device: torch.device) -> tupl
         return profile, ()
     torch.set_num_threads(1)
     try:
-        return measuring(), ("other processes had the cores while units were measured: their times are one thread's",)
+        return measuring(), ("threads waited for cores while units were measured: their times are one thread's",)
     finally:
         torch.set_num_threads(threads)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PenstockError
 from penstock.studio import opened
 from penstock.web.page import page
 from penstock.web.sources import shown
@@ -29,15 +31,23 @@ def read(reader: str, path: Path, *arguments: Any) -> Any:
     """Return what a reader makes of a file or folder. Raises ArgumentError as it does, and if it takes too long."""
     if not any(map(_is_big, path.rglob("*") if path.is_dir() else [path])):
         return _READERS[reader](path, *arguments)
-    with multiprocessing.get_context("spawn").Pool(1, os.nice, (10,)) as one:
-        try:
-            return one.apply_async(_read, (reader, path, *arguments)).get(MAX_SECONDS)
-        except multiprocessing.TimeoutError:
-            raise ArgumentError(f"{path} takes more than {MAX_SECONDS:g} s to read; use `penstock explain`") from None
-
-
-def _read(reader: str, path: Path, *arguments: Any) -> Any:
-    return _READERS[reader](path, *arguments)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "penstock.studio.background"],
+            input=json.dumps([reader, str(path), arguments]),
+            capture_output=True,
+            text=True,
+            timeout=MAX_SECONDS,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise ArgumentError(f"{path} takes more than {MAX_SECONDS:g} s to read; use `penstock explain`") from None
+    except subprocess.CalledProcessError as error:
+        raise ArgumentError(f"{path} cannot be read: its reader ended with status {error.returncode}") from None
+    answer, refusal = json.loads(done.stdout)
+    if refusal is not None:
+        raise ArgumentError(refusal)
+    return answer
 
 
 def _is_big(file: Path) -> bool:
@@ -46,3 +56,18 @@ def _is_big(file: Path) -> bool:
         with file.open("rb") as data:
             return data.read(2) == b"\x1f\x8b" or os.fstat(data.fileno()).st_size >= BIG_BYTES
     return False
+
+
+def _main() -> None:
+    os.nice(10)
+    reader, path, arguments = json.load(sys.stdin)
+    answer = refusal = None
+    try:
+        answer = _READERS[reader](Path(path), *arguments)
+    except PenstockError as error:
+        refusal = str(error)
+    json.dump([answer, refusal], sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()

@@ -264,7 +264,9 @@ def ways_to_compile() -> dict[str, Callable[[nn.Sequential, Any], nn.Module]]:
     }
 
 
-@pytest.mark.parametrize(("way", "schedule"), zip(ways_to_compile(), itertools.cycle(["1f1b", "zb-h1"]), strict=False))
+@pytest.mark.parametrize(
+    ("way", "schedule"), [*zip(ways_to_compile(), itertools.cycle(["1f1b", "zb-h1"]), strict=False)]
+)
 def test_what_the_model_compiles_runs_compiled_in_the_pipeline_and_outside(way: str, schedule: str) -> None:
     x, y = batch(8)
     plain, backend = Counting(), Counting()

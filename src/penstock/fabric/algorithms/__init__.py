@@ -75,13 +75,15 @@ def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> Ste
         options: the algorithm's options; see its function.
 
     Raises:
-        ArgumentError: the collective or algorithm is unknown, or there are fewer than 2 ranks.
+        ArgumentError: the collective or algorithm is unknown, there are fewer than 2 ranks, or fewer than one piece.
     """
     known = algorithms(collective)
     if algorithm not in known:
         raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, known)}")
     if ranks < 2:
         raise ArgumentError(f"{collective} among {ranks} ranks: pass 2 or more")
+    if options.get("pieces", 1) < 1:
+        raise ArgumentError(f"pieces is {options['pieces']}: cut the data into 1 or more")
     return _GENERATORS[collective][algorithm](ranks, **options)  # type: ignore[index]  # `algorithms` has checked it
 
 

@@ -12,6 +12,7 @@ figure svg { display: block; width: 100%; min-width: 36rem; height: auto; }
 """
 
 BODY = """\
+<main>
 <h1>{{ name }}</h1>
 <p class="muted">{{ headings | join(" \u00b7 ") }}</p>
 {% for line in warnings %}
@@ -61,4 +62,5 @@ BODY = """\
 {% for title, body in environment %}
 <details><summary>{{ title }}</summary><pre>{{ body }}</pre></details>
 {% endfor %}
+</main>
 """

@@ -22,6 +22,7 @@ from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
+from penstock.runtime.features.forward_attributes import AttributeCopies
 from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
 from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Stage
@@ -118,7 +119,7 @@ class RunsAgain(nn.Module):
 
     def _first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         names = tuple(kwargs)
-        call = _Call(self.layer, names, self._buffers_of_layer.copy())
+        call = _Call(self.layer, names, self._buffers_of_layer.copy(), AttributeCopies(self.layer.modules()))
         given = (*args, *kwargs.values())
         flat = flatten(given, empty=True)
         if not self._copies and _are(flat.leaves, given):  # tensors and plain values
@@ -139,8 +140,10 @@ class _Call:
         takes_gradient: one per tensor among the arguments, if copies are kept.
     """
 
-    def __init__(self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies) -> None:
-        self._layer, self._names, self._buffers = layer, names, buffers
+    def __init__(
+        self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies, attributes: AttributeCopies
+    ) -> None:
+        self._layer, self._names, self._buffers, self._attributes = layer, names, buffers, attributes
         self.first: Sequence[Any] | None = None
         self.takes_gradient: Sequence[bool] | None = None
         self._has_run = False
@@ -174,7 +177,7 @@ class _Call:
                 "(torch.autograd.grad), which would run it again there, and draw and update everything once more; "
                 "choose recompute='always' for its stage, or 'never'"
             )
-        with self._buffers.in_place():
+        with self._buffers.in_place(), self._attributes.in_place():
             yield
 
 
