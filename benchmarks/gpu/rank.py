@@ -38,7 +38,7 @@ def main(device: str, place: str) -> None:
     assert world is not None
     setting = Setting(device, folder)  # type: ignore[arg-type]
     setting.prepare()
-    join(setting, world.groups, world.ranks)
+    join(setting, world.groups, rank, world.ranks)
     for number, name in enumerate(names):
         leave(folder / f"began.{number}.{rank}", str(os.getpid()))
         print(f"-- {name}", flush=True)
@@ -53,7 +53,7 @@ def main(device: str, place: str) -> None:
     os._exit(0)  # its groups end with it: how they end is a case's matter
 
 
-def join(setting: Any, groups: str, ranks: int) -> None:
+def join(setting: Any, groups: str, rank: int, ranks: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -65,8 +65,12 @@ def join(setting: Any, groups: str, ranks: int) -> None:
         return
     backend = groups if groups in ("gloo", "nccl") else "cpu:gloo,cuda:nccl"
     backend = backend if setting.is_real else "gloo"
-    device = {"device_id": torch.device("cuda", 0)} if setting.is_real and groups == "device_id" else {}
-    dist.init_process_group(backend, **device)
+    more: dict[str, Any] = {}
+    if setting.is_real and groups == "device_id":
+        more["device_id"] = torch.device("cuda", 0)
+    if not dist.is_torchelastic_launched():  # rank 0 may end before the others have left init_process_group
+        more["store"] = dist.FileStore(str(setting.folder / "store"), ranks)
+    dist.init_process_group(backend, rank=rank, world_size=ranks, **more)
 
 
 def leave(file: Path, text: str) -> None:
