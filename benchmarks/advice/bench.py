@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", help="by default all")
-    parser.add_argument("--rounds", type=int, default=21, help="steps of each contestant, at most")
+    parser.add_argument("--rounds", type=int, default=101, help="steps of each contestant, at most")
     parser.add_argument("--quick", action="store_true", help="two models on two ranks, four and eight microbatches")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--show", action="store_true")

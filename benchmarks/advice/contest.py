@@ -23,7 +23,7 @@ from penstock.schedule import generator
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)
 WARM_UP, RECORDED = 4, 7
-LEAST_ROUNDS, MAX_SECONDS = 7, 15.0
+LEAST_ROUNDS, MAX_SECONDS = 15, 40.0
 """Rounds of a run, unless they take longer."""
 
 
@@ -124,7 +124,7 @@ def compete(run: Run, profile: penstock.Profile, rounds: int) -> dict[str, Any]:
                     stack.enter_context(others[other].pipe)
                 except penstock.ArgumentError as error:
                     failed[other] = str(error)
-        times = in_turns([original, *others.values()], rounds)
+        times = in_turns([original, *others.values()], rounds if others else RECORDED)
     found = [
         {"source": source, **asdict(change), "claim": change.claim, "followed": other and _named(run, other)}
         | (outcome(times[0], times[1 + [*others].index(other)]) if other in others else {})

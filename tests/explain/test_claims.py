@@ -142,6 +142,9 @@ def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
     assert not advice(explain(measured, predicted=profile(1.5)), "zb-")
     (wider,) = advice(explain(measured, predicted=profile(1.05, spread=0.1)), "schedule zb-h1")
     assert wider.error > known.error + 0.02
+    (widest,) = advice(explain(measured, predicted=profile(1.05, spread=0.5)), "schedule zb-h1")
+    assert widest.claim.startswith("at most -")
+    assert widest.note.endswith("little of it is certain")
 
 
 def test_an_order_that_hides_messages_may_not() -> None:

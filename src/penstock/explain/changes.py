@@ -22,8 +22,9 @@ from penstock.words import counted
 _WORDS = {"F": "forwards", "B": "backwards", "I": "input gradients", "W": "weight gradients"}
 LEAST_GAIN = 0.005
 """Changes that bring less of a step than this are not worth a line."""
-_USUAL_SHARE = 1 / 3
-"""What nobody measured is advice only if it usually brings so much of what it brings at most."""
+_LEAST_SHARE = 1 / 3
+"""A gain that rests on assumptions has a ± only if so much of it is certain. Without a ±, it is advice only if it
+usually brings so much of what it brings at most."""
 _UNEVEN = 1.05
 _OWN = 1.3
 """An action is called slow by itself if it takes so many times what explains it."""
@@ -105,7 +106,7 @@ class Trial:
         gain, width = (
             (gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere)))
             if measured
-            else (min(1.0, max(gains) + error), 0.0)  # a step takes some time, whatever is assumed
+            else (min(1.0, max((*gains, *elsewhere)) + error), 0.0)  # a step takes some time, whatever is assumed
         )
         return Change(idea.kind, idea.text, self.step.seconds * (1 - gain), gain, idea.note, width, measured)
 
@@ -133,7 +134,8 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
     """The changes that bring something, ordered by what is certain.
 
     A gain counts as far as every one of the steps shows it, and the replay's error leaves it: what may be nothing is no
-    advice. What nobody measured is advice only if it usually brings something, and comes after what is certain.
+    advice. What nobody measured, or what assumptions leave little of, is advice only if it usually brings something,
+    and comes after what is certain.
 
     Args:
         trials: the step that is explained, and others of its run.
@@ -153,9 +155,9 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
             if key in wanted
         ]
         change, usual = first.change(idea, error, elsewhere), first.expected_gain(idea)
-        if change.certain <= 0 and len(idea.cases) > 1:
-            change = first.change(replace(idea, measured=False), error)
-        least = max(LEAST_GAIN, error, 0.0 if change.measured else _USUAL_SHARE * (change.gain - error))
+        if change.certain < _LEAST_SHARE * change.gain and len(idea.cases) > 1:
+            change = first.change(_with(idea, idea.cases, "little of it is certain", measured=False), error, elsewhere)
+        least = max(LEAST_GAIN, error, 0.0 if change.measured else _LEAST_SHARE * (change.gain - error))
         if (change.certain > 0 or not change.measured) and usual >= least:
             found.append((not change.measured, -change.certain, -usual, change, idea))
     found.sort(key=lambda entry: entry[:3])
