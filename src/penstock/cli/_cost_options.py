@@ -111,8 +111,6 @@ class CostOptions:
         """
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_COSTS}
         given = {name: value for name, value in given.items() if value is not None}
-        if self.target is not None and ranks is not None and ranks.isdecimal() and int(ranks):
-            compute_as_ranks(int(ranks))
         if self.links is not None and (twice := [name for name in ("comm", "bandwidth") if name in given]):
             raise ArgumentError(
                 f"--links {self.links}: the file already sets what {_name(twice[0])} would; pass only one of the two"
@@ -134,7 +132,7 @@ class CostOptions:
                 )
             costs = read_costs(self.costs)
         elif self._measured_where:
-            costs = self._measured(given, microbatches)
+            costs = self._measured(given, microbatches, ranks)
         else:
             costs = self._from_numbers(given)
         if self.links is not None:
@@ -155,7 +153,7 @@ class CostOptions:
         """Where measured costs come from, as it was typed; empty if costs are not measured."""
         return f"--profile {self.profile}" if self.profile is not None else self.target or ""
 
-    def _measured(self, given: Mapping[str, float], microbatches: int | None) -> Costs:
+    def _measured(self, given: Mapping[str, float], microbatches: int | None, ranks: str | None) -> Costs:
         _check(given)
         if stated := [name for name in given if name not in ("comm", "bandwidth")]:
             raise ArgumentError(
@@ -164,6 +162,8 @@ class CostOptions:
             )
         from penstock.plan.stage_costs import assumed, usual_link
 
+        if self.target is not None and ranks is not None and ranks.isdecimal() and int(ranks):
+            compute_as_ranks(int(ranks))
         asked = {"microbatches": microbatches} if self.rows is None else {"microbatch_sizes": [self.rows]}
         files = [] if self.profile is None else [self.profile]
         (found,) = profiles_of(self.target, files, lambda given: [profile_target(given, **asked)])

@@ -78,7 +78,7 @@ def search(
     limit; if one with another placement is shorter, it says so. No schedule with
     this placement is below the lower bound; the gap is the distance to it.
     """
-    known = costs.read(question.microbatches)
+    known = costs.read(question.microbatches, str(question.ranks))
     if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # before a long search, not after
         raise ArgumentError(f"--csv {csv}: this file cannot be written; pass one in a writable folder")
     found = answer(question, known)
