@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import penstock
 from penstock.balance import counted_again
@@ -99,9 +100,10 @@ def loss_of(words: str) -> Any:
 
 
 def held(rank: int, dtype: torch.dtype, options: dict[str, Any], words: str = "") -> int:
-    """The most bytes that tensors of this rank take in steps after the first: of its stages, and what it makes.
+    """The most bytes that tensors of this rank take in a step after the first: of its stages, and what it makes.
 
-    Of several steps: whether a message has left before the next action runs, and so what it holds, is a matter of luck.
+    The median of several steps: whether a message has left before the next action runs, and so what it holds, is a
+    matter of luck.
     """
     torch.set_num_threads(1)
     model, x, y = case(dtype, words)
@@ -111,15 +113,18 @@ def held(rank: int, dtype: torch.dtype, options: dict[str, Any], words: str = ""
         forget(pipe)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             for _ in range(STEPS):
-                pipe.step(x, target=y)
-                forget(pipe)
+                with record_function("one more step"):
+                    pipe.step(x, target=y)
+                    forget(pipe)
         own = sum(parameter.nbytes for parameter in pipe.parameters())
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return own + most
+    now, peaks = 0, []
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "one more step":
+            peaks.append(now)
+        elif event.name() == "[memory]":
+            now += event.nbytes()
+            peaks[-1] = max(peaks[-1], now)
+    return own + int(median(peaks))
 
 
 def forget(pipe: penstock.Pipeline) -> None:
