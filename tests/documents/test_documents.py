@@ -37,7 +37,7 @@ NEEDS_MORE = {
     "from megatron": "a library that is not here",
 }
 """Blocks of Python that are compiled and not run, by words that they have, with the reason."""
-STORIES = {"extending.md": "test_extending.py", "tutorial.md": "test_tutorial.py"}
+STORIES = {"extending.md": "test_extending.py", "recording.md": "test_recording.py", "tutorial.md": "test_tutorial.py"}
 """Their blocks rest on each other; these tests run them in order."""
 RUN = {
     "inspect": [],

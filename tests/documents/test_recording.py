@@ -1,0 +1,41 @@
+"""docs/recording.md: what its examples follow trains, and what they refuse is refused in the words of the page."""
+
+from __future__ import annotations
+
+import linecache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from blocks import ROOT, blocks
+
+from penstock.errors import PartitionError
+
+PAGE = [block for block in blocks() if block.path == ROOT / "docs" / "recording.md"]
+MODEL, *EXAMPLES = (block for block in PAGE if block.language == "python")
+REFUSED = {one: other for one, other in pairwise(PAGE) if one.language and not other.language}
+
+
+def run(text: str, names: dict[str, Any]) -> None:
+    """Runs it as a file: messages show its lines."""
+    linecache.cache["net.py"] = (len(text), None, text.splitlines(keepends=True), "net.py")
+    exec(compile(text, "net.py", "exec"), names)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_an_example_does_what_the_page_says(number: int) -> None:
+    names: dict[str, Any] = {"__name__": "net"}
+    run(MODEL.text, names)
+    example = EXAMPLES[number]
+    if example not in REFUSED:
+        run(example.text, names)
+        return
+    with pytest.raises(PartitionError) as raised:
+        run(example.text, names)
+    said = f"{raised.type.__name__}: {raised.value}"
+    assert " ".join(REFUSED[example].text.split()) in said
+
+
+def test_there_are_ten() -> None:
+    assert len(EXAMPLES) == 10
+    assert len(REFUSED) == 3
