@@ -1,5 +1,9 @@
 """Emulate the network traffic of a training job, and measure how long each collective takes, tail latency included.
 
+>>> from penstock.fabric.terms import closed_form
+>>> closed_form("all_reduce", "ring", ranks=4).bytes_factor
+1.5
+
 workload.py, presets.py   what a job sends in one step; units.py: human-readable sizes
 steps.py                  a collective as rounds of messages; algorithms/: ring, trees, halving and doubling, ...
 emulation/                runs workloads on hosts, through torch.distributed

@@ -1,4 +1,8 @@
-"""What devices can do, by their vendors' figures, and what operations take on them. Does not load torch."""
+"""What devices can do, by their vendors' figures, and what operations take on them. Does not load torch.
+
+>>> device("h100").name
+'NVIDIA H100 SXM 80GB'
+"""
 
 from penstock.hardware.calibration import Measurement, calibrated
 from penstock.hardware.roofline import USUAL, Efficiency, Operation, operation_seconds, seconds_of

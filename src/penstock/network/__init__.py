@@ -1,5 +1,9 @@
 """Emulate hosts on one Linux machine, so that a job can be tried out without more machines: namespaces joined by links.
 
+>>> from penstock.network.parse import parse_link
+>>> parse_link("40gbit delay 30us").bytes_per_second
+5000000000.0
+
 What is requested
   link.py, impairment.py  a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
   topology.py     which link affects a frame            background.py  neighbors' traffic

@@ -1,4 +1,13 @@
-"""Turns any model, unedited, into a list of stages."""
+"""Turns any model, unedited, into a list of stages.
+
+In come a model, an example batch and where to cut; out comes a `Partition`: stages, and what passes between them.
+
+>>> import torch
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+>>> partition = Partitioner(model, 2, cuts=["2"], streams=NoStreams())((torch.randn(2, 4),), {})
+>>> [[name for name, _ in stage.module.named_parameters()] for stage in partition.stages]
+[['0.weight', '0.bias'], ['2.weight', '2.bias']]
+"""
 
 from penstock.partition.chance.gate import gates_of
 from penstock.partition.cut.balance import TooFewLayersError

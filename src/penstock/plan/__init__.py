@@ -1,4 +1,11 @@
-"""From costs to a plan: where to cut a model so that its slowest stage is as fast as it can be.
+"""From costs to a plan: replicas, ranks, cuts, schedule, microbatches and recomputation that make a step shortest.
+
+>>> from penstock.balance import Profile, UnitCost
+>>> from penstock.plan import Cluster, Sizes, make_plans
+>>> units = tuple(UnitCost(f"blocks.{n}", 0.01, 0.01, 0.01) for n in range(4))
+>>> sizes = Sizes({2: Profile(units, "cpu", "float32", {"x": (2, 8)})})
+>>> make_plans(sizes, Cluster(2), global_batch=16).best[0].choice.replicas
+2
 
 Pure values and functions; nothing here runs a model.
 """

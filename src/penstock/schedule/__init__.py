@@ -1,4 +1,15 @@
-"""What runs where, and in which order. Pure values and functions; standard library only."""
+"""What runs where, and in which order. Pure values and functions; standard library only.
+
+In come a name and numbers of ranks and microbatches, or a CSV of torch's; out comes a `Schedule`, checked and printed.
+
+>>> schedule = generate("1f1b", ranks=2, microbatches=3)
+>>> print(schedule)
+1f1b: 3 microbatches, stages on ranks 0 1
+rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+>>> check(schedule)
+[]
+"""
 
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.check import Violation, check, in_flight_by_stage, peak_activations, summary

@@ -1,5 +1,12 @@
 """When a schedule's actions would run, given their costs: time, memory, and why ranks wait.
 
+In come a `Schedule` and what its stages and links cost; out comes a `Timeline`, as a real run leaves one.
+
+>>> from penstock.schedule import generate
+>>> from penstock.simulate import StageCost, simulate
+>>> simulate(generate("1f1b", ranks=2, microbatches=4), [StageCost(1.0, 1.0, 1.0)] * 2).makespan_seconds
+15.0
+
 Names are loaded on first use: costs need only the standard library, the simulator needs numpy.
 """
 

@@ -1,5 +1,8 @@
 """Training of a transformer from its numbers alone: work, messages, memory, and times from a device's specifications.
 
+>>> round(transformer("llama3-70b").parameters / 1e9, 1)
+70.6
+
 Pure values and functions without torch: jobs can be planned that no machine at hand could hold.
 """
 
