@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import heapq
 import itertools
-import json
 import math
 import os
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.network.switch import columns, serve
+from penstock.network.switch.client import Order, Setup
 from penstock.network.switch.filling import lateness
-from penstock.network.switch.protocol import Order, Setup
 from penstock.network.switch.tap import Unread, open_tap
 
 READS_AT_ONCE = 16
@@ -73,9 +74,9 @@ class Forwarding:
         self._state[columns.WORST_NS] = max(self._state[columns.WORST_NS], late)
         self._state[columns.LATE + int(math.log2(late) * columns.PER_OCTAVE)] += 1
 
-    def answer(self, line: str) -> dict[str, Any]:
+    def answer(self, order: Order) -> dict[str, Any]:
         """The answer to an order."""
-        if not Order.read(line).tells:
+        if not order.tells:
             return {}
         return {
             "seconds": time.monotonic() - self._start,
@@ -90,16 +91,11 @@ class Forwarding:
         }
 
 
-def say(given: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(given) + "\n")
-    sys.stdout.flush()
-
-
 class OneLoop:
     """All hosts in one asyncio loop."""
 
-    def __init__(self, forwarding: Forwarding) -> None:
-        self._forwarding = forwarding
+    def __init__(self, forwarding: Forwarding, maker: Connection) -> None:
+        self._forwarding, self._maker = forwarding, maker
         self._loop = asyncio.new_event_loop()
         self._waiting: list[tuple[int, int, int, bytes]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -108,14 +104,13 @@ class OneLoop:
     def run(self) -> None:
         for source, device in enumerate(self._forwarding.devices):
             self._loop.add_reader(device, self._read, source, device)
-        self._loop.add_reader(sys.stdin, self._obey)
+        self._loop.add_reader(self._maker.fileno(), self._obey)
         self._loop.run_forever()
 
     def _obey(self) -> None:
-        line = sys.stdin.readline()
-        if line:
-            say(self._forwarding.answer(line))
-        else:
+        try:
+            self._maker.send(self._forwarding.answer(self._maker.recv()))
+        except EOFError:
             self._loop.stop()
 
     def _read(self, source: int, device: int) -> None:
@@ -148,8 +143,8 @@ class OneLoop:
 class Threads:
     """Two threads per host: one for what it sends, one for what it receives."""
 
-    def __init__(self, forwarding: Forwarding) -> None:
-        self._forwarding = forwarding
+    def __init__(self, forwarding: Forwarding, maker: Connection) -> None:
+        self._forwarding, self._maker = forwarding, maker
         self._waiting: list[list[tuple[int, int, int, bytes]]] = [[] for _ in forwarding.devices]
         self._news = [threading.Condition() for _ in forwarding.devices]
 
@@ -158,8 +153,9 @@ class Threads:
             os.set_blocking(device, True)
             threading.Thread(target=self._read, args=(host, device), daemon=True).start()
             threading.Thread(target=self._leave, args=(host,), daemon=True).start()
-        for line in sys.stdin:
-            say(self._forwarding.answer(line))
+        with contextlib.suppress(EOFError):
+            while True:
+                self._maker.send(self._forwarding.answer(self._maker.recv()))
         os._exit(0)
 
     def _read(self, source: int, device: int) -> None:
@@ -185,9 +181,10 @@ def main(kind: str, usual: bool) -> int:
         serve.priority = lambda: "usual"
     if kind == "compiled":
         return serve.main()
-    forwarding = Forwarding(Setup.read(sys.stdin.readline()))
-    say({"ready": True, "priority": serve.priority()})
-    (OneLoop if kind == "asyncio" else Threads)(forwarding).run()
+    maker = Connection(0)
+    forwarding = Forwarding(maker.recv())
+    maker.send({"ready": True, "priority": serve.priority()})
+    (OneLoop if kind == "asyncio" else Threads)(forwarding, maker).run()
     return 0
 
 

@@ -122,9 +122,9 @@ def test_what_changes_is_ordered_once_and_the_network_is_as_before_in_the_end() 
         Event(background=("1mbit",)),
     ]
     told = Told()
-    with playing(told, events, lambda: 0) as played:  # type: ignore[arg-type]
+    with playing(told, events, lambda: 0) as happened:  # type: ignore[arg-type]
         deadline = time.monotonic() + 30
-        while len(played.happened) < 4:
+        while len(happened) < 4:
             assert time.monotonic() < deadline, "not within 30 s"
             time.sleep(0.005)
         time.sleep(0.05)

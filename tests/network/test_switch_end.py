@@ -127,11 +127,14 @@ def test_a_switch_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch)
     assert keeper.names_of(made.id) == []
 
 
+_REFUSES = "import multiprocessing.connection as mc; mc.Connection(0).send({'error': 'Operation not permitted'})"
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [
         ("raise SystemExit('no such luck')", "the switch has ended: no such luck"),
-        ('print(\'{"error": "Operation not permitted"}\')', "cannot make the hosts' devices: Operation not permitted"),
+        (_REFUSES, "cannot make the hosts' devices: Operation not permitted"),
     ],
 )
 def test_a_switch_that_cannot_start_says_why_and_nothing_is_left(

@@ -4,7 +4,6 @@ import pytest
 
 from penstock.hardware import device
 from penstock.plan import Cluster, Sizes, Wanted, make_plans
-from penstock.simulate import LinkCost
 from penstock.transformer import Job, Layout, Machine, Transformer, predict_step, profile_of, transformer, units_of
 
 
@@ -78,7 +77,7 @@ def test_a_profile_of_numbers_is_planned_like_a_measured_one() -> None:
     machine = Machine(device("h100"))
     job = Job(transformer("llama3-70b"), 4096, 8, True, fused_attention=True, optimizer_shards=8)
     sizes = Sizes.of([profile_of(job, machine, rows) for rows in (1, 2)])
-    link = LinkCost(machine.network.latency_seconds, machine.network.bytes_per_second)
+    link = machine.network
     found = make_plans(sizes, Cluster(16, machine.device.memory_bytes, link), 64, Wanted(["1f1b", "interleaved-1f1b"]))
     best = found.best[0]
     assert best.choice.devices == 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -22,16 +21,16 @@ _STYLES = {"equal": "green", "close": "yellow"}
 def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
     """Prints what was compared, one row per value, and the summary."""
     rows = report["rows"]
-    lines = list(fold(rows)) if len(rows) > LONG_TABLE and not show_all else [Line.of(row) for row in rows]
-    steps = ["step"] if any(line.step for line in lines) else []
+    lines = list(fold(rows)) if len(rows) > LONG_TABLE and not show_all else rows
+    steps = ["step"] if any(line.get("step") for line in lines) else []
     made = table("value", "name", "stage", "verdict", "max|difference|", *steps, left=4, overflow="fold")
     for column in made.columns:
         column.no_wrap = column.header != "name"
     for line in lines:
-        verdict = Text(line.verdict, _STYLES.get(line.verdict, "bold red"))
-        step = [str(line.step)] if line.step else []
-        stages = ", ".join(map(str, line.stages))
-        made.add_row(line.kind, Text(line.name), stages, verdict, f"{line.difference:.3g}", *step)
+        verdict = Text(line["verdict"], _STYLES.get(line["verdict"], "bold red"))
+        step = [str(line["step"])] if line.get("step") else []
+        stages = ", ".join(map(str, line["stages"]))
+        made.add_row(line["kind"], Text(line["name"]), stages, verdict, f"{line['max_difference']:.3g}", *step)
     console.print(made)
     counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
     if report["replicas"] > 1:
@@ -45,39 +44,22 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
     console.print(f"\n{report['schedule']}, {sizes}: {report['summary']}", soft_wrap=True, markup=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A row of the table: one comparison, or several whose values are equal."""
-
-    kind: str
-    name: str
-    stages: tuple[int, ...]
-    verdict: str
-    difference: float
-    step: int = 0
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Line:
-        stages, step = tuple(row["stages"]), row.get("step", 0)
-        return cls(row["kind"], row["name"], stages, row["verdict"], row["max_difference"], step)
-
-
-def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Merges neighboring rows of one block that are all equal, or all undefined; keeps the others as they are."""
 
-    def key(line: Line) -> tuple[Any, ...]:
-        place = block(line.name) if line.kind in ("gradient", "buffer") else line.name.partition(" in ")[2]
-        alike = line.verdict in ("equal", "undefined")
-        return (line.kind, place, line.stages, line.verdict, line.step) if alike else (line,)
+    def key(row: Mapping[str, Any]) -> Any:
+        place = block(row["name"]) if row["kind"] in ("gradient", "buffer") else row["name"].partition(" in ")[2]
+        alike = row["verdict"] in ("equal", "undefined")
+        return (row["kind"], place, *row["stages"], row["verdict"], row.get("step", 0)) if alike else row
 
-    for _, group in groupby(map(Line.of, rows), key):
+    for _, group in groupby(rows, key):
         first, *others = group
         if others:
-            place, _, phase = first.name.partition(" in ")
+            place, _, phase = first["name"].partition(" in ")
             count = len(others) + 1
-            of_block = first.kind in ("gradient", "buffer")
+            of_block = first["kind"] in ("gradient", "buffer")
             name = f"{block(place)}.* ({count})" if of_block else f"all {count}{phase and f' in {phase}'}"
-            first = replace(first, name=name)
+            first = {**first, "name": name}
         yield first
 
 

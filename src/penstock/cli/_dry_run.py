@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.algorithms.volume import received_slots, sent_slots
 from penstock.fabric.grouped import groups, of_like_layers
-from penstock.fabric.views.numbers import NONE, cut_apart
+from penstock.fabric.views.numbers import NONE
+from penstock.report.text import table
 
 if TYPE_CHECKING:
     from penstock.fabric.emulation.spec import Spec
     from penstock.fabric.grouped import Group
     from penstock.fabric.steps import StepList
-
-_HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "port"))
-_NARROWEST = 12
-"""The least width of the column of names."""
 
 _BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
 _PORT = "Busiest port: all bytes that the algorithm sends through a host's busiest port, out or in."
@@ -48,8 +46,8 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
         return
     console = Console(highlight=False)
     console.print(Text(f"{spec.workload.name}: what a trial on {spec.hosts} hosts would send", "bold"))
-    for line in _table(spec, console.width):
-        console.print(line, soft_wrap=True)
+    console.print()
+    console.print(_table(spec))
     console.print()
     buffers = "; ".join([_BUFFERS, *([_GIVEN] if any(one.shares for one in spec.workload.transfers) else [])])
     for note in (*spec.workload.notes, f"Buffers are nccl-tests' sizes: {buffers}. {_PORT}"):
@@ -115,39 +113,22 @@ def _steps(
 # -- in a terminal ----------------------------------------------------------------------------------------------------
 
 
-def _table(spec: Spec, width: int) -> Iterator[Text]:
-    """Lines that fit into `width`: the rows, in sections under what they have in common."""
+def _table(spec: Spec) -> Table:
+    """The rows, in sections under what they have in common; names that are too long for it are broken."""
     rows = traffic(spec, of_like_layers(spec.workload))
-    sections: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        sections.setdefault(_section(row), []).append(row)
+    made = table("transfer", "buffer\nbytes", "times", "buffers\nin all", "busiest\nport", overflow="fold")
+    for column in made.columns[1:]:
+        column.no_wrap = True
+    for section in dict.fromkeys(map(_section, rows)):
+        made.add_row(Text(section, "italic"))
+        for row in (row for row in rows if _section(row) == section):
+            numbers = (row["bytes"], row["times"], row["bytes"] * row["times"], row["port_bytes"])
+            made.add_row(Text(row["name"]), *map(_number, numbers))
+        made.add_row()
     places = range(len(spec.workload.transfers))
-    last = _cells("step", None, len(places) * spec.iterations, sum(row["bytes"] * row["times"] for row in rows))
-    last.append(_number(_busiest(spec, places)["port_bytes"]))
-    cells = {
-        name: [
-            [*_cells(row["name"], row["bytes"], row["times"], row["bytes"] * row["times"]), _number(row["port_bytes"])]
-            for row in some
-        ]
-        for name, some in sections.items()
-    }
-    every = [*_HEADS, *(line for lines in cells.values() for line in lines), last]
-    widths = [max(len(line[column]) for line in every) for column in range(5)]
-    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 8), _NARROWEST)
-
-    def line(cells: Sequence[str], style: str = "") -> Text:
-        numbers = (f"{cell:>{size}}" for cell, size in zip(cells[1:], widths[1:], strict=True))
-        return Text("  ".join((f"{cells[0]:<{widths[0]}}", *numbers)), style)
-
-    yield Text()
-    yield from (line(head, "bold") for head in _HEADS)
-    for name, lines in cells.items():
-        yield Text()
-        yield Text(name, "italic")
-        names = cut_apart([cells[0] for cells in lines], widths[0])
-        yield from (line([name, *cells[1:]]) for name, cells in zip(names, lines, strict=True))
-    yield Text()
-    yield line(last, "bold")
+    whole = (sum(row["bytes"] * row["times"] for row in rows), _busiest(spec, places)["port_bytes"])
+    made.add_row("step", "", _number(len(places) * spec.iterations), *map(_number, whole), style="bold")
+    return made
 
 
 def _section(row: dict[str, Any]) -> str:
@@ -156,10 +137,6 @@ def _section(row: dict[str, Any]) -> str:
     how = "send" if row["collective"] == "send" else f"{by} {row['collective']} among {row['ranks']}"
     uneven = f", shares {','.join(map(str, row['shares']))}" if row["shares"] else ""
     return f"{row['kind']}: {how}{uneven}" if row["kind"] else f"{how}{uneven}"
-
-
-def _cells(name: str, size: int | None, times: int, whole: int) -> list[str]:
-    return [name, "" if size is None else _number(size), _number(times), _number(whole)]
 
 
 def _number(value: int | None) -> str:

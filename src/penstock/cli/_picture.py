@@ -44,20 +44,13 @@ def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
 
     Raises what `grid` raises.
     """
-    place = _places(schedule)
-    picture = Text()
-    for line in grid(schedule, width).splitlines(keepends=True):
-        label, bar, cells = line.partition("|")
-        picture.append(label + bar)
-        at = 0
-        for cell in _CELL.finditer(cells):
-            picture.append(cells[at : cell.start()], "dim")
-            stage, op, microbatch = cell.groups()
-            # A grid leaves out stage numbers if each rank has one stage.
-            chunk = place[int(stage)] if stage else 0
-            picture.append(cell[0], style(palette, Op(op), chunk, int(microbatch)))
-            at = cell.end()
-        picture.append(cells[at:], "dim")
+    place, picture = _places(schedule), Text(grid(schedule, width))
+    picture.highlight_regex(r"\.", "dim")
+    for cell in _CELL.finditer(picture.plain):
+        stage, op, microbatch = cell.groups()
+        # A grid leaves out stage numbers if each rank has one stage.
+        chunk = place[int(stage)] if stage else 0
+        picture.stylize(style(palette, Op(op), chunk, int(microbatch)), *cell.span())
     return picture
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,19 +27,52 @@ SETTINGS = {"allow_interspersed_args": False}
 """Options behind the script are its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """Which ranks run the script, and how."""
+
+    ranks: Annotated[
+        int | None, option("How many processes; each is a rank. By default the plan's.", "--ranks", "-n")
+    ] = None
+    plan: Annotated[
+        Path | None, option("What `penstock plan` wrote: the script's pipeline follows it.", metavar="FILE")
+    ] = None
+    threads: Annotated[int | None, option("Threads per rank; default: cores divided by ranks.", "--threads")] = None
+    module: Annotated[bool, option("Treat SCRIPT as a module's name, as in python -m.", "--module", "-m")] = False
+    verify: Annotated[bool, option("Verify each pipeline in its first step; stop if a value differs.", "--verify")] = (
+        False
+    )
+    nnodes: Annotated[str | None, typer.Option(hidden=True)] = None
+
+    def count(self) -> int:
+        """How many processes to start, with the plan in their environment. Raises ArgumentError unless something
+        says."""
+        if self.nnodes is not None:
+            raise ArgumentError(
+                f"--nnodes is an option of torchrun; this command is for one machine: run `torchrun --nnodes "
+                f"{self.nnodes} --nproc-per-node {self.ranks} ...` on each machine; see 'Several machines' in the guide"
+            )
+        if self.plan is None:
+            if self.ranks is None:
+                raise ArgumentError("how many processes? Pass --ranks 4, for example, or the --plan that says it")
+            return self.ranks
+        from penstock.plan.plan import VARIABLE, read_plan
+
+        planned = read_plan(self.plan).choice.devices
+        if self.ranks not in (None, planned):
+            raise ArgumentError(f"--ranks {self.ranks}, but {self.plan} is for {planned} processes; leave --ranks out")
+        os.environ[VARIABLE] = str(self.plan.resolve())
+        return planned
+
+
 @spread
 def run(
     command: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="The script, or a module with -m; then its own arguments."),
     ],
+    how: RankOptions,
     asked: NetworkOptions,
-    ranks: Annotated[
-        int | None, option("How many processes; each is a rank. By default the plan's.", "--ranks", "-n")
-    ] = None,
-    plan: Annotated[
-        Path | None, option("What `penstock plan` wrote: the script's pipeline follows it.", metavar="FILE")
-    ] = None,
     hosts: Annotated[
         int | None,
         network_option(
@@ -50,12 +83,6 @@ def run(
         str | None,
         network_option("Who runs the script on --hosts; default: root, as only root can make them.", metavar="NAME"),
     ] = None,
-    threads: Annotated[int | None, option("Threads per rank; default: cores divided by ranks.", "--threads")] = None,
-    module: Annotated[bool, option("Treat SCRIPT as a module's name, as in python -m.", "--module", "-m")] = False,
-    verify: Annotated[
-        bool, option("Verify each pipeline in its first step; stop if a value differs.", "--verify")
-    ] = False,
-    nnodes: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run a training script once for each rank, on this machine. Arguments after the script are passed on to it.
 
@@ -64,41 +91,20 @@ def run(
 
     For several machines, run torchrun on each: the same script works.
     """
-    if nnodes is not None:
-        raise ArgumentError(
-            f"--nnodes is an option of torchrun; this command is for one machine: run `torchrun --nnodes {nnodes} "
-            f"--nproc-per-node {ranks} ...` on each machine; see 'Several machines' in the guide"
-        )
-    command = ["-m", *command] if module else command
-    ranks = _ranks(ranks, plan)
-    check(command, ranks, threads)
-    if verify:
+    command, ranks = ["-m", *command] if how.module else command, how.count()
+    check(command, ranks, how.threads)
+    if how.verify:
         os.environ[VERIFY] = "1"
     if hosts is None:
         if given := [*asked.given(), *(["--user"] if user else [])]:
             raise ArgumentError(
                 f"{given[0]} needs --hosts: without it ranks are processes of this machine, and have no links"
             )
-        raise typer.Exit(launch(command, ranks, threads))
+        raise typer.Exit(launch(command, ranks, how.threads))
     from penstock.network.nodes import Job
 
     machines, events = asked.machines(hosts)
-    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, threads), machines, events, user))
-
-
-def _ranks(given: int | None, plan: Path | None) -> int:
-    """How many processes to start, with the plan in their environment. Raises ArgumentError unless something says."""
-    if plan is None:
-        if given is None:
-            raise ArgumentError("how many processes? Pass --ranks 4, for example, or the --plan that says it")
-        return given
-    from penstock.plan.plan import VARIABLE, read_plan
-
-    planned = read_plan(plan).choice.devices
-    if given not in (None, planned):
-        raise ArgumentError(f"--ranks {given}, but {plan} is for {planned} processes; leave --ranks out")
-    os.environ[VARIABLE] = str(plan.resolve())
-    return planned
+    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, how.threads), machines, events, user))
 
 
 def _over_network(job: Job, machines: Machines, events: Sequence[Event], user: str | None) -> int:

@@ -17,12 +17,12 @@ from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import Json, output_option, spread
 from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import format_of
-from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
+from penstock.cli._picture import Palette, legend, on_one_axis, slots
 from penstock.costs import Outcome, with_one_model
 from penstock.errors import ArgumentError
 from penstock.files import write_text
 from penstock.report.svg import WIDTH, panel_of, unit_of
-from penstock.report.svg import svg as drawn
+from penstock.report.svg import svg as draw
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
@@ -69,105 +69,89 @@ def show(
     a timeline: lengths are proportional to time. Several schedules (--schedule
     gpipe,1f1b) lie under each other on one axis.
     """  # fmt: skip
-    has_costs = costs != CostOptions()
-    several = _several(order, costs, has_costs=has_costs) if order.is_many and not (text or comms or as_json) else None
-    schedule = order.one() if several is None else several.schedules[0]
-    written = add_communication(schedule) if comms else schedule
-    if svg is not None or png is not None:
-        if text or comms or as_json:
+    files = [option for option, file in (("--svg", svg), ("--png", png)) if file is not None]
+    if text or comms or as_json:
+        if files:
+            raise ArgumentError(f"{files[0]}: a file shows the whole picture; leave out --text, --comms and --json")
+        schedule = order.one()
+        written = add_communication(schedule) if comms else schedule
+        if as_json:
+            print(json.dumps(describe(Outcome.simulated(schedule, costs.read(order.count, order.ranks)), written)))
+            return
+        if costs != CostOptions() or width is not None:
             raise ArgumentError(
-                f"{'--png' if svg is None else '--svg'}: a file shows the whole picture; leave out --text, --comms "
-                "and --json"
-            )
-        if several is None:
-            several = _Several(
-                [schedule], [Outcome.simulated(schedule, costs.read(order.count, order.ranks))] if has_costs else []
-            )
-        _write(several, svg, png, background, WIDTH if width is None else width)
-        for name, reason in several.left_out.items():
-            print(f"left out: {name} {reason}")
-        return
-    if background is not None:
-        raise ArgumentError("--background: only files have one; pass --svg or --png")
-    if as_json:
-        print(json.dumps(describe(Outcome.simulated(schedule, costs.read(order.count, order.ranks)), written)))
-        return
-    if text or comms:
-        option = "--comms" if comms else "--text"
-        if has_costs or width is not None:
-            raise ArgumentError(
-                f"{option}: the text has no times and no width; leave those options out, or pass --json"
+                f"{'--comms' if comms else '--text'}: the text has no times and no width; leave those options out, or "
+                "pass --json"
             )
         print(written)
         return
-    console = Console(highlight=False)
-    palette = Palette.of(console)
-    width = console.width if width is None else width
-    _check(schedule, width)
-    if several is not None:
-        _print_several(several, width, console)
+    drawn = _Drawn.of(order, costs)
+    if files:
+        _write(drawn, svg, png, background, WIDTH if width is None else width)
         return
-    if has_costs:
-        outcome = Outcome.simulated(schedule, costs.read(order.count, order.ranks))
-        picture, note = proportional(schedule, outcome.timeline, width, palette), _note(schedule, outcome)
-    else:
-        picture, note = slots(schedule, width, palette), ""
-    console.print(Text(title(schedule), "bold"), end="\n\n")
-    console.print(picture, soft_wrap=True, end="\n\n")
-    console.print(legend([schedule], palette, fills=has_costs))
-    if note:
-        console.print(note, style="dim")
+    if background is not None:
+        raise ArgumentError("--background: only files have one; pass --svg or --png")
+    console = Console(highlight=False)
+    _print(drawn, console.width if width is None else width, console, alone=not order.is_many)
 
 
 @dataclass(frozen=True, slots=True)
-class _Several:
+class _Drawn:
     """Schedules under each other; their outcomes, if there are costs; and why others were left out."""
 
     schedules: Sequence[Schedule]
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[Outcome] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, order: OrderOptions, costs: CostOptions) -> _Drawn:
+        schedules, refused = order.all() if order.is_many else ([order.one()], {})
+        if costs == CostOptions():
+            return cls(schedules, left_out=refused)
+        known = costs.read(order.count, order.ranks)
+        if not order.is_many:
+            return cls(schedules, [Outcome.simulated(schedules[0], known)])
+        outcomes, left_out = with_one_model(known, schedules, refused)
+        return cls([one.schedule for one in outcomes], outcomes, left_out)
 
-def _several(order: OrderOptions, costs: CostOptions, *, has_costs: bool) -> _Several:
-    schedules, refused = order.all()
-    if not has_costs:
-        return _Several(schedules, (), refused)
-    outcomes, left_out = with_one_model(costs.read(order.count, order.ranks), schedules, refused)
-    return _Several([one.schedule for one in outcomes], outcomes, left_out)
 
-
-def _write(several: _Several, svg: Path | None, png: Path | None, background: Background | None, width: int) -> None:
+def _write(drawn: _Drawn, svg: Path | None, png: Path | None, background: Background | None, width: int) -> None:
     """Draws schedules into files, under each other: in proportion to time if there are outcomes, else in slots."""
     refuse_other("--svg", svg, ".svg")
     refuse_other("--png", png, ".png")
     if png is not None:
         browser(png)  # before anything is written
-    panels = [panel_of(one.schedule, one.timeline) for one in several.outcomes]
-    unit = unit_of(several.schedules[0]) if not panels else "s" if several.outcomes[0].costs.are_measured else "time"
-    panels = panels or [panel_of(schedule) for schedule in several.schedules]
-    picture = drawn(panels, unit, background="auto" if background is None else background.value, width=width)
+    panels = [panel_of(one.schedule, one.timeline) for one in drawn.outcomes]
+    unit = unit_of(drawn.schedules[0]) if not panels else "s" if drawn.outcomes[0].costs.are_measured else "time"
+    panels = panels or [panel_of(schedule) for schedule in drawn.schedules]
+    picture = draw(panels, unit, background="auto" if background is None else background.value, width=width)
     if svg is not None:
         write_text(svg, picture, f"--svg {svg}")
         print(f"wrote {svg}")
     if png is not None:
         write_drawing(picture, png)
         print(f"wrote {png}")
+    for name, reason in drawn.left_out.items():
+        print(f"left out: {name} {reason}")
 
 
-def _print_several(several: _Several, width: int, console: Console) -> None:
-    palette, schedules = Palette.of(console), several.schedules
-    timelines = [one.timeline for one in several.outcomes] or [in_slots(schedule) for schedule in schedules]
-    pictures = on_one_axis(schedules, timelines, width, palette)
+def _print(drawn: _Drawn, width: int, console: Console, *, alone: bool) -> None:
+    """Draws schedules in the terminal, several of them on one axis. `alone`: one was asked for."""
+    palette, schedules = Palette.of(console), drawn.schedules
+    _check(schedules[0], width)
+    in_grid = alone and not drawn.outcomes
+    timelines = [one.timeline for one in drawn.outcomes] or [in_slots(schedule) for schedule in schedules]
+    pictures = [slots(schedules[0], width, palette)] if in_grid else on_one_axis(schedules, timelines, width, palette)
     for schedule, timeline, picture in zip(schedules, timelines, pictures, strict=True):
         console.print(Text.assemble((title(schedule), "bold"), f"; bubble {timeline.bubble_rate:.1%}"))
         console.print(picture, soft_wrap=True, end="\n\n")
-    console.print(legend(schedules, palette, fills=True))
-    if several.outcomes:
-        longest = max(several.outcomes, key=lambda one: one.timeline.makespan_seconds)
+    console.print(legend(schedules, palette, fills=not in_grid))
+    if drawn.outcomes:
+        longest = max(drawn.outcomes, key=lambda one: one.timeline.makespan_seconds)
         console.print(_note(longest.schedule, longest), style="dim")
-    else:
+    elif not alone:
         console.print("Every action takes one slot, whatever it does: pass costs to compare times.", style="dim")
-    for name, reason in several.left_out.items():
+    for name, reason in drawn.left_out.items():
         console.print(f"left out: {name} {reason}", style="dim", markup=False)
 
 

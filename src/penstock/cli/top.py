@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +35,6 @@ _REFRESH_SECONDS = 0.5
 _COLORS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
 _MAX_DAMAGED = 3
 """Files whose damage is shown."""
-_LINES_AROUND = 3
-"""Of a screen, those that are neither ranks nor text: the head of the table, and the last one."""
 
 
 @spread
@@ -65,7 +62,7 @@ def top(
         with Live(console=console, auto_refresh=False, screen=False) as live:
             while True:
                 seen = watch.look()
-                live.update(Group(*fitted(seen, console)), refresh=True)
+                live.update(Group(*_parts(seen)), refresh=True)
                 if seen.is_over:
                     return
                 time.sleep(_REFRESH_SECONDS)
@@ -157,58 +154,40 @@ class Watch:
 
 def show(seen: Seen, console: Console) -> None:
     """Prints all of it."""
-    for part in _parts(seen, None):
+    for part in _parts(seen):
         if isinstance(part, Table):
             print_unbroken(console, part)
         else:
             console.print(part)
 
 
-def fitted(seen: Seen, console: Console) -> list[Text | Table]:
-    """What a screen holds of it: a line for each rank that there is room for, and all of the text."""
-    text = [part for part in _parts(seen, 0) if isinstance(part, Text)]
-    lines = sum(max(1, len(part.wrap(console, console.width))) for part in text)
-    return _parts(seen, max(1, console.height - _LINES_AROUND - lines), broken=False)
-
-
 _COLUMNS = ("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process")
 _WORDS = ("action", "waits for", "process")
-"""Columns that are broken, or cut off, where a screen is narrow; figures never are."""
+"""Columns that are broken where a screen is narrow; figures never are."""
 
 
-def _table(lines: Sequence[Sequence[str | Text]], *, broken: bool) -> Table:
-    """An entry for each rank, of one line unless words may be broken, without the columns in which nothing is known."""
+def _table(lines: Sequence[Sequence[str | Text]]) -> Table:
+    """An entry for each rank, without the columns in which nothing is known."""
     shown = [index for index in range(len(_COLUMNS)) if any(str(line[index]) not in ("", "-") for line in lines)]
     made = table(*(_COLUMNS[index] for index in shown), left=sum(index < 4 for index in shown))
     for column, index in zip(made.columns, shown, strict=True):
         column.no_wrap = _COLUMNS[index] not in _WORDS
     for line in lines:
-        cells = [line[index] for index in shown]
-        cut = [Text(one, no_wrap=True, overflow="ellipsis") if isinstance(one, str) else one for one in cells]
-        made.add_row(*(cells if broken else cut))
+        made.add_row(*(Text.assemble(line[index]) for index in shown))
     return made
 
 
-def _parts(seen: Seen, most: int | None, *, broken: bool = True) -> list[Text | Table]:
+def _parts(seen: Seen) -> list[Text | Table]:
+    """What failed comes before the ranks, of which a screen may have no room for all."""
     from penstock.runs.health import troubles
 
     about = seen.run.about
     replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""
     sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
-    parts: list[Text | Table] = [
+    return [
         Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
         Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
-        *(Text(sentence, "red") for sentence in seen.damaged[:_MAX_DAMAGED]),
+        *(Text(sentence, "red") for sentence in (*seen.damaged[:_MAX_DAMAGED], *troubles(seen.ranks))),
         Text(""),
+        _table([seen.line(*one) for one in seen.ranks]) if seen.ranks else Text("waiting for the first heartbeat"),
     ]
-    if not seen.ranks:
-        return [*parts, Text("waiting for the first heartbeat")]
-    ranks = list(seen.ranks)
-    if most is not None and len(ranks) > most:
-        ranks.sort(key=lambda one: one[1] not in ("failed", "gone", "silent"))
-        ranks = ranks[: max(1, most)]
-    parts.append(_table([seen.line(*one) for one in ranks], broken=broken))
-    if len(ranks) < len(seen.ranks):
-        others = Counter(how for _, how in seen.ranks)
-        parts.append(Text(f"of {len(seen.ranks)}: " + ", ".join(f"{n} {how}" for how, n in others.items())))
-    return [*parts, *(Text(trouble, "red") for trouble in troubles(seen.ranks))]

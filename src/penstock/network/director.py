@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event, Play, State
@@ -33,58 +34,47 @@ class Happened:
         return f"{when}: {self.text}"
 
 
-@dataclass(slots=True)
-class Played:
-    """The changes made so far, and an error if one occurred."""
-
-    happened: list[Happened] = field(default_factory=list)
-    error: Exception | None = None
-
-
 @contextmanager
-def playing(machines: Machines, events: Sequence[Event], step: Callable[[], int]) -> Iterator[Played]:
+def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[], int]) -> Iterator[list[Happened]]:
     """Plays the scenario while the block runs, starting the clock with the block; restores the network at the end.
 
+    Yields the changes made so far.
+
     Args:
-        machines: created with `changes`.
+        machines: created with `changes`; None: there are no events.
         events: the scenario's events.
         step: a function that returns the last step to have begun, from 0; -1 before the first.
 
     Raises:
         Exception: whatever a change raised, at the end of the block.
     """
-    played = Played()
+    happened: list[Happened] = []
+    if machines is None or not events:
+        yield happened
+        return
+    assert machines.topology is not None
+    play = Play(events, State(machines.topology, background=machines.background))
     over = threading.Event()
-    thread = threading.Thread(target=_play, args=(machines, events, step, played, over), name="penstock-scenario")
-    if events:
-        thread.start()
-    try:
-        yield played
-    finally:
-        over.set()
-        if events:
-            thread.join()
-    if played.error is not None:
-        raise played.error
+    with ThreadPoolExecutor(1, "penstock-scenario") as thread:
+        played = thread.submit(_play, machines, play, step, happened, over)
+        try:
+            yield happened
+        finally:
+            over.set()
+        played.result()
 
 
 def _play(
-    machines: Machines, events: Sequence[Event], step: Callable[[], int], played: Played, over: threading.Event
+    machines: Machines, play: Play, step: Callable[[], int], happened: list[Happened], over: threading.Event
 ) -> None:
-    assert machines.topology is not None
-    first = State(machines.topology, background=machines.background)
-    play = Play(events, first)
-    began = time.monotonic()
-    try:
-        while not over.wait(LOOK_SECONDS):
-            seconds, now = time.monotonic() - began, step()
-            before = play.state
-            said = play.at(seconds, now)
-            _turn(machines, before, play.state)
-            played.happened += [Happened(seconds, now, text) for text in said]
-        _turn(machines, play.state, first)
-    except Exception as error:
-        played.error = error
+    first, began = play.state, time.monotonic()
+    while not over.wait(LOOK_SECONDS):
+        seconds, now = time.monotonic() - began, step()
+        before = play.state
+        said = play.at(seconds, now)
+        _turn(machines, before, play.state)
+        happened += [Happened(seconds, now, text) for text in said]
+    _turn(machines, play.state, first)
 
 
 def _turn(machines: Machines, before: State, after: State) -> None:

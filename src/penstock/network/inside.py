@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,22 +19,13 @@ _NETWORK = 0x40000000  # CLONE_NEWNET
 def within(namespace: Path | None, work: Callable[[], T]) -> T:
     """Runs `work` in the namespace with this file, or in a temporary one; returns or raises what it does. Raises
     OSError: the namespace cannot be joined or created."""
-    results: list[T] = []
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            _join(namespace)
-            results.append(work())
-        except BaseException as error:  # raised again below, in the caller's thread
-            errors.append(error)
+    def run() -> T:
+        _join(namespace)
+        return work()
 
-    thread = threading.Thread(target=run, name="penstock-namespace")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def _join(namespace: Path | None) -> None:

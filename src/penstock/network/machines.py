@@ -23,8 +23,7 @@ from penstock.network.inside import within
 from penstock.network.link import Link
 from penstock.network.settings import with_large_windows, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
-from penstock.network.switch.client import Switch
-from penstock.network.switch.protocol import Order, Setup
+from penstock.network.switch.client import Order, Setup, Switch
 from penstock.network.topology import Topology
 
 INTERFACE = "eth0"

@@ -111,7 +111,7 @@ def run(
     with memory("failures", job.user) as failures, memory("step", job.user) as step:
         environment = {**QUIET, **os.environ, **cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step}
         commands = agent_commands(machines, job.command, per_host=job.ranks // job.hosts, user=job.user)
-        with playing(machines, events, lambda: read_step(step)) as played:
+        with playing(machines, events, lambda: read_step(step)) as happened:
             ended = supervise(
                 commands,
                 environment,
@@ -121,7 +121,7 @@ def run(
                 forwards=forwards,
                 patience=PATIENCE,
             )
-        return replace(explain_end(ended, failures, _agents(job), job.user), happened=tuple(played.happened))
+        return replace(explain_end(ended, failures, _agents(job), job.user), happened=tuple(happened))
 
 
 def _agents(job: Job) -> list[str]:

@@ -81,9 +81,14 @@ class _Values:
         except ValueError as error:
             raise _error(self.text, word, str(error)) from None
 
-    def more(self, read: Callable[[str], Any], default: Any) -> Any:
-        """Takes the next value if there is one."""
-        return self.take(read) if self.left and self.left[0].text[:1].isdigit() else default
+    def some(self, read: Callable[[str], Any], *more: Callable[[str], Any]) -> list[Any]:
+        """Takes the next value, which is required, and as many of those after it as there are."""
+        found = [self.take(read)]
+        for read in more:
+            if not (self.left and self.left[0].text[:1].isdigit()):
+                break
+            found.append(self.take(read))
+        return found
 
     def said(self, name: str) -> bool:
         """Whether the next word is this one; if so, take it."""
@@ -104,37 +109,18 @@ def _rate(values: _Values) -> Found:
     return found
 
 
-def _delay(values: _Values) -> Found:
-    found = {"delay_seconds": values.take(q.seconds)}
-    if (jitter := values.more(q.seconds, None)) is not None:
-        found |= {"jitter_seconds": jitter, "correlation": values.more(q.share, 0.0)}
-    return found
-
-
-def _jitter(values: _Values) -> Found:
-    return {"jitter_seconds": values.take(q.seconds), "correlation": values.more(q.share, 0.0)}
-
-
-def _distribution(values: _Values) -> Found:
-    def read(text: str) -> str:
-        if text.lower() not in DISTRIBUTIONS:
-            raise ValueError(f"there is no distribution {text!r}: pass one of {', '.join(DISTRIBUTIONS)}")
-        return text.lower()
-
-    return {"distribution": values.take(read)}
+def _distribution(text: str) -> str:
+    if text.lower() not in DISTRIBUTIONS:
+        raise ValueError(f"there is no distribution {text!r}: pass one of {', '.join(DISTRIBUTIONS)}")
+    return text.lower()
 
 
 def _loss(values: _Values) -> Found:
     if values.said("gemodel"):
-        to_bad = values.take(q.share)
-        to_good = values.more(q.share, 1 - to_bad)
-        return {"loss": Bursts(to_bad, to_good, values.more(q.share, 1.0), values.more(q.share, 0.0))}
+        to_bad, *more = values.some(q.share, q.share, q.share, q.share)
+        return {"loss": Bursts(to_bad, *(more or [1 - to_bad]))}
     values.said("random")
-    return {"loss": _chance(values)}
-
-
-def _chance(values: _Values) -> Chance:
-    return Chance(values.take(q.share), values.more(q.share, 0.0))
+    return _chance("loss")(values)
 
 
 def _stall(values: _Values) -> Found:
@@ -144,35 +130,39 @@ def _stall(values: _Values) -> Found:
     return {"stall_seconds": length, "stall_every_seconds": values.take(q.seconds)}
 
 
-def _one(name: str, read: Callable[[str], Any]) -> Callable[[_Values], Found]:
-    return lambda values: {name: values.take(read)}
+def _sets(**reads: Callable[[str], Any]) -> Callable[[_Values], Found]:
+    """Reads values by the names of what they set; all but the first may be missing."""
+    return lambda values: dict(zip(reads, values.some(*reads.values()), strict=False))
 
 
-def _happens(name: str) -> Callable[[_Values], Found]:
-    return lambda values: {name: _chance(values)}
+def _chance(name: str) -> Callable[[_Values], Found]:
+    return lambda values: {name: Chance(*values.some(q.share, q.share))}
 
 
 _WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
     "rate": (_rate, "rate RATE"),
-    "burst": (_one("burst", q.size), "burst SIZE"),
-    "buffer": (_one("burst", q.size), ""),
-    "maxburst": (_one("burst", q.size), ""),
-    "limit": (_one("limit", q.size), "limit SIZE"),
-    "latency": (_one("latency", q.seconds), "latency TIME"),
-    "mtu": (_one("mtu", q.count), "mtu BYTES"),
-    "delay": (_delay, "delay TIME [JITTER [CORRELATION]]"),
-    "jitter": (_jitter, "jitter TIME [CORRELATION]"),
-    "distribution": (_distribution, f"distribution {'|'.join(DISTRIBUTIONS)}"),
+    "burst": (_sets(burst=q.size), "burst SIZE"),
+    "buffer": (_sets(burst=q.size), ""),
+    "maxburst": (_sets(burst=q.size), ""),
+    "limit": (_sets(limit=q.size), "limit SIZE"),
+    "latency": (_sets(latency=q.seconds), "latency TIME"),
+    "mtu": (_sets(mtu=q.count), "mtu BYTES"),
+    "delay": (
+        _sets(delay_seconds=q.seconds, jitter_seconds=q.seconds, correlation=q.share),
+        "delay TIME [JITTER [CORRELATION]]",
+    ),
+    "jitter": (_sets(jitter_seconds=q.seconds, correlation=q.share), "jitter TIME [CORRELATION]"),
+    "distribution": (_sets(distribution=_distribution), f"distribution {'|'.join(DISTRIBUTIONS)}"),
     "overtaking": (lambda values: {"overtaking": True}, "overtaking"),
     "loss": (_loss, "loss [random] PERCENT [CORRELATION] or loss gemodel P [R [1-H [1-K]]]"),
     "drop": (_loss, ""),
-    "duplicate": (_happens("duplicate"), "duplicate PERCENT [CORRELATION]"),
-    "duplication": (_happens("duplicate"), ""),
-    "corrupt": (_happens("corrupt"), "corrupt PERCENT [CORRELATION]"),
-    "corruption": (_happens("corrupt"), ""),
-    "reorder": (_happens("reorder"), "reorder PERCENT [CORRELATION]"),
-    "reordering": (_happens("reorder"), ""),
-    "gap": (_one("gap", q.count), "gap FRAMES"),
+    "duplicate": (_chance("duplicate"), "duplicate PERCENT [CORRELATION]"),
+    "duplication": (_chance("duplicate"), ""),
+    "corrupt": (_chance("corrupt"), "corrupt PERCENT [CORRELATION]"),
+    "corruption": (_chance("corrupt"), ""),
+    "reorder": (_chance("reorder"), "reorder PERCENT [CORRELATION]"),
+    "reordering": (_chance("reorder"), ""),
+    "gap": (_sets(gap=q.count), "gap FRAMES"),
     "stall": (_stall, "stall TIME every TIME"),
 }
 """For each word, the function that reads its values, and its description for users; "" for tc's synonyms."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.files import write_text
+from penstock.report.marks import chunks
 from penstock.report.said import said_of
 from penstock.schedule.action import OPS, Op
 from penstock.schedule.timeline import Span, Timeline, Track
@@ -56,7 +57,8 @@ def to_perfetto(
         events += made
         curve = memory[rank] if rank < len(memory) else None
         if curve is None:
-            what = "microbatches" if slices == 1 and len(_own(track)) == 1 else "activations"  # of a stage, of a slice
+            whole = slices == 1 and len(chunks(track)) == 1
+            what = "microbatches" if whole else "activations"  # of a stage, of a slice
             events += _counters(rank, {f"{what} held": _held(track)}, "")
         else:
             events += _counters(rank, curve, unit)
@@ -83,12 +85,8 @@ def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": args}
 
 
-def _own(track: Track) -> list[int]:
-    return sorted({stage for stage, _ in track.actions.kinds})
-
-
 def _stages(track: Track) -> str:
-    stages = _own(track)
+    stages = chunks(track)
     return f"stage{'s' * (len(stages) != 1)} {', '.join(map(str, stages))}"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
 from penstock.hardware import USUAL, Cable, Device, Efficiency
+from penstock.simulate import LinkCost
 from penstock.transformer.operations import Grid
 
 LINK_FRACTION = NETWORK_FRACTION = 0.8
@@ -58,14 +59,14 @@ class Machine:
         return Grid(PROCESSORS.get(self.device.key, 0))
 
     @property
-    def link(self) -> Cable:
+    def link(self) -> LinkCost:
         """Between devices of a host, at the rate that is reached. Raises ArgumentError if there is none."""
-        return _at(self._known(self.device.link, "within a host"), self.link_fraction)
+        return self._reached(self.device.link, "within a host", self.link_fraction)
 
     @property
-    def network(self) -> Cable:
+    def network(self) -> LinkCost:
         """Between devices of two hosts, a device's share, at the rate that is reached. Raises as `link` does."""
-        return _at(self._known(self.device.network, "between hosts"), self.network_fraction)
+        return self._reached(self.device.network, "between hosts", self.network_fraction)
 
     def all_reduce_seconds(self, size: float, devices: int, *, stride: int = 1) -> float:
         """A sum of tensors of that many bytes over neighbors, or every stride-th device.
@@ -80,19 +81,15 @@ class Machine:
             return _ring(size, devices, self.link)
         return max(
             _ring(size, inside, self.link) if inside > 1 else 0.0,
-            _ring(size, devices, _at(self.network, inside)),
+            _ring(size, devices, self.network, inside),
         )
 
-    def _known(self, cable: Cable | None, where: str) -> Cable:
+    def _reached(self, cable: Cable | None, where: str, fraction: float) -> LinkCost:
         if cable is None:
             raise ArgumentError(f"device {self.device.key!r}: nothing is known of what joins two of them {where}")
-        return cable
+        return LinkCost(cable.latency_seconds, cable.bytes_per_second * fraction)
 
 
-def _ring(size: float, devices: int, cable: Cable) -> float:
+def _ring(size: float, devices: int, link: LinkCost, ports: int = 1) -> float:
     rounds = 2 * math.ceil(math.log2(devices))  # latencies as of a tree, which libraries use where latencies count
-    return rounds * cable.latency_seconds + 2 * (devices - 1) / devices * size / cable.bytes_per_second
-
-
-def _at(cable: Cable, factor: float) -> Cable:
-    return Cable(cable.name, cable.bytes_per_second * factor, cable.latency_seconds, cable.devices)
+    return rounds * link.latency_seconds + 2 * (devices - 1) / devices * size / (link.bytes_per_second * ports)

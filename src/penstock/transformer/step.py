@@ -102,8 +102,7 @@ def optimizer_seconds(job: Job, machine: Machine, parameters: float) -> float:
 def _neighbors(job: Job, machine: Machine, layout: Layout) -> LinkCost:
     """Between two ranks: replicas lie between them, so that a host has one rank only, unless there is but one host."""
     devices = job.tensor_parallel * layout.replicas * layout.ranks
-    cable = machine.link if devices <= machine.devices_per_host else machine.network
-    return LinkCost(cable.latency_seconds, cable.bytes_per_second)
+    return machine.link if devices <= machine.devices_per_host else machine.network
 
 
 def _layers(job: Job, layout: Layout) -> tuple[int, ...]:

@@ -8,10 +8,9 @@ from typing import Any
 from penstock.explain import Explanation
 from penstock.report.text import TURNS
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import StageCost
+from penstock.simulate import Memory, StageCost, memory
 from penstock.simulate.figures import title
-from penstock.web import memory_curves
-from penstock.web.page_data import band
+from penstock.web.page_data import band, curve
 from penstock.web.shown import Figure, Held, Idle, Shown, duration
 from penstock.words import counted
 
@@ -31,14 +30,14 @@ def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = (
     """
     step = found.step
     slowest = step.slowest
-    held = memory_curves.by_stages(costs, slowest.schedule, slowest.timeline) if costs else []
-    curves = memory_curves.drawn(held) if held else None
+    held = memory(slowest.schedule, costs, slowest.timeline) if costs else []
+    measured = band(_measured(found), slowest.timeline, slowest.schedule, memory=_curves(held))
     return Shown(
         title=title(slowest.schedule),
         headings=tuple(_headings(found, name)),
         warnings=found.run.notes,
         figures=tuple(figures_of(found)),
-        bands=(band(_measured(found), slowest.timeline, slowest.schedule, memory=curves), *compared(found, costs)),
+        bands=(measured, *compared(found, costs)),
         idle=idle_of(found),
         improvements=found.advice,
         nothing_better=found.nothing,
@@ -75,18 +74,21 @@ def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[s
             for change, case in zip(found.what_ifs, found.what_if_replays, strict=True)
         ]
     if found.predicted is not None:
-        held = memory_curves.by_stages(costs, schedule, found.predicted) if costs else []
-        curves = memory_curves.drawn(held) if held else None
+        held = memory(schedule, costs, found.predicted) if costs else []
         return [
             band(
                 "predicted",
                 found.predicted,
                 schedule,
-                memory=curves,
+                memory=_curves(held),
                 note="by what the plan or profile said of each stage",
             )
         ]
     return [band("if all were even", found.even, schedule, note="stages, ranks and microbatches alike")]
+
+
+def _curves(held: Sequence[Memory]) -> list[dict[str, Any] | None] | None:
+    return [curve(one, label="predicted") for one in held] or None
 
 
 def figures_of(found: Explanation) -> list[Figure]:

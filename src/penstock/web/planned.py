@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 from penstock.plan import Plan
 from penstock.plan.predict import order_of_plan
-from penstock.simulate import StageCost, simulate
+from penstock.schedule import Schedule
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost, memory, simulate
 from penstock.simulate.figures import title
-from penstock.web import memory_curves
-from penstock.web.page_data import band
+from penstock.web.page_data import band, curve
 from penstock.web.shown import Figure, Held, Idle, Shown, duration
 from penstock.words import counted, sized
 
@@ -35,7 +38,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
     parts = [seconds / 3 for seconds in plan.stage_seconds]
     costs = [StageCost(part, part, part) for part in parts] * schedule.placement.pipelines
     timeline = simulate(schedule, costs)
-    curves = memory_curves.of_plan(plan, schedule, timeline)
+    curves = _memory(plan, schedule, timeline)
     limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
     held = tuple(
         Held(rank, peak, limit, "predicted")
@@ -82,3 +85,19 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         if stages:
             found.append((f"{name} stages", ", ".join(map(str, stages))))
     return found
+
+
+def _memory(plan: Plan, schedule: Schedule, timeline: Timeline) -> list[dict[str, Any] | None] | None:
+    """From what a rank holds all the time to the plan's peak, in step with the microbatches that it holds, of which a
+    plan does not say how much each is. None: it does not say what is held all the time either."""
+    if len(plan.held_bytes) != schedule.ranks:
+        return None
+    alike = StageCost(1.0, 1.0, 1.0, activation_bytes=1.0, weight_gradient_bytes=1.0)
+    made = []
+    for rank, held in enumerate(memory(schedule, alike, timeline)):
+        constant, most = plan.held_bytes[rank], max(held.activations, default=0.0)
+        each = max(0.0, plan.memory_bytes[rank] - constant) / most if most else 0.0
+        scaled = tuple(each * number for number in held.activations)
+        limit = plan.limit_bytes[rank]
+        made.append(curve(replace(held, parameters=constant, activations=scaled), limit, label="predicted"))
+    return [*made]

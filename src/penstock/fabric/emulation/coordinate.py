@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,53 +76,28 @@ def emulate(
     spec.write(folder)
     with contextlib.ExitStack() as stack:
         steps, board, failures = (stack.enter_context(memory(name)) for name in ("step", "start", "failures"))
-        usual = {**QUIET, "OMP_NUM_THREADS": "1"}
+        files = {STEP_FILE: steps, BOARD: board, FAILURES: failures}
+        environment = {**QUIET, "OMP_NUM_THREADS": "1", **os.environ, **files}
         commands = _commands(spec, folder, machines)
         logs = [stack.enter_context((folder / f"host-{number}.log").open("wb")) for number in range(len(commands))]
         try:
-            with _scenario(machines, events, steps) as happened:
-                ended = supervise(
-                    commands,
-                    {**usual, **os.environ, STEP_FILE: steps, BOARD: board, FAILURES: failures},
-                    outputs=logs,
-                    look=look,
-                    patience=_PATIENCE,
-                )
+            with playing(machines, events, lambda: read_step(steps)) as happened:
+                ended = supervise(commands, environment, outputs=logs, look=look, patience=_PATIENCE)
         except FabricError as error:
             _add(folder, str(error))
             raise
         killed = [failure for failure in RankFailure.read_all(failures) if (failure.exitcode or 0) < 0]
     if machines is not None:
-        _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=happened)
-    if ended.received:
-        _add(folder, f"stopped by {signal.Signals(ended.received).name}")
-        raise KeyboardInterrupt(ended.received)
-    if ended.agent is not None:
-        text = _cause(folder, ended, killed, machines is not None)
-        _add(folder, text)
-        raise FabricError(text)
+        _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=[*map(asdict, happened)])
+    _check_end(ended, killed, folder, by_host=machines is not None)
     if watch is not None:
         for number in range(told, spec.trials):
             watch(number)
 
 
 def _empty(folder: Path) -> None:
-    for stale in (RUN, SAMPLES, STEPS):
-        (folder / stale).unlink(missing_ok=True)
-    for stale_log in folder.glob("host-*.log"):
-        stale_log.unlink()
-
-
-@contextlib.contextmanager
-def _scenario(machines: Machines | None, events: Sequence[Event], steps: str) -> Iterator[list[dict[str, Any]]]:
-    """Plays the events while the block runs; when it ends, the list holds those that took place."""
-    happened: list[dict[str, Any]] = []
-    if machines is None:
-        yield happened
-        return
-    with playing(machines, events, lambda: read_step(steps)) as played:
-        yield happened
-    happened += [asdict(one) for one in played.happened]
+    for stale in (*(folder / name for name in (RUN, SAMPLES, STEPS)), *folder.glob("host-*.log")):
+        stale.unlink(missing_ok=True)
 
 
 def _commands(spec: Spec, folder: Path, machines: Machines | None) -> list[list[str]]:
@@ -146,6 +121,17 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
 def _end(path: Path) -> bytes:
     """The last of a file, which may be long. Raises OSError or ArgumentError."""
     return read_bytes(path, start=max(0, path.stat().st_size - _END_BYTES))
+
+
+def _check_end(ended: Ended, killed: Sequence[RankFailure], folder: Path, *, by_host: bool) -> None:
+    """Records and raises what ended the hosts before their time."""
+    if ended.received:
+        _add(folder, f"stopped by {signal.Signals(ended.received).name}")
+        raise KeyboardInterrupt(ended.received)
+    if ended.agent is not None:
+        text = _cause(folder, ended, killed, by_host)
+        _add(folder, text)
+        raise FabricError(text)
 
 
 def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: bool) -> str:

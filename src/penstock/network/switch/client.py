@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from typing import Any
 
 from penstock.errors import FabricError
-from penstock.network.switch.protocol import Order, Setup
+from penstock.network.topology import Topology
 
 PROGRAM = ("-P", "-m", "penstock.network.switch.serve")
 """The program that is the switch, which imports nothing from the current folder; benchmarks replace it."""
@@ -21,24 +20,57 @@ START_SECONDS = 120.0
 ANSWER_SECONDS = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A message to a switch, which answers each one.
+
+    Attributes:
+        topology: the links from now on; None to keep them.
+        gone: the hosts that are cut off from now on; None for no change.
+        background: neighbors' traffic from now on, as texts (background.py); None to keep it.
+        tells: True to ask for the counters.
+    """
+
+    topology: Topology | None = None
+    gone: tuple[int, ...] | None = None
+    background: tuple[str, ...] | None = None
+    tells: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a switch.
+
+    Attributes:
+        namespaces: files of the hosts' namespaces, by host.
+        interface: the name of the device in each.
+        order: the network to start with.
+    """
+
+    namespaces: tuple[str, ...]
+    interface: str
+    order: Order = field(default_factory=Order)
+
+
 class Switch:
     """A switch that runs until `close`, or until this process ends."""
 
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
         """Starts the switch, and waits until every host has its device. Raises FabricError: the switch cannot run
         here."""
-        self._process = subprocess.Popen(
-            [sys.executable, *PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **environment},
-            text=True,
-            bufsize=1,
-            start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
-        )
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *PROGRAM],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **environment},
+                text=True,
+                start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
+            )
         try:
-            answer = self._say(setup.line(), START_SECONDS)
+            answer = self._say(setup, START_SECONDS)
             if "error" in answer:
                 raise FabricError(f"the switch cannot make the hosts' devices: {answer['error']}")
         except BaseException:
@@ -48,7 +80,7 @@ class Switch:
 
     def order(self, order: Order) -> dict[str, Any]:
         """Sends an order and returns the answer. Raises FabricError: the switch has ended."""
-        return self._say(order.line(), ANSWER_SECONDS)
+        return self._say(order, ANSWER_SECONDS)
 
     def check(self) -> None:
         """Raises FabricError if the switch has ended."""
@@ -58,34 +90,25 @@ class Switch:
 
     def close(self) -> None:
         """Ends the switch. May be called again."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+        self._connection.close()
         try:
-            process.wait(ANSWER_SECONDS)
+            self._process.wait(ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        process.stderr.close()
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
-    def _say(self, text: str, seconds: float) -> dict[str, Any]:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(text)
-            process.stdin.flush()
-        # Each order has one answer, so the pipe cannot hold anything else.
-        ready, _, _ = select.select([process.stdout], [], [], seconds)
-        line = process.stdout.readline() if ready else ""
-        if not line:
-            process.kill()
-            said = process.stderr.read().strip().rpartition("\n")[2]
-            raise FabricError(f"the switch {'has ended' if ready else 'does not answer'}: {said or 'it said nothing'}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def _say(self, message: Setup | Order, seconds: float) -> dict[str, Any]:
+        is_late = False
+        try:
+            self._connection.send(message)
+            if not (is_late := not self._connection.poll(seconds)):
+                answer: dict[str, Any] = self._connection.recv()
+                return answer
+        except (EOFError, OSError):
+            pass  # it has ended
+        self._process.kill()
+        assert self._process.stderr is not None
+        said = self._process.stderr.read().strip().rpartition("\n")[2]
+        raise FabricError(f"the switch {'does not answer' if is_late else 'has ended'}: {said or 'it said nothing'}")

@@ -1,7 +1,7 @@
-"""The switch as its own process, `python -m penstock.network.switch.serve`, which takes orders on standard input.
+"""The switch as its own process, `python -m penstock.network.switch.serve`, whose standard input is a `Connection`.
 
-It ends when its input does. If permitted, it takes priority over all other processes, so that frames leave when they
-are due even if the hosts keep every core busy.
+It ends when the maker closes that. If permitted, it takes priority over all other processes, so that frames leave when
+they are due even if the hosts keep every core busy.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import os
-import select
 import signal
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ import scipy.special  # noqa: F401  (so that a link that changes to normal jitte
 
 from penstock.network.background import AHEAD_NS, Neighbor, Stream, parse_background
 from penstock.network.switch import columns, loop
+from penstock.network.switch.client import Order, Setup
 from penstock.network.switch.columns import Tables
 from penstock.network.switch.filling import STALL, Decided, stalls, tables, told
-from penstock.network.switch.protocol import Order, Setup
 from penstock.network.switch.tap import Unread, open_tap
 
 TURN_SECONDS = 0.02
@@ -119,35 +118,28 @@ def priority() -> str:
 
 
 def main() -> int:
-    """Serves until the input ends. Returns 0 then, or 1 after answering with an error."""
+    """Serves until the maker closes the connection. Returns 0 then, or 1 after answering with an error."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the maker closes its input
-    incoming = sys.stdin
-    first = incoming.readline()
-    if not first:
-        return 0
+        signal.signal(number, signal.SIG_IGN)  # it ends when the maker closes the connection
+    maker = Connection(0)
     try:
-        served = Served(Setup.read(first))
+        served = Served(maker.recv())
+    except EOFError:
+        return 0
     except OSError as error:
-        _answer({"error": f"{error.strerror or error}"})
+        maker.send({"error": f"{error.strerror or error}"})
         return 1
     gc.collect()
     gc.freeze()  # otherwise a collection of everything imported would delay frames
-    _answer({"ready": True, "priority": priority()})
-    waiting = select.poll()
-    waiting.register(incoming, select.POLLIN | select.POLLHUP)
+    maker.send({"ready": True, "priority": priority()})
     while True:
         served.turn()
-        while waiting.poll(0):
-            line = incoming.readline()
-            if not line:
+        while maker.poll():
+            try:
+                order = maker.recv()
+            except (EOFError, ConnectionResetError):
                 return 0
-            _answer(served.obey(Order.read(line)))
-
-
-def _answer(given: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(given) + "\n")
-    sys.stdout.flush()
+            maker.send(served.obey(order))
 
 
 if __name__ == "__main__":
