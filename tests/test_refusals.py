@@ -37,48 +37,6 @@ def test_frozen_model_has_nothing_to_train_and_runs() -> None:
         assert not any(action.op is Op.B for row in pipe.schedule.rows for action in row)
 
 
-class Scaled(nn.Module):
-    """Reads a plain attribute in a forward that is recorded call by call, and computes in the caller's autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x = (self.scale * x).float().tanh().to(x.dtype)
-        return x
-
-
-def outputs(pipe: penstock.Pipeline, x: Tensor, y: Tensor) -> Tensor:
-    return torch.cat(list(pipe.step(x, target=y, outputs=True).outputs))
-
-
-def test_attribute_that_changes_is_followed() -> None:
-    torch.manual_seed(0)
-    model, x, y = Scaled(), torch.randn(4, 5), torch.randn(4, 5)
-    with pipeline(model, (x,), ranks=2, microbatches=4, loss=squared_error) as pipe:
-        before = outputs(pipe, x, y)
-        model.scale = 3.0
-        after = outputs(pipe, x, y)
-        assert not torch.equal(before, after)
-        assert torch.equal(after, torch.cat([model(row) for row in x.split(1)]))
-
-
-def test_autocast_around_a_later_step_is_followed() -> None:
-    torch.manual_seed(0)
-    model, x, y = Scaled(), torch.randn(4, 5), torch.randn(4, 5)
-    with pipeline(model, (x,), ranks=2, microbatches=4, loss=lambda o, t: squared_error(o.float(), t)) as pipe:
-        assert outputs(pipe, x, y).dtype == torch.float32
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got = outputs(pipe, x, y)
-            expected = torch.cat([model(row) for row in x.split(1)])
-        assert got.dtype == expected.dtype == torch.bfloat16
-        assert torch.equal(got, expected)
-
-
 def test_schedule_that_was_run_before_can_be_given_again() -> None:
     x, y = batch()
     order = reduce_ties(generate("1f1b", 2, 4), [(0, 1)])

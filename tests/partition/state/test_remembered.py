@@ -58,12 +58,6 @@ def remembers(self: Any, h: Any) -> Any:
     return y
 
 
-def remembers_number(self: Any, h: Any) -> Any:
-    y = h + self.state
-    self.state = h.mean().item()
-    return y
-
-
 def takes_history(self: Any, h: Any) -> Any:
     self.state.append(h.detach().mean(0))
     return h + torch.stack(list(self.state)).mean(0)
@@ -151,19 +145,6 @@ def looks(self: Any, h: Any) -> Any:
 @pytest.mark.parametrize("options", [{"schedule": "dualpipe"}, {"recompute": "always"}, {"recompute": 1}])
 def test_what_no_forward_depends_on_is_no_matter(act: Any, state: Any, options: Any) -> None:
     prove(act, state, **options)
-
-
-def test_a_number_found_from_made_up_values_is_not_given_to_the_loss() -> None:
-    made = model(remembers_number, float)
-
-    def loss(y: Tensor, target: Tensor) -> Any:
-        return F.mse_loss(y, target) * (1 + made[0].state)
-
-    with (
-        pytest.raises(PartitionError, match=r"the loss reads 0.state"),
-        penstock.pipeline(made, (X,), loss=loss, ranks=2, microbatches=2) as pipe,
-    ):
-        pipe.step(X, target=TARGET)
 
 
 def sums_in_place(self: Any, h: Any) -> Any:
