@@ -67,8 +67,7 @@ def test_a_batch_in_dimension_1_is_verified(schedule: str) -> None:
     counts = {**M, "ranks": 2} if schedule == "chimera" else M
     report = verify(
         recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=DIMS, schedule=schedule, **counts
-    )
-    assert report.ok, report.summary()
+    ).check()
     assert report.whole_batch is not None
     assert report.whole_batch.verdict == "close"
 
@@ -134,8 +133,7 @@ def test_torchs_own_words() -> None:
         "kwargs": {"scale": _Replicate},
         "target": TensorChunkSpec(1),
     }
-    report = verify(recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=spec, **M)
-    assert report.ok, report.summary()
+    verify(recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=spec, **M).check()
     assert parse({"args": (_Replicate(), TensorChunkSpec(2))})[0].stated == (("[0][0]", None), ("[0][1]", 2))
 
 
@@ -247,8 +245,9 @@ def graph_net() -> GraphNet:
 
 def test_graphs_are_cut_by_a_function() -> None:
     args, target = graphs()
-    report = verify(graph_net, args, target=target, loss_fn=F.cross_entropy, split=by_graphs, merge=torch.cat, **M)
-    assert report.ok, report.summary()
+    report = verify(
+        graph_net, args, target=target, loss_fn=F.cross_entropy, split=by_graphs, merge=torch.cat, **M
+    ).check()
     assert report.whole_batch is not None
     assert report.whole_batch.verdict == "close"
 
@@ -325,8 +324,7 @@ def rows() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_the_one_scalar_that_requires_a_gradient_is_the_loss(recompute: Any) -> None:
     torch.manual_seed(0)
-    report = verify(OwnLoss(), rows(), recompute=recompute, **TWO)
-    assert report.ok, report.summary()
+    report = verify(OwnLoss(), rows(), recompute=recompute, **TWO).check()
     assert report.loss == pytest.approx(F.cross_entropy(_logits(0), rows()[1]).item(), rel=1e-5)
 
 

@@ -18,6 +18,7 @@ from penstock.runtime.transport.local import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import InPlace, SkipsTwice, squared_error
+from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, mlp
 
@@ -131,28 +132,14 @@ def test_trap_10_at_most_two_receives_of_a_link_are_posted(schedule: str, monkey
 @pytest.mark.parametrize(("schedule", "ranks"), representatives(3, ONE_STAGE, [2, 3, 4]))
 def test_trap_18_updates_in_place_of_what_was_received(schedule: str, ranks: int) -> None:
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    report = verify(
-        InPlace(), (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=3, schedule=schedule, exact=True
-    )
-    assert report.ok, report.summary()
+    proven(InPlace(), x, y, ranks=ranks, microbatches=3, schedule=schedule, exact=True)
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_trap_18_updates_in_place_of_what_a_stage_of_the_same_rank_made(chunks: int) -> None:
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
     for ranks in (1, 2):
-        report = verify(
-            InPlace(),
-            (x,),
-            target=y,
-            loss_fn=squared_error,
-            ranks=ranks,
-            chunks=chunks,
-            microbatches=3,
-            schedule="gpipe",
-            exact=True,
-        )
-        assert report.ok, report.summary()
+        proven(InPlace(), x, y, ranks=ranks, chunks=chunks, microbatches=3, schedule="gpipe", exact=True)
 
 
 # -- 7, 9, 13: schedules ----------------------------------------------------------------------------------------------
@@ -207,10 +194,7 @@ def test_trap_9_illegal_schedules_are_refused(rows: list[list[Action]], words: s
 def test_trap_13_skips_over_several_cuts(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, 7), torch.randn(ROWS, 7)
-    report = verify(
-        SkipsTwice(7), (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=5, schedule=schedule, exact=True
-    )
-    assert report.ok, report.summary()
+    proven(SkipsTwice(7), x, y, ranks=ranks, microbatches=5, schedule=schedule, exact=True)
 
 
 # -- 14, 15: structures, and gradients that are not there -------------------------------------------------------------
@@ -240,17 +224,8 @@ def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(schedule: 
     x, y = batch()
     values = {"x": x, "factor": 2, "flag": False, "text": "word", "offset": torch.tensor(0.5)}
     target = {"a": {"b": y}, "power": 2}
-    report = verify(
-        [Dicts(), Dicts(), Dicts()],
-        (values,),
-        target=target,
-        loss_fn=dict_loss,
-        ranks=ranks,
-        microbatches=4,
-        schedule=schedule,
-        exact=True,
-    )
-    assert report.ok, report.summary()
+    options: dict[str, Any] = {"microbatches": 4, "exact": True}
+    proven([Dicts(), Dicts(), Dicts()], values, target, dict_loss, ranks=ranks, schedule=schedule, **options)
 
 
 def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:

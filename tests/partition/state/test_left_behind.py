@@ -18,6 +18,7 @@ from penstock import PartitionError, inspect, verify
 from penstock.compat import FakeTensor
 from penstock.partition.recorder.attempts import record
 from penstock.partition.run.side_channels import SideChannels
+from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 
 WIDTH = 6
@@ -132,7 +133,7 @@ def test_a_container_into_which_blocks_put_tensors_is_no_obstacle_to_the_loss(ki
 
     x, y = batch()
     make = lambda: seeded(lambda: nn.Sequential(*(Noting() for _ in range(4))))  # noqa: E731
-    verify(make, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True).check()
+    proven(make, x, y, ranks=2, microbatches=2, schedule="gpipe", exact=True)
 
 
 def test_a_loss_may_read_what_blocks_put_into_a_deque() -> None:
@@ -212,10 +213,7 @@ class Telling(nn.Module):
 @pytest.mark.parametrize(("kind", "ranks"), representatives(2, ["context", "flag", "count"], [2, 4]))
 def test_plain_values_that_blocks_read(kind: str, ranks: int) -> None:
     x, y = batch()
-    report = verify(
-        seeded(lambda: Telling(kind)), (x,), target=y, loss_fn=F.mse_loss, ranks=ranks, microbatches=4, exact=True
-    )
-    assert report.ok, report.summary()
+    proven(seeded(lambda: Telling(kind)), x, y, ranks=ranks, microbatches=4, exact=True)
 
 
 def test_a_unit_that_must_stay_whole_and_reads_a_flag_is_refused() -> None:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
-from penstock import ArgumentError, PartitionError, inspect, verify
+from penstock import ArgumentError, PartitionError, inspect
 from penstock.partition import Partitioner
 from penstock.partition.recorder.attempts import record
 from penstock.partition.run import side_channels
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.proofs import proven
 
 WIDTH = 4
 X, TARGET = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)), torch.zeros(8, WIDTH)
@@ -43,7 +44,7 @@ def model(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **sha
 
 def prove(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **options: Any) -> None:
     given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", "whole_batch": False, **options}
-    verify(lambda: model(act, state), (X,), target=TARGET, loss_fn=F.mse_loss, exact=True, **given).check()
+    proven(lambda: model(act, state), X, TARGET, exact=True, **given)
 
 
 class Counting(Block):
@@ -114,9 +115,7 @@ class Draws(nn.Module):
 def test_a_generator_of_a_units_own() -> None:
     def run(**options: Any) -> None:
         given = {"ranks": 2, "microbatches": 4, "whole_batch": False, **options}
-        verify(
-            lambda: nn.Sequential(*(Draws() for _ in range(4))), (X,), target=TARGET, loss_fn=F.mse_loss, **given
-        ).check()
+        proven(lambda: nn.Sequential(*(Draws() for _ in range(4))), X, TARGET, **given)
 
     run(schedule="gpipe")
     with pytest.raises(PartitionError, match=r"torch.Generator in '0' .*2 copies"):

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from penstock import PartitionError, inspect, pipeline, verify
+from penstock import PartitionError, inspect, pipeline
 from scaffolding.models import squared_error
+from scaffolding.proofs import proven
 
 WIDTH = 6
 
@@ -113,8 +114,7 @@ def test_the_unsplit_model_draws_the_same(ranks: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Stage(depth) for depth in (1, 6, 1)))
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=2, exact=True)
-    assert report.ok, report.summary()
+    proven(model, x, y, ranks=ranks, microbatches=2, exact=True)
     assert any(".blocks." in name for name in cuts_of(model, 4))
 
 
@@ -221,8 +221,7 @@ def test_lists_of_experts_and_of_heads(make: Callable[[], nn.Module], seed: int)
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     assert cuts_of(model, 4) == ["1", "2", "3"]
     for ranks in (2, 3):
-        report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=2, exact=True)
-        assert report.ok, report.summary()
+        proven(model, x, y, ranks=ranks, microbatches=2, exact=True)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from penstock.errors import ArgumentError
 from penstock.runtime.features.compiled import notes_of
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import CASES, TRANSFORMERS, Case, gpt
+from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch, mlp
 
@@ -124,17 +125,7 @@ class Sliced(nn.Module):
 def test_gradients_that_share_memory_are_accumulated_apart(schedule: str) -> None:
     x, y = batch(4)  # a row a microbatch: more rows are summed, each gradient into memory of its own
     torch.manual_seed(0)
-    penstock.verify(
-        Sliced(),
-        (x,),
-        target=y,
-        loss_fn=F.mse_loss,
-        microbatches=4,
-        ranks=1,
-        schedule=schedule,
-        compile=SAME_BITS,
-        exact=True,
-    ).check()
+    proven(Sliced(), x, y, microbatches=4, ranks=1, schedule=schedule, compile=SAME_BITS, exact=True)
 
 
 class Half(nn.Module):
@@ -156,16 +147,7 @@ def test_autocast_in_compiled_stages(around: bool) -> None:
     x, y = batch(8)
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
-        penstock.verify(
-            mlp() if around else Half(),
-            (x,),
-            target=y,
-            loss_fn=F.mse_loss,
-            microbatches=4,
-            ranks=2,
-            compile=SAME_BITS,
-            exact=True,
-        ).check()
+        proven(mlp() if around else Half(), x, y, microbatches=4, ranks=2, compile=SAME_BITS, exact=True)
     assert not torch.is_autocast_enabled("cpu")
 
 
