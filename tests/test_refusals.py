@@ -76,13 +76,6 @@ def test_slip_is_answered_with_what_to_write(change: dict[str, Any], words: str)
         pipeline(given.pop("model"), given.pop("example_args"), **given)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without CUDA")
-def test_cuda_that_is_not_there_is_refused() -> None:
-    x, _ = batch()
-    with pytest.raises(ArgumentError, match=r"devices='cuda': CUDA is not available"):
-        pipeline(mlp(), (x,), ranks=2, devices="cuda", loss=squared_error)
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1, 3.5, float("inf"), "inf"])
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
 def test_clipping_is_that_of_one_device(max_norm: float, norm_type: Any) -> None:
