@@ -166,15 +166,6 @@ def test_five_steps_with_tied_weights(ranks: Ranks, schedule: str) -> None:
         torch.testing.assert_close(one.losses, losses, rtol=1e-6, atol=0)
 
 
-def test_masks_are_those_of_one_process(ranks3: Ranks) -> None:
-    options = {"microbatches": 4, "seed": 11}
-    trained = ranks3.run(jobs.train_here, "dropout", 4, options)
-    alone = jobs.train("dropout", 4, ranks=1, **options)
-    got = merged(trained, "weights")
-    assert all(torch.equal(got[key], alone.weights[key]) for key in alone.weights)
-    assert list(map(float, trained[0].losses)) == list(map(float, alone.losses))
-
-
 def test_weights_from_the_meta_device_are_those_of_one_process(ranks3: Ranks) -> None:
     alone = jobs.from_meta(0, 5)
     found: dict[str, Tensor] = {}

@@ -57,13 +57,6 @@ def test_nothing_begins_where_all_is_right() -> None:
     assert report.first is None
 
 
-def test_a_loss_that_is_summed_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = LossHead.seed
-    monkeypatch.setattr(LossHead, "seed", lambda self, k: 4 * seed(self, k))
-    words = ("step 1, microbatch 0 on stage 1", "the gradient that reaches 'layers.3'", "4 times", "number of microbat")
-    begins(proof(), *words)
-
-
 def test_the_message_of_the_microbatch_before(monkeypatch: pytest.MonkeyPatch) -> None:
     send, kept = LocalChannel.send, {}
 
@@ -115,18 +108,21 @@ def test_a_microbatch_that_counts_wrongly(monkeypatch: pytest.MonkeyPatch, facto
     begins(proof(), "step 1 on stage 0", "the gradient of 'layers.0.bias'", words)
 
 
-def test_the_term_of_a_tie_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("factor", "stage", "words"), [(0.0, 1, "is missing"), (2.0, 0, "is there twice")])
+def test_the_term_of_a_tie_that_counts_wrongly(
+    monkeypatch: pytest.MonkeyPatch, factor: float, stage: int, words: str
+) -> None:
     backward = StageRunner.backward
 
-    def lost(self: StageRunner, microbatch: int, grads: Any) -> None:
+    def wrong(self: StageRunner, microbatch: int, grads: Any) -> None:
         weight: Any = code(self).get_submodule("layers.0" if self.index == 0 else "layers.3").weight
-        before = None if weight.grad is None else weight.grad.clone()
+        before = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
         backward(self, microbatch, grads)
-        if self.index == 1:
-            weight.grad = before
+        if self.index == stage:
+            weight.grad = before + (weight.grad - before) * factor
 
-    monkeypatch.setattr(StageRunner, "backward", lost)
-    begins(proof(), "the gradient of 'layers.0.weight'", "the term of stage 1 is missing")
+    monkeypatch.setattr(StageRunner, "backward", wrong)
+    begins(proof(), "the gradient of 'layers.0.weight'", f"the term of stage {stage} {words}")
 
 
 def test_another_mask_when_a_stage_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +159,7 @@ def test_a_module_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("factor", "words"),
     [
+        (4.0, "4 times what it should be: the number of microbat"),
         (2.0, "2 times what it should be: twice"),
         (0.25, "0.25 times what it should be: 1 over the number"),
     ],
@@ -264,20 +261,6 @@ def test_a_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Pipeline, "step", losing)
     begins(proof(), "step 1 on stage 0: the gradient of 'layers.1.bias'", "it is zero")
-
-
-def test_a_tie_whose_stages_each_add_the_others_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = StageRunner.backward
-
-    def twice(self: StageRunner, microbatch: int, grads: Any) -> None:
-        weight: Any = code(self).get_submodule("layers.0" if self.index == 0 else "layers.3").weight
-        before = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
-        backward(self, microbatch, grads)
-        if self.index == 0:
-            weight.grad = before + (weight.grad - before) * 2
-
-    monkeypatch.setattr(StageRunner, "backward", twice)
-    begins(proof(), "the gradient of 'layers.0.weight'", "the term of stage 0 is there twice")
 
 
 @pytest.mark.parametrize("grows", [False, True])
