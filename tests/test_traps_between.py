@@ -18,7 +18,7 @@ from penstock.runtime.transport.local import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import InPlace, SkipsTwice, squared_error
-from scaffolding.proofs import proven
+from scaffolding.proofs import after_each_step, proven
 from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, mlp
 
@@ -240,14 +240,7 @@ def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.M
 
 def test_trap_15_one_missing_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch()
-    step = penstock.Pipeline.step
-
-    def sabotaged(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        dict(self.named_parameters())["3.bias"].grad = None
-        return result
-
-    monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
+    after_each_step(monkeypatch, lambda pipe: setattr(dict(pipe.named_parameters())["3.bias"], "grad", None))
     report = verify(mlp(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=2)
     assert [(row.name, row.verdict) for row in report.wrong] == [("3.bias", "missing")]
 
@@ -265,16 +258,13 @@ def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.M
     report = verify(Spare(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
     assert report.ok
     assert "spare" in [row.name for row in report.rows]
-    step = penstock.Pipeline.step
 
-    def sabotaged(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        for name, parameter in self.named_parameters():
+    def spoil(pipe: penstock.Pipeline) -> None:
+        for name, parameter in pipe.named_parameters():
             if name == "spare":
                 parameter.grad = torch.zeros(3)
-        return result
 
-    monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
+    after_each_step(monkeypatch, spoil)
     report = verify(Spare(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
     assert [(row.name, row.verdict) for row in report.wrong] == [("spare", "unexpected")]
 

@@ -16,6 +16,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.local import LocalChannel
+from scaffolding.proofs import after_each_step
 
 WIDTH = 7
 
@@ -252,14 +253,7 @@ def test_an_evaluation_that_drops_activations(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Pipeline.step
-
-    def losing(self: Pipeline, *args: Any, **options: Any) -> Any:
-        result = step(self, *args, **options)
-        dict(self.named_parameters())["layers.1.bias"].grad.zero_()  # type: ignore[union-attr]
-        return result
-
-    monkeypatch.setattr(Pipeline, "step", losing)
+    after_each_step(monkeypatch, lambda pipe: dict(pipe.named_parameters())["layers.1.bias"].grad.zero_())
     begins(proof(), "step 1 on stage 0: the gradient of 'layers.1.bias'", "it is zero")
 
 
@@ -281,14 +275,7 @@ def test_rounding_is_told_from_other_differences(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_buffer_that_is_wrong_is_the_first_thing_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Pipeline.step
-
-    def twice(self: Pipeline, *args: Any, **options: Any) -> Any:
-        result = step(self, *args, **options)
-        dict(self.named_buffers())["1.running_mean"].mul_(1.1)
-        return result
-
-    monkeypatch.setattr(Pipeline, "step", twice)
+    after_each_step(monkeypatch, lambda pipe: dict(pipe.named_buffers())["1.running_mean"].mul_(1.1))
     x = torch.randn(8, WIDTH)
     layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
     report = verify(nn.Sequential(*layers), (x,), loss_fn=lambda out: out.square().mean(), ranks=2, microbatches=4)

@@ -23,6 +23,7 @@ from penstock.proof.term_sizes import TermSizes
 from penstock.proof.twins import Made
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.loss.loss import LossHead
+from scaffolding.proofs import after_each_step
 from scaffolding.small import WIDTH, batch, mlp
 
 TWO = {"ranks": 2, "microbatches": 4}
@@ -83,16 +84,12 @@ def test_a_value_that_is_wrong_in_one_step_is_found(monkeypatch: pytest.MonkeyPa
 
 
 def spoil_gradients(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    step = Pipeline.step
-
-    def wrong(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
-        found = step(self, *args, **kwargs)
-        for _, parameter in self.named_parameters():
+    def spoil(pipe: Pipeline) -> None:
+        for _, parameter in pipe.named_parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        return found
 
-    monkeypatch.setattr(Pipeline, "step", wrong)
+    after_each_step(monkeypatch, spoil)
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])

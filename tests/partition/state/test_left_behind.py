@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock import PartitionError, inspect, verify
+from penstock import PartitionError, inspect
 from penstock.compat import FakeTensor
 from penstock.partition.recorder.attempts import record
-from penstock.partition.run.side_channels import SideChannels
 from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 
@@ -237,15 +236,6 @@ def test_a_failed_recording_leaves_no_fake_tensors() -> None:
     with pytest.raises(PartitionError):
         record(model, (batch()[0],), {})
     assert not LOSSES
-
-
-def test_without_the_watch_a_flag_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail."""
-    monkeypatch.setattr(SideChannels, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs))
-    x, y = batch()
-    assert not verify(
-        seeded(lambda: Telling("context")), (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=4
-    ).ok
 
 
 # -- what the loss reads of the model's own ---------------------------------------------------------------------------

@@ -182,13 +182,6 @@ def test_what_cannot_be_recorded_call_by_call_stays_whole(make: Callable[[int], 
     assert_equal(losses(4, make), losses(1, make))
 
 
-def test_state_goes_on_where_a_module_stays_whole() -> None:
-    model, x = Whole(make=Counts), torch.randn(8, WIDTH)
-    with pipeline(model, (x,), ranks=4, microbatches=2, loss=squared_error) as pipe:
-        pipe.step(x, target=torch.randn(8, 2))
-    assert [stage.calls for stage in model.stages] == [2, 2, 2]
-
-
 class Experts(nn.Module):
     """A mixture: each row goes to the expert that its values choose."""
 
