@@ -14,6 +14,7 @@ from penstock import ArgumentError, Microbatch, Microbatches, ShapeError, pipeli
 from penstock.runtime.batch.batch_dims import parse
 from penstock.runtime.batch.microbatches import split
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
+from scaffolding.proofs import close
 
 T, B, WIDTH, LAYERS, CLASSES = 6, 11, 5, 2, 4
 M = {"ranks": 3, "microbatches": 4}
@@ -65,11 +66,8 @@ def recurrent() -> Recurrent:
 def test_a_batch_in_dimension_1_is_verified(schedule: str) -> None:
     args, kwargs, target = batch()
     counts = {**M, "ranks": 2} if schedule == "chimera" else M
-    report = verify(
-        recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=DIMS, schedule=schedule, **counts
-    ).check()
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close"
+    options = {**counts, "loss_fn": entropy, "batch_dims": DIMS, "schedule": schedule}
+    close(verify(recurrent, args, target=target, kwargs=kwargs, **options))
 
 
 def test_it_is_what_plain_torch_does_with_slices_along_dimension_1() -> None:
@@ -245,11 +243,7 @@ def graph_net() -> GraphNet:
 
 def test_graphs_are_cut_by_a_function() -> None:
     args, target = graphs()
-    report = verify(
-        graph_net, args, target=target, loss_fn=F.cross_entropy, split=by_graphs, merge=torch.cat, **M
-    ).check()
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close"
+    close(verify(graph_net, args, target=target, loss_fn=F.cross_entropy, split=by_graphs, merge=torch.cat, **M))
 
 
 def test_other_graphs_are_recorded_anew_and_predictions_are_merged() -> None:

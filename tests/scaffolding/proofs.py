@@ -16,6 +16,13 @@ def proven(model: Any, x: Any, y: Any, loss: Callable[..., Any] | None = squared
     return verify(model, (x,), target=y, loss_fn=loss, **options).check()
 
 
+def close(report: Report) -> None:
+    """It trains as on one device, and what it trains is that of the whole batch, but for rounding."""
+    whole = report.check().whole_batch
+    assert whole is not None
+    assert whole.verdict == "close", whole.text
+
+
 def after_each_step(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Pipeline], object]) -> None:
     """Every step of a pipeline is followed by `spoil(pipeline)`."""
     step = Pipeline.step
