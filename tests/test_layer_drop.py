@@ -12,12 +12,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from penstock import pipeline, verify
+from penstock import pipeline
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from penstock.stages import ties
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
+from scaffolding.proofs import proven
 
 SEED, MICROBATCHES = 5, 4
 SMALL = {"vocab_size": 23, "dropout": 0.0, "max_position_embeddings": 16, "pad_token_id": 0}
@@ -144,8 +145,7 @@ def by_coin(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
 def check(way: Callable[..., Tensor], **options: Any) -> None:
     torch.manual_seed(0)
     given = {"ranks": 2, "microbatches": 4, "seed": 3, **options}
-    report = verify(Dropping(way), (torch.randn(8, 7),), target=torch.randn(8, 7), loss_fn=squared_error, **given)
-    assert report.ok, report.summary()
+    proven(Dropping(way), torch.randn(8, 7), torch.randn(8, 7), **given)
 
 
 @pytest.mark.parametrize("way", [by_tensor, by_number, by_coin])
@@ -241,8 +241,7 @@ class AllStates(nn.Module):
 def test_a_tensor_that_crosses_a_cut_twice_is_added_in_another_order(cuts: list[str]) -> None:
     torch.manual_seed(0)
     model, x, y = AllStates(), torch.randn(8, 8), torch.randn(8, 8)
-    report = verify(model, (x,), target=y, loss_fn=squared_error, cuts=cuts, ranks=len(cuts) + 1, microbatches=4)
-    assert report.ok, report.summary()
+    report = proven(model, x, y, cuts=cuts, ranks=len(cuts) + 1, microbatches=4)
     gradients = [row for row in report.rows if row.kind == "gradient"]
     assert any(row.verdict == "close" for row in gradients)
     assert all(row.verdict == "equal" for row in report.rows if row.kind == "output")

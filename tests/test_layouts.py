@@ -14,6 +14,7 @@ from penstock import ArgumentError, Microbatch, Microbatches, ShapeError, pipeli
 from penstock.runtime.batch.batch_dims import parse
 from penstock.runtime.batch.microbatches import split
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
+from scaffolding.proofs import close
 
 T, B, WIDTH, LAYERS, CLASSES = 6, 11, 5, 2, 4
 M = {"ranks": 3, "microbatches": 4}
@@ -65,12 +66,8 @@ def recurrent() -> Recurrent:
 def test_a_batch_in_dimension_1_is_verified(schedule: str) -> None:
     args, kwargs, target = batch()
     counts = {**M, "ranks": 2} if schedule == "chimera" else M
-    report = verify(
-        recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=DIMS, schedule=schedule, **counts
-    )
-    assert report.ok, report.summary()
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close"
+    options = {**counts, "loss_fn": entropy, "batch_dims": DIMS, "schedule": schedule}
+    close(verify(recurrent, args, target=target, kwargs=kwargs, **options))
 
 
 def test_it_is_what_plain_torch_does_with_slices_along_dimension_1() -> None:
@@ -134,8 +131,7 @@ def test_torchs_own_words() -> None:
         "kwargs": {"scale": _Replicate},
         "target": TensorChunkSpec(1),
     }
-    report = verify(recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=spec, **M)
-    assert report.ok, report.summary()
+    verify(recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=spec, **M).check()
     assert parse({"args": (_Replicate(), TensorChunkSpec(2))})[0].stated == (("[0][0]", None), ("[0][1]", 2))
 
 
@@ -247,10 +243,7 @@ def graph_net() -> GraphNet:
 
 def test_graphs_are_cut_by_a_function() -> None:
     args, target = graphs()
-    report = verify(graph_net, args, target=target, loss_fn=F.cross_entropy, split=by_graphs, merge=torch.cat, **M)
-    assert report.ok, report.summary()
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close"
+    close(verify(graph_net, args, target=target, loss_fn=F.cross_entropy, split=by_graphs, merge=torch.cat, **M))
 
 
 def test_other_graphs_are_recorded_anew_and_predictions_are_merged() -> None:
@@ -325,8 +318,7 @@ def rows() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_the_one_scalar_that_requires_a_gradient_is_the_loss(recompute: Any) -> None:
     torch.manual_seed(0)
-    report = verify(OwnLoss(), rows(), recompute=recompute, **TWO)
-    assert report.ok, report.summary()
+    report = verify(OwnLoss(), rows(), recompute=recompute, **TWO).check()
     assert report.loss == pytest.approx(F.cross_entropy(_logits(0), rows()[1]).item(), rel=1e-5)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import penstock
+from scaffolding.proofs import proven
 
 WIDTH = 6
 
@@ -69,12 +69,4 @@ def error(output: Stream, target: Tensor) -> Tensor:
 )
 def test_objects_under_schedules(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    report = penstock.verify(
-        Model(),
-        (Stream(torch.randn(6, WIDTH)),),
-        target=torch.randn(6, WIDTH),
-        loss_fn=error,
-        microbatches=4,
-        **options,
-    )
-    assert report.ok, report.summary()
+    proven(Model(), Stream(torch.randn(6, WIDTH)), torch.randn(6, WIDTH), error, microbatches=4, **options)

@@ -37,48 +37,6 @@ def test_frozen_model_has_nothing_to_train_and_runs() -> None:
         assert not any(action.op is Op.B for row in pipe.schedule.rows for action in row)
 
 
-class Scaled(nn.Module):
-    """Reads a plain attribute in a forward that is recorded call by call, and computes in the caller's autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x = (self.scale * x).float().tanh().to(x.dtype)
-        return x
-
-
-def outputs(pipe: penstock.Pipeline, x: Tensor, y: Tensor) -> Tensor:
-    return torch.cat(list(pipe.step(x, target=y, outputs=True).outputs))
-
-
-def test_attribute_that_changes_is_followed() -> None:
-    torch.manual_seed(0)
-    model, x, y = Scaled(), torch.randn(4, 5), torch.randn(4, 5)
-    with pipeline(model, (x,), ranks=2, microbatches=4, loss=squared_error) as pipe:
-        before = outputs(pipe, x, y)
-        model.scale = 3.0
-        after = outputs(pipe, x, y)
-        assert not torch.equal(before, after)
-        assert torch.equal(after, torch.cat([model(row) for row in x.split(1)]))
-
-
-def test_autocast_around_a_later_step_is_followed() -> None:
-    torch.manual_seed(0)
-    model, x, y = Scaled(), torch.randn(4, 5), torch.randn(4, 5)
-    with pipeline(model, (x,), ranks=2, microbatches=4, loss=lambda o, t: squared_error(o.float(), t)) as pipe:
-        assert outputs(pipe, x, y).dtype == torch.float32
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got = outputs(pipe, x, y)
-            expected = torch.cat([model(row) for row in x.split(1)])
-        assert got.dtype == expected.dtype == torch.bfloat16
-        assert torch.equal(got, expected)
-
-
 def test_schedule_that_was_run_before_can_be_given_again() -> None:
     x, y = batch()
     order = reduce_ties(generate("1f1b", 2, 4), [(0, 1)])
@@ -116,13 +74,6 @@ def test_slip_is_answered_with_what_to_write(change: dict[str, Any], words: str)
     given: dict[str, Any] = {"model": mlp(), "example_args": (x,), "loss": squared_error, **change}
     with pytest.raises(ArgumentError, match=words):
         pipeline(given.pop("model"), given.pop("example_args"), **given)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without CUDA")
-def test_cuda_that_is_not_there_is_refused() -> None:
-    x, _ = batch()
-    with pytest.raises(ArgumentError, match=r"devices='cuda': CUDA is not available"):
-        pipeline(mlp(), (x,), ranks=2, devices="cuda", loss=squared_error)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1, 3.5, float("inf"), "inf"])

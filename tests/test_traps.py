@@ -18,6 +18,7 @@ from penstock import ArgumentError, pipeline, verify
 from penstock.schedule import Op
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, gradients, mlp, tokens
 
@@ -67,10 +68,7 @@ def test_trap_19_recomputation_draws_the_same_masks(schedule: str, ranks: int) -
         block, (x, y) = Checkpointed(), batch()
         block.whole = whole
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
-        report = verify(
-            model, (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=3, schedule=schedule, seed=3
-        )
-        assert report.ok, report.summary()
+        proven(model, x, y, ranks=ranks, microbatches=3, schedule=schedule, seed=3)
         found.append(gradients(model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -211,10 +209,7 @@ def test_trap_3_the_loss_of_the_whole_batch(reduction: str, microbatches: int) -
 @pytest.mark.parametrize("rows", [2, 7])
 def test_trap_12_fewer_microbatches_than_ranks_and_batches_that_do_not_divide(schedule: str, rows: int) -> None:
     x, y = batch(rows)
-    report = verify(
-        mlp(), (x,), target=y, loss_fn=squared_error, ranks=4, microbatches=2, schedule=schedule, exact=True
-    )
-    assert report.ok, report.summary()
+    proven(mlp(), x, y, ranks=4, microbatches=2, schedule=schedule, exact=True)
 
 
 def count(target: Tensor) -> Tensor:
@@ -253,18 +248,7 @@ def test_trap_21_a_microbatch_in_which_nothing_counts(schedule: str) -> None:
     torch.manual_seed(0)
     model, (ids, target) = GPT(), masked_tokens()
     whole = copy.deepcopy(model)
-    report = verify(
-        model,
-        (ids,),
-        target=target,
-        loss_fn=masked_mean,
-        ranks=2,
-        microbatches=11,
-        reduction=count,
-        schedule=schedule,
-        exact=True,
-    )
-    assert report.ok, report.summary()
+    proven(model, ids, target, masked_mean, ranks=2, microbatches=11, reduction=count, schedule=schedule, exact=True)
     whole.load_state_dict(model.state_dict())  # the last step has other weights
     masked_mean(whole(ids), target).backward()
     for a, b in zip(model.parameters(), whole.parameters(), strict=True):
@@ -380,10 +364,7 @@ def test_trap_22_frozen_stages(schedule: str, frozen: str) -> None:
     model, (x, y) = mlp(3), batch()
     for layer in frozen:
         model[int(layer)].requires_grad_(False)
-    report = verify(
-        model, (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=4, schedule=schedule, exact=True
-    )
-    assert report.ok, report.summary()
+    proven(model, x, y, ranks=3, microbatches=4, schedule=schedule, exact=True)
     with pipeline(model, (x,), ranks=3, microbatches=4, schedule=schedule, loss=squared_error) as pipe:
         backward = {action.stage for row in pipe.schedule.rows for action in row if action.op in (Op.B, Op.I)}
         first = min(stage for stage in range(3) if str(stage) not in frozen)
@@ -410,8 +391,7 @@ def test_trap_22_freezing_between_steps() -> None:
 def test_trap_22_a_stage_without_parameters() -> None:
     x, y = batch()
     model = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=4, exact=True)
-    assert report.ok, report.summary()
+    proven(model, x, y, ranks=3, microbatches=4, exact=True)
     with pipeline(nn.Sequential(nn.Tanh(), nn.Tanh()), (x,), ranks=2, loss=squared_error) as pipe:
         assert not list(pipe.named_parameters())
         torch.optim.AdamW(pipe.parameters()).step()

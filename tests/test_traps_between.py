@@ -18,6 +18,7 @@ from penstock.runtime.transport.local import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import InPlace, SkipsTwice, squared_error
+from scaffolding.proofs import after_each_step, proven
 from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, mlp
 
@@ -131,28 +132,14 @@ def test_trap_10_at_most_two_receives_of_a_link_are_posted(schedule: str, monkey
 @pytest.mark.parametrize(("schedule", "ranks"), representatives(3, ONE_STAGE, [2, 3, 4]))
 def test_trap_18_updates_in_place_of_what_was_received(schedule: str, ranks: int) -> None:
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    report = verify(
-        InPlace(), (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=3, schedule=schedule, exact=True
-    )
-    assert report.ok, report.summary()
+    proven(InPlace(), x, y, ranks=ranks, microbatches=3, schedule=schedule, exact=True)
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_trap_18_updates_in_place_of_what_a_stage_of_the_same_rank_made(chunks: int) -> None:
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
     for ranks in (1, 2):
-        report = verify(
-            InPlace(),
-            (x,),
-            target=y,
-            loss_fn=squared_error,
-            ranks=ranks,
-            chunks=chunks,
-            microbatches=3,
-            schedule="gpipe",
-            exact=True,
-        )
-        assert report.ok, report.summary()
+        proven(InPlace(), x, y, ranks=ranks, chunks=chunks, microbatches=3, schedule="gpipe", exact=True)
 
 
 # -- 7, 9, 13: schedules ----------------------------------------------------------------------------------------------
@@ -207,10 +194,7 @@ def test_trap_9_illegal_schedules_are_refused(rows: list[list[Action]], words: s
 def test_trap_13_skips_over_several_cuts(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, 7), torch.randn(ROWS, 7)
-    report = verify(
-        SkipsTwice(7), (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=5, schedule=schedule, exact=True
-    )
-    assert report.ok, report.summary()
+    proven(SkipsTwice(7), x, y, ranks=ranks, microbatches=5, schedule=schedule, exact=True)
 
 
 # -- 14, 15: structures, and gradients that are not there -------------------------------------------------------------
@@ -240,17 +224,8 @@ def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(schedule: 
     x, y = batch()
     values = {"x": x, "factor": 2, "flag": False, "text": "word", "offset": torch.tensor(0.5)}
     target = {"a": {"b": y}, "power": 2}
-    report = verify(
-        [Dicts(), Dicts(), Dicts()],
-        (values,),
-        target=target,
-        loss_fn=dict_loss,
-        ranks=ranks,
-        microbatches=4,
-        schedule=schedule,
-        exact=True,
-    )
-    assert report.ok, report.summary()
+    options: dict[str, Any] = {"microbatches": 4, "exact": True}
+    proven([Dicts(), Dicts(), Dicts()], values, target, dict_loss, ranks=ranks, schedule=schedule, **options)
 
 
 def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,14 +240,7 @@ def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.M
 
 def test_trap_15_one_missing_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch()
-    step = penstock.Pipeline.step
-
-    def sabotaged(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        dict(self.named_parameters())["3.bias"].grad = None
-        return result
-
-    monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
+    after_each_step(monkeypatch, lambda pipe: setattr(dict(pipe.named_parameters())["3.bias"], "grad", None))
     report = verify(mlp(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=2)
     assert [(row.name, row.verdict) for row in report.wrong] == [("3.bias", "missing")]
 
@@ -290,16 +258,13 @@ def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.M
     report = verify(Spare(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
     assert report.ok
     assert "spare" in [row.name for row in report.rows]
-    step = penstock.Pipeline.step
 
-    def sabotaged(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        for name, parameter in self.named_parameters():
+    def spoil(pipe: penstock.Pipeline) -> None:
+        for name, parameter in pipe.named_parameters():
             if name == "spare":
                 parameter.grad = torch.zeros(3)
-        return result
 
-    monkeypatch.setattr(penstock.Pipeline, "step", sabotaged)
+    after_each_step(monkeypatch, spoil)
     report = verify(Spare(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
     assert [(row.name, row.verdict) for row in report.wrong] == [("spare", "unexpected")]
 

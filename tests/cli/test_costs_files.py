@@ -48,13 +48,20 @@ def stage_with(forward: str) -> str:
         ("[]", ": expected a list with an object for each stage; see --help"),
         ("{}", ": stages is missing"),
         ('[{"forwards": 1}]', ", stage 0: forward is missing"),
+        ([{**STAGE, "forwrd": 1}], ", stage 0: forwrd is unknown to this version; expected one of forward, "),
+        ([STAGE, {"forward": 1, "backward_input": 1}], ", stage 1: backward_weight is missing"),
+        ([{**STAGE, "forward": "1"}], ", stage 0: forward='1': expected a valid number"),
+        ([3], ": stages[0]=3: expected an object"),
+        ({"stages": [STAGE], "link": {}}, ": link is unknown to this version"),
+        ({"stages": [STAGE], "links": {"latency": 1, "bandwith": 2}}, ", links: bandwith is unknown to this version"),
+        ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, ": the time of a message depends on its size; pass"),
+        ([STAGE, STAGE, STAGE], " has 3 stages, but 1f1b needs 2: list that many"),
     ],
-    ids=["lists", "objects", "comma", "empty", "third line", "no stage", "no stages", "another key"],
 )
-def test_what_cannot_be_read(write: Write, content: str, says: str) -> None:
+def test_what_cannot_be_read(write: Write, content: Any, says: str) -> None:
     path = write(content)
     line = refusal(*SIMULATE, "--costs", path)
-    assert line.startswith(f"--costs {path}{says}")
+    assert line.startswith(f"--costs {path}{says}"), line
 
 
 @pytest.mark.parametrize("depth", range(880, 1000, 6))
@@ -128,6 +135,8 @@ def test_links_that_make_no_sense(write: Write, more: Any, says: str) -> None:
 
 
 def test_links_of_all_pairs_are_taken(write: Write) -> None:
+    one_way = write({"stages": [STAGE] * 2, "links": BETWEEN[:1]})
+    assert "links has no cost from rank 1 to rank 0, which this schedule uses" in refusal(*SIMULATE, "--costs", one_way)
     made = as_json(*SIMULATE, "--costs", write({"stages": [STAGE] * 2, "links": BETWEEN}))
     assert made["makespan"] > as_json(*SIMULATE, "--costs", write([STAGE] * 2))["makespan"]
 

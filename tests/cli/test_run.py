@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import penstock as in_process
 from command_line import stay
 from processes import has_ended
 
@@ -111,7 +112,6 @@ def test_arguments_reach_every_rank_and_the_threads_are_shared_out(folder: Path)
 
 
 @pytest.mark.distributed
-@pytest.mark.distributed
 def test_on_one_machine_everything_listens_on_loopback(folder: Path) -> None:
     """The launcher's agent with torch's store, the ranks with gloo's sockets, and rank 0 with the failure detector."""
     (folder / "listens.py").write_text(LISTENS)
@@ -203,9 +203,12 @@ def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[s
         (["--ranks", "2", "-m", "shwo.py"], "no module 'shwo.py': it is neither in "),
     ],
 )
-def test_wrong_arguments_are_said_in_one_line(folder: Path, arguments: list[str], says: str) -> None:
-    done = penstock(folder, "run", *arguments)
-    assert done.returncode == 2
+def test_wrong_arguments_are_said_in_one_line(
+    folder: Path, arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    done = in_process("run", *arguments)
+    assert done.exit_code == 2
     assert done.stderr.startswith(f"penstock: error: {says}")
     assert len(done.stderr.splitlines()) == 1
 

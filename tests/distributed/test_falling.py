@@ -1,6 +1,7 @@
 """Kill, stop or fail a rank at each kind of action of a real pipeline: the others end within seconds and name it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ OPS = {0: ["F", "SEND_F", "RECV_B"], 1: ["RECV_F", "SEND_B"], 2: ["B", "REDUCE_G
 SPLIT_OPS = {0: ["W"], 1: ["I"]}
 """Those of a schedule that splits the backward."""
 SECONDS = 10.0
+FALLEN = {"kill": "its process is gone", "stop": "its process is stopped"}
 
 pytestmark = pytest.mark.distributed
 
@@ -70,6 +72,8 @@ def test_trap_11_the_others_end_and_name_the_rank_that_fell(
             assert end["status"][str(rank)] not in (0, -9), about
             assert end["seconds"][str(rank)] < SECONDS, about
             assert f"rank {victim} " in log, about
+            if how in FALLEN:
+                assert re.search(rf"rank {rank} stops: rank {victim} was lost, last seen .*{FALLEN[how]}", log), about
             if how == "raise":
                 assert "the loss is not a number" in log, about
                 assert case["op"] in log, about

@@ -15,7 +15,6 @@ from penstock.schedule import Op, generators
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.by_hand import step_by_hand
 from scaffolding.ranks import Ranks, RanksError
-from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -80,21 +79,6 @@ def test_every_schedule_gives_the_bits_of_one_device(
     reports = ranks.run(jobs.verify, name, options)
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     assert reports[0][0], reports[0][1]
-
-
-@pytest.mark.parametrize(
-    ("name", "transport"),
-    representatives(2, ["dicts_between_stages", "convnet", "frozen_first_stage", "dropout"], TRANSPORTS),
-)
-def test_bits_of_one_device_for_other_models(ranks4: Ranks, name: str, transport: str) -> None:
-    for ok, summary, _ in ranks4.run(jobs.verify, name, {"microbatches": 3, "transport": transport}):
-        assert ok, summary
-
-
-@pytest.mark.parametrize(("name", "chunks"), representatives(2, ["skips", "tied_gpt_with_dropout", "in_place"], [2, 3]))
-def test_several_stages_a_rank(ranks2: Ranks, name: str, chunks: int) -> None:
-    for ok, summary, _ in ranks2.run(jobs.verify, name, {"chunks": chunks, "schedule": "gpipe", "microbatches": 3}):
-        assert ok, summary
 
 
 def test_a_rank_without_parameters(ranks3: Ranks) -> None:
@@ -180,15 +164,6 @@ def test_five_steps_with_tied_weights(ranks: Ranks, schedule: str) -> None:
         assert (got[key] - expected).abs().max() <= 1e-6 * expected.abs().max(), key
     for one in trained:
         torch.testing.assert_close(one.losses, losses, rtol=1e-6, atol=0)
-
-
-def test_masks_are_those_of_one_process(ranks3: Ranks) -> None:
-    options = {"microbatches": 4, "seed": 11}
-    trained = ranks3.run(jobs.train_here, "dropout", 4, options)
-    alone = jobs.train("dropout", 4, ranks=1, **options)
-    got = merged(trained, "weights")
-    assert all(torch.equal(got[key], alone.weights[key]) for key in alone.weights)
-    assert list(map(float, trained[0].losses)) == list(map(float, alone.losses))
 
 
 def test_weights_from_the_meta_device_are_those_of_one_process(ranks3: Ranks) -> None:

@@ -71,15 +71,6 @@ def test_the_closed_form_is_what_the_steps_do(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "factor"),
-    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1),
-     ("send", 1)],
-)  # fmt: skip
-def test_bus_bandwidth_is_that_of_nccl_tests(kind: str, factor: float) -> None:
-    assert busbw_factor(kind, 4) == factor
-
-
-@pytest.mark.parametrize(
     ("given", "says"),
     [
         (("all_reduce", "engine", 4), "'engine' has no closed form for all_reduce: expected one of ring"),

@@ -1,8 +1,5 @@
 """Workloads by name: the classic emulation's sizes, in the order in which its backward makes them."""
 
-import pytest
-
-from penstock.errors import ArgumentError
 from penstock.fabric import presets
 
 
@@ -16,8 +13,3 @@ def test_mlp_sends_the_sizes_of_the_reference_in_backward_order():
     ]
     assert {(t.collective, t.kind, t.ranks) for t in workload.transfers} == {("all_reduce", "gradient", ())}
     assert workload.hosts == 0
-
-
-def test_an_unknown_preset_says_which_there_are():
-    with pytest.raises(ArgumentError, match=r"no preset 'lenet': pass one of mlp"):
-        presets.preset("lenet")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -364,12 +363,6 @@ def test_recordings_are_kept_until_the_cuts_are_decided() -> None:
     partitioner.weigh((X,))
     partitioner((X[:2],))
     assert partitioner.count == 0
-
-
-def test_cuts_of_your_own_that_are_uneven_are_reported(measures_all: None) -> None:
-    (note,) = Partitioner(waiting([], 6), 2, ["5"], streams=Silent())((X,)).notes
-    assert re.match(r"stage 0 does 1\.\d\dx the mean work per stage \(estimated\), and all others wait for it; ", note)
-    assert "change the cuts (cuts= or balance=; of a plan, make a new one)" in note
 
 
 def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None) -> None:

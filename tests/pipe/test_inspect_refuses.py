@@ -24,21 +24,6 @@ def norms() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
 
 
-class Decays(nn.Module):
-    """Each forward leaves its scale smaller, in which the backward of the one before it finds another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.one(x)
-        h = h * self.scale
-        self.scale.mul_(0.9)
-        return self.two(h)
-
-
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

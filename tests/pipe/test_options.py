@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.schedule import generate
 from penstock.simulate import LinkCost
-from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import GPT, SkipsTwice, squared_error, token_error
 from scaffolding.small import ONE_STAGE, WIDTH, batch, mlp, tokens
 
@@ -532,31 +530,6 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
             assert losses(ranks, schedule) == first
     x, y = batch()
     assert verify(mlp(), (x,), target=y, loss_fn=noisy_loss, ranks=3, microbatches=3, exact=True).ok
-
-
-def test_a_step_that_raised_can_be_repeated() -> None:
-    """In one process; with one process a rank, all of them end."""
-    model, (x, y) = mlp(), batch()
-    reference = copy.deepcopy(model)
-    calls: list[int] = []
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            raise ValueError("not today")
-        return squared_error(output, target)
-
-    with pipeline(model, (x,), ranks=3, microbatches=3, loss_fn=loss) as pipe:
-        state = torch.get_rng_state()
-        with pytest.raises(ValueError, match="not today") as caught:
-            pipe.step(x, target=y)
-        assert caught.value.__notes__ == ["penstock: in action 2F1"]
-        assert torch.equal(torch.get_rng_state(), state)
-        model.zero_grad()
-        pipe.step(x, target=y)
-        assert pipe.step_count == 1
-    step_by_hand(reference, (x,), y, squared_error, 3)
-    assert_same_gradients(model, reference)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.local import LocalChannel
+from scaffolding.proofs import after_each_step
 
 WIDTH = 7
 
@@ -55,13 +56,6 @@ def test_nothing_begins_where_all_is_right() -> None:
     report = proof()
     assert report.ok, report.summary()
     assert report.first is None
-
-
-def test_a_loss_that_is_summed_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = LossHead.seed
-    monkeypatch.setattr(LossHead, "seed", lambda self, k: 4 * seed(self, k))
-    words = ("step 1, microbatch 0 on stage 1", "the gradient that reaches 'layers.3'", "4 times", "number of microbat")
-    begins(proof(), *words)
 
 
 def test_the_message_of_the_microbatch_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,18 +109,21 @@ def test_a_microbatch_that_counts_wrongly(monkeypatch: pytest.MonkeyPatch, facto
     begins(proof(), "step 1 on stage 0", "the gradient of 'layers.0.bias'", words)
 
 
-def test_the_term_of_a_tie_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("factor", "stage", "words"), [(0.0, 1, "is missing"), (2.0, 0, "is there twice")])
+def test_the_term_of_a_tie_that_counts_wrongly(
+    monkeypatch: pytest.MonkeyPatch, factor: float, stage: int, words: str
+) -> None:
     backward = StageRunner.backward
 
-    def lost(self: StageRunner, microbatch: int, grads: Any) -> None:
+    def wrong(self: StageRunner, microbatch: int, grads: Any) -> None:
         weight: Any = code(self).get_submodule("layers.0" if self.index == 0 else "layers.3").weight
-        before = None if weight.grad is None else weight.grad.clone()
+        before = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
         backward(self, microbatch, grads)
-        if self.index == 1:
-            weight.grad = before
+        if self.index == stage:
+            weight.grad = before + (weight.grad - before) * factor
 
-    monkeypatch.setattr(StageRunner, "backward", lost)
-    begins(proof(), "the gradient of 'layers.0.weight'", "the term of stage 1 is missing")
+    monkeypatch.setattr(StageRunner, "backward", wrong)
+    begins(proof(), "the gradient of 'layers.0.weight'", f"the term of stage {stage} {words}")
 
 
 def test_another_mask_when_a_stage_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +160,7 @@ def test_a_module_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("factor", "words"),
     [
+        (4.0, "4 times what it should be: the number of microbat"),
         (2.0, "2 times what it should be: twice"),
         (0.25, "0.25 times what it should be: 1 over the number"),
     ],
@@ -255,29 +253,8 @@ def test_an_evaluation_that_drops_activations(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Pipeline.step
-
-    def losing(self: Pipeline, *args: Any, **options: Any) -> Any:
-        result = step(self, *args, **options)
-        dict(self.named_parameters())["layers.1.bias"].grad.zero_()  # type: ignore[union-attr]
-        return result
-
-    monkeypatch.setattr(Pipeline, "step", losing)
+    after_each_step(monkeypatch, lambda pipe: dict(pipe.named_parameters())["layers.1.bias"].grad.zero_())
     begins(proof(), "step 1 on stage 0: the gradient of 'layers.1.bias'", "it is zero")
-
-
-def test_a_tie_whose_stages_each_add_the_others_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = StageRunner.backward
-
-    def twice(self: StageRunner, microbatch: int, grads: Any) -> None:
-        weight: Any = code(self).get_submodule("layers.0" if self.index == 0 else "layers.3").weight
-        before = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
-        backward(self, microbatch, grads)
-        if self.index == 0:
-            weight.grad = before + (weight.grad - before) * 2
-
-    monkeypatch.setattr(StageRunner, "backward", twice)
-    begins(proof(), "the gradient of 'layers.0.weight'", "the term of stage 0 is there twice")
 
 
 @pytest.mark.parametrize("grows", [False, True])
@@ -298,14 +275,7 @@ def test_rounding_is_told_from_other_differences(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_buffer_that_is_wrong_is_the_first_thing_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Pipeline.step
-
-    def twice(self: Pipeline, *args: Any, **options: Any) -> Any:
-        result = step(self, *args, **options)
-        dict(self.named_buffers())["1.running_mean"].mul_(1.1)
-        return result
-
-    monkeypatch.setattr(Pipeline, "step", twice)
+    after_each_step(monkeypatch, lambda pipe: dict(pipe.named_buffers())["1.running_mean"].mul_(1.1))
     x = torch.randn(8, WIDTH)
     layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
     report = verify(nn.Sequential(*layers), (x,), loss_fn=lambda out: out.square().mean(), ranks=2, microbatches=4)

@@ -18,7 +18,6 @@ from penstock.proof.verify import Verification
 from penstock.runtime.batch.cutting import Microbatch
 
 WIDTH = 7
-CALLS: list[int] = []
 
 
 class Layers(nn.Module):

@@ -44,7 +44,6 @@ CPU_SECONDS = {
     "tests/distributed/test_waiting.py": 35,
     "tests/distributed/test_combined.py": 45,
     "tests/distributed/test_falling.py": 35,
-    "tests/distributed/test_split_ranks.py": 25,
     "tests/studio/test_studio_page.py": 25,
     "tests/studio/test_runs_page.py": 5,
     "tests/studio/test_opened_page.py": 10,

@@ -150,6 +150,13 @@ def stage_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> s
     return {"out of range"}
 
 
+@breaks_messages
+def peer_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
+    rank, index = place(data, rows, lambda a: a.op in MESSAGES)
+    rows[rank][index] = replace(rows[rank][index], peer=schedule.stages)
+    return {"out of range"}
+
+
 @breaks
 def stage_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     rank, index = place(data, rows, lambda a: a.op.is_compute)
@@ -250,7 +257,12 @@ def made(request: pytest.FixtureRequest) -> dict[str, Schedule]:
 
 
 def kinds(schedule: Schedule, memory_limit: int | None = None) -> set[str]:
-    return {violation.kind for violation in check(schedule, memory_limit)}
+    found = check(schedule, memory_limit)
+    for violation in found:
+        assert f"rank {violation.rank} " in violation.text
+        assert violation.action is None or str(violation.action) in violation.text
+        assert violation.fatal == (violation.kind != "inexact")
+    return {violation.kind for violation in found}
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda function: function.__name__)

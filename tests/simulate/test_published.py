@@ -138,9 +138,3 @@ def test_eight_ranks_with_measured_costs() -> None:
     assert timed(generate("zb-h2", 8, 24), *rank).span_seconds == 704274
     # 688104 is published for ZB-V with these costs in mind; this order knows no costs. The search finds better ones.
     assert timed(generate("zb-v", 8, 24), *chunk).span_seconds == 689652
-
-
-@pytest.mark.parametrize(("partitions", "ideal"), [(2, 1.94), (4, 3.66), (8, 6.56)])
-def test_gpipe_table_2(partitions: int, ideal: float) -> None:
-    made = timed(generate("gpipe", partitions, 32), 1, 1, 1)
-    assert partitions * (1 - made.bubble_rate) == pytest.approx(ideal, abs=0.005)

@@ -14,6 +14,7 @@ from torch.distributions import Distribution, Normal, kl_divergence
 import penstock
 from penstock.partition import Partitioner
 from scaffolding.models import Case, squared_error
+from scaffolding.proofs import proven
 
 WIDTH = 4
 
@@ -59,15 +60,7 @@ def test_an_activation_that_shall_take_a_gradient(switch: Callable[[Tensor], Ten
 
 def test_it_holds_for_what_crosses_cuts_in_a_run() -> None:
     torch.manual_seed(0)
-    report = penstock.verify(
-        Switches(assign),
-        (torch.randn(4, WIDTH),),
-        target=torch.randn(4, WIDTH),
-        loss_fn=squared_error,
-        ranks=3,
-        microbatches=2,
-    )
-    assert report.ok, report.summary()
+    proven(Switches(assign), torch.randn(4, WIDTH), torch.randn(4, WIDTH), ranks=3, microbatches=2)
 
 
 class Clamped(nn.Module):
@@ -105,7 +98,7 @@ def test_a_hook_on_an_activation(options: dict[str, Any], early: bool) -> None:
     torch.manual_seed(0)
     model, x, target = Clamped(early), torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     options = {"ranks": 3, "microbatches": 4} | options
-    penstock.verify(model, (x,), target=target, loss_fn=squared_error, **options).check()
+    proven(model, x, target, **options)
 
 
 class Sampler(nn.Module):
@@ -149,9 +142,7 @@ class Teaches(nn.Module):
 
 def test_a_part_in_inference_mode() -> None:
     torch.manual_seed(0)
-    penstock.verify(
-        Teaches(), (torch.randn(8, 6),), target=torch.randn(8, 6), loss_fn=squared_error, ranks=2, microbatches=4
-    ).check()
+    proven(Teaches(), torch.randn(8, 6), torch.randn(8, 6), ranks=2, microbatches=4)
 
 
 @pytest.mark.usefixtures("checked_distributions")
@@ -163,12 +154,11 @@ def test_distributions_are_not_checked_and_a_note_says_so() -> None:
     notes = [note for note in found.notes if "validate_args=False" in note]
     assert notes
     assert "test_gradient_switches.py:" in notes[0]
-    report = penstock.verify(
+    proven(
         Sampler(),
-        (torch.randn(4, WIDTH),),
-        target=torch.randn(4, WIDTH),
-        loss_fn=lambda output, target: squared_error(output[0], target) + output[1].mean(),
+        torch.randn(4, WIDTH),
+        torch.randn(4, WIDTH),
+        lambda output, target: squared_error(output[0], target) + output[1].mean(),
         ranks=2,
         microbatches=2,
     )
-    assert report.ok, report.summary()

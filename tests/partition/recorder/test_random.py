@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import verify
 from penstock.partition import Partition, Partitioner
 from scaffolding.models import gpt
+from scaffolding.proofs import proven
 
 
 class Streams:
@@ -131,5 +131,4 @@ def test_a_dropout_that_the_forward_makes_draws_from_the_stream_of_its_block() -
     torch.manual_seed(0)
     blocks = nn.Sequential(*(MadeInForward() for _ in range(4)))
     assert list(Partitioner(blocks, 2, streams=Streams())((torch.randn(4, 6),)).drawing_modules) == ["0", "1", "2", "3"]
-    report = verify(blocks, (torch.randn(4, 6),), target=torch.randn(4, 6), loss_fn=F.mse_loss, ranks=2, microbatches=2)
-    assert report.ok, report.summary()
+    proven(blocks, torch.randn(4, 6), torch.randn(4, 6), ranks=2, microbatches=2)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import penstock
 from scaffolding.models import squared_error
+from scaffolding.proofs import proven
 
 Pass = Callable[["Checkpointed", Tensor], Any]
 
@@ -71,15 +72,7 @@ def _weight_twice(model: Checkpointed, x: Tensor) -> Any:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("way", [_blocks, _sequential, _closure, _no_gradient_enters])
 def test_blocks_in_older_checkpoints_are_exact(way: Pass) -> None:
-    report = penstock.verify(
-        lambda: Checkpointed(way),
-        (torch.randn(8, 4),),
-        target=torch.randn(8, 4),
-        loss_fn=squared_error,
-        ranks=2,
-        microbatches=4,
-    )
-    assert report.ok, report.summary()
+    proven(lambda: Checkpointed(way), torch.randn(8, 4), torch.randn(8, 4), ranks=2, microbatches=4)
 
 
 @pytest.mark.parametrize(

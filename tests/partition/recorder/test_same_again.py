@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import verify
 from penstock.compat import fake_mode, storage_of
 from penstock.partition.run.known_values import KnownValues, Restart
 from penstock.partition.watch.observer import Observer
+from scaffolding.proofs import proven
 
 TESTS = Path(__file__).parents[2]
 
@@ -63,16 +63,7 @@ class CallsMore(nn.Module):
 def test_sizes_for_which_values_have_other_numbers() -> None:
     torch.manual_seed(0)
     target = torch.randn(5, 6)
-    report = verify(
-        CallsMore(),
-        (torch.randn(5, 6),),
-        target=target,
-        loss_fn=nn.functional.mse_loss,
-        ranks=2,
-        microbatches=4,
-        schedule="gpipe",
-    )
-    assert report.ok, report.summary()
+    proven(CallsMore(), torch.randn(5, 6), target, ranks=2, microbatches=4, schedule="gpipe")
 
 
 PRINT_STAGES = """

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock import verify
-from scaffolding.models import squared_error
+from scaffolding.proofs import proven
 
 WIDTH = 4
 
@@ -68,8 +67,7 @@ def test_what_is_only_read_is_passed_on() -> None:
     torch.manual_seed(0)
     model = Model(lambda: {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}, reads)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2, schedule="gpipe")
-    assert report.ok, report.summary()
+    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
 
 
 class Shares(Model):
@@ -89,8 +87,7 @@ class Shares(Model):
 def test_what_the_model_keeps_may_be_passed_on() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    report = verify(Shares(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2, schedule="gpipe")
-    assert report.ok, report.summary()
+    proven(Shares(), x, y, ranks=2, microbatches=2, schedule="gpipe")
 
 
 def test_the_generators_of_the_libraries_have_streams() -> None:
@@ -99,5 +96,4 @@ def test_the_generators_of_the_libraries_have_streams() -> None:
     generator = np.random.random_sample.__self__  # type: ignore[attr-defined]
     model = Model(lambda: generator, lambda given: float(given.rand()))
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2, schedule="gpipe")
-    assert report.ok, report.summary()
+    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")

@@ -1,14 +1,15 @@
-"""What a recording takes as given and a user changes between steps, and what a recording would lose."""
+"""What a recording takes as given and a user changes between steps, and what a recording would lose.
+
+More changes: tests/runtime/step/test_changes_between_steps.py.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Callable
-from copy import deepcopy
 from decimal import Decimal
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,119 +33,21 @@ class Block(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-class Tower(nn.Module):
-    """Holds layers, which the model calls one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """As transformers' `can_return_tuple` and `capture_outputs` wrap forwards."""
-
-    @functools.wraps(forward)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    return wrapper
-
-
 class Model(nn.Module):
-    factor_of_class = 1.0
-
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.transformer = nn.ModuleDict({"h": nn.ModuleList(Block() for _ in range(2))})
-        self.tower = Tower()
-        self.factors, self.factor = [1.0], torch.ones(())
-        self.config = SimpleNamespace(inner=SimpleNamespace(factor=1.0))
-        self.act = torch.tanh
+        self.blocks, self.factor = nn.ModuleList(Block() for _ in range(4)), torch.ones(())
 
-    @decorated
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x) * block.scale
-        for block in self.transformer.h:
-            x = block(x) * block.scale
-        for block in self.tower.layers:
-            x = x if getattr(block, "left_out", False) else block(x)
-        return self.act(x * self.factors[0] * self.config.inner.factor * self.factor * self.factor_of_class)
-
-
-def in_list(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.factors[0] = 3.0
-
-
-def in_config(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.config.inner.factor = 3.0
-
-
-def tensor(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.factor = torch.tensor(3.0)
-
-
-def function(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.act = torch.sigmoid
-
-
-def of_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Model, "factor_of_class", 3.0)
-
-
-def of_block(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.blocks[1].scale = 3.0
-
-
-def of_a_block_in_nested_containers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.transformer.h[1].scale = 3.0
-
-
-def of_a_block_by_getattr(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.tower.layers[0].left_out = True
-
-
-def hook(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.register_forward_hook(lambda _, __, output: output * 3)
-
-
-def forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.forward = lambda x, own=model.forward: own(x) * 3
-
-
-CHANGES = [
-    *(in_list, in_config, tensor, function, of_class, of_block, hook, forward),
-    *(of_a_block_in_nested_containers, of_a_block_by_getattr),
-]
+        return torch.tanh(x * self.factor)
 
 
 def plain_gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
     for x_k, y_k in zip(x.chunk(2), y.chunk(2), strict=True):
         (F.mse_loss(model(x_k.clone()), y_k) / 2).backward()
     return {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_steps_takes_effect(
-    change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    model, x, y = Model(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    other = deepcopy(model)
-    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, schedule="gpipe", microbatches=2) as pipe:
-        pipe.step(x, target=y)
-        model.zero_grad()
-        change(model, monkeypatch)
-        pipe.step(x, target=y)
-    change(other, monkeypatch)
-    expected = plain_gradients(other, x, y)
-    for name, parameter in model.named_parameters():
-        wanted = expected[name]
-        assert parameter.grad is None if wanted is None else torch.equal(parameter.grad, wanted), name
 
 
 class Numbers(deque[float]):
@@ -215,51 +118,6 @@ def test_what_an_attribute_holds_may_change(name: str) -> None:
     assert all(map(torch.equal, gradients, expected.values()))
 
 
-def test_objects_without_weak_references_are_told_apart() -> None:
-    model, seen = Model(), set()
-    given = Assumptions({"": model})
-    for value in range(20):
-        model.factor = Decimal(value)  # from the third on where an earlier one was
-        seen.add(given.read())
-    assert len(seen) == 20
-
-
-def test_an_input_that_is_a_plain_object_may_change() -> None:
-    class Scaled(Model):
-        def forward(self, x: Tensor, config: Any) -> Tensor:  # type: ignore[override]
-            return super().forward(x) * config.scale
-
-    torch.manual_seed(0)
-    model, x, y, config = Scaled(), torch.randn(4, WIDTH), torch.randn(4, WIDTH), SimpleNamespace(scale=1.0)
-    with pipeline(model, (x, config), loss=F.mse_loss, ranks=2, microbatches=2) as pipe:
-        first = float(pipe.step(x, config, target=y).loss)
-        config.scale = 3.0
-        second = float(pipe.step(x, config, target=y).loss)
-        assert second == pytest.approx(F.mse_loss(model(x, config), y).item())
-        assert first != second
-
-
-def test_what_steps_change_themselves_is_not_recorded_again() -> None:
-    class Counting(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            self.state.steps += 1
-            return super().forward(x)
-
-    class Shared(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state = SimpleNamespace(steps=0)
-            self.blocks = nn.ModuleList(Counting() for _ in range(4))
-            for block in self.blocks:
-                block.state = self.state
-
-    model, x, y = Shared(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=2) as pipe:
-        for _ in range(3):
-            pipe.step(x, target=y)
-        assert len(list(pipe.session.steps.bound_schedules)) == 1
-
-
 def test_an_empty_place_among_layers_is_no_change() -> None:
     """x-transformers keeps `[norm before, norm between, norm after]` for each layer, with None where there is none."""
     model, x, y = Model(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
@@ -285,12 +143,13 @@ def test_a_rate_that_is_no_longer_0_draws_from_keyed_streams() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> None:
+@pytest.mark.parametrize("make", [torch.tensor, Decimal], ids=["tensor", "without weak references"])
+def test_objects_that_take_the_place_of_others_in_memory_are_told_apart(make: Callable[[float], Any]) -> None:
     model = Model()
     given = Assumptions({"": model})
     seen = set()
     for value in range(20):
-        model.factor = torch.tensor(float(value))  # often where the one before it was
+        model.factor = make(float(value))  # often where the one before it was
         seen.add(given.read())
     assert len(seen) == 20
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock import inspect, pipeline, verify
 from penstock.errors import PartitionError
 from scaffolding.everything import everything_goes
+from scaffolding.proofs import proven
 
 WIDTH, EXPERTS, ROWS = 8, 4, 8
 
@@ -105,8 +106,7 @@ def batch() -> tuple[Tensor, Tensor]:
 )
 def test_an_auxiliary_loss_of_each_mixture_counts(own: bool, options: dict[str, Any]) -> None:
     x, y = batch()
-    report = verify(lambda: made(own=own), (x,), target=y, microbatches=4, **options)
-    assert report.ok, report.summary()
+    report = verify(lambda: made(own=own), (x,), target=y, microbatches=4, **options).check()
     weight, whole = "blocks.0.mixture.gate.weight", made(own=own)
     for args, target in zip(x.split(2), y.split(2), strict=True):
         whole[1](whole[0](args), target).backward()
@@ -118,10 +118,7 @@ def test_an_auxiliary_loss_of_each_mixture_counts(own: bool, options: dict[str, 
 def test_losses_that_the_forward_collects() -> None:
     torch.manual_seed(0)
     x, y = batch()
-    report = verify(
-        InList(), (x,), target=y, loss_fn=lambda o, t: (o[0] - t).square().mean() + o[1], ranks=4, microbatches=4
-    )
-    assert report.ok, report.summary()
+    proven(InList(), x, y, lambda o, t: (o[0] - t).square().mean() + o[1], ranks=4, microbatches=4)
 
 
 def test_the_mixtures_need_no_remedy() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import inspect, verify
+from penstock import inspect
+from scaffolding.proofs import proven
 
 WIDTH = 4
 
@@ -60,7 +60,7 @@ def test_tables_that_functions_keep_are_not_left_fake() -> None:
     assert registry("first") is first  # no tensor in it, so that it is left alone
     assert type(model(x)) is Tensor
     positions.cache_clear()
-    verify(model, (x,), target=torch.randn(4, WIDTH), loss_fn=F.mse_loss, ranks=4, microbatches=2, exact=True).check()
+    proven(model, x, torch.randn(4, WIDTH), ranks=4, microbatches=2, exact=True)
 
 
 @functools.cache
@@ -78,9 +78,7 @@ class ReadsItsTable(nn.Linear):
 def test_a_block_that_reads_a_table_that_a_function_keeps_runs_for_real() -> None:
     distances.cache_clear()
     model = nn.Sequential(*[ReadsItsTable(WIDTH, WIDTH) for _ in range(3)])
-    verify(
-        model, (torch.randn(4, WIDTH),), target=torch.randn(4, WIDTH), loss_fn=F.mse_loss, ranks=2, microbatches=2
-    ).check()
+    proven(model, torch.randn(4, WIDTH), torch.randn(4, WIDTH), ranks=2, microbatches=2)
 
 
 class Swish(torch.autograd.Function):
@@ -115,5 +113,5 @@ class Own(nn.Module):
 def test_apply_that_was_bound_before_is_one_call() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    verify(Own, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=2, exact=True).check()
+    proven(Own, x, y, ranks=2, microbatches=2, exact=True)
     assert swish == Swish.apply

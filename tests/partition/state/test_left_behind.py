@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock import PartitionError, inspect, verify
+from penstock import PartitionError, inspect
 from penstock.compat import FakeTensor
 from penstock.partition.recorder.attempts import record
-from penstock.partition.run.side_channels import SideChannels
+from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 
 WIDTH = 6
@@ -132,7 +132,7 @@ def test_a_container_into_which_blocks_put_tensors_is_no_obstacle_to_the_loss(ki
 
     x, y = batch()
     make = lambda: seeded(lambda: nn.Sequential(*(Noting() for _ in range(4))))  # noqa: E731
-    verify(make, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True).check()
+    proven(make, x, y, ranks=2, microbatches=2, schedule="gpipe", exact=True)
 
 
 def test_a_loss_may_read_what_blocks_put_into_a_deque() -> None:
@@ -169,39 +169,6 @@ def test_what_is_not_carried_raises_where_the_loss_uses_it() -> None:
         ):
             pipe.step(x, target=y)
         assert not hasattr(model.blocks[0], "map")
-
-
-class Choosing(Expert):
-    """Cannot be recorded call by call: which rows it takes depends on values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gates = self.router(x).softmax(-1)
-        self.l_aux = gates.mean()
-        chosen = (gates[:, 0] > 0.3).nonzero()[:, 0]
-        return x.index_add(0, chosen, self.layer(x[chosen]))
-
-
-def test_a_block_that_cannot_be_opened_leaves_it_all_the_same() -> None:
-    def make() -> Any:
-        model = Experts()
-        model.blocks = nn.ModuleList(Choosing() for _ in range(4))
-        return model
-
-    x, y = batch()
-    report = verify(
-        seeded(make), (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=2, schedule="gpipe", exact=True
-    )
-    assert report.ok, report.summary()
-    model = seeded(make)
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target) + model.blocks[0].l_aux
-
-    with penstock.pipeline(model, (x,), loss=loss, ranks=2, microbatches=2) as pipe:
-        result = pipe.step(x, target=y)
-    expected = plain(seeded(make), lambda other: other.blocks[0].l_aux, 2)
-    found = [result.loss, *(p.grad for p in model.parameters())]
-    assert all(a is b or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # -- flags and numbers ------------------------------------------------------------------------------------------------
@@ -245,10 +212,7 @@ class Telling(nn.Module):
 @pytest.mark.parametrize(("kind", "ranks"), representatives(2, ["context", "flag", "count"], [2, 4]))
 def test_plain_values_that_blocks_read(kind: str, ranks: int) -> None:
     x, y = batch()
-    report = verify(
-        seeded(lambda: Telling(kind)), (x,), target=y, loss_fn=F.mse_loss, ranks=ranks, microbatches=4, exact=True
-    )
-    assert report.ok, report.summary()
+    proven(seeded(lambda: Telling(kind)), x, y, ranks=ranks, microbatches=4, exact=True)
 
 
 def test_a_unit_that_must_stay_whole_and_reads_a_flag_is_refused() -> None:
@@ -272,15 +236,6 @@ def test_a_failed_recording_leaves_no_fake_tensors() -> None:
     with pytest.raises(PartitionError):
         record(model, (batch()[0],), {})
     assert not LOSSES
-
-
-def test_without_the_watch_a_flag_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail."""
-    monkeypatch.setattr(SideChannels, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs))
-    x, y = batch()
-    assert not verify(
-        seeded(lambda: Telling("context")), (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=4
-    ).ok
 
 
 # -- what the loss reads of the model's own ---------------------------------------------------------------------------
@@ -329,43 +284,3 @@ def test_a_gradient_that_no_call_shows_is_found_in_the_graph(monkeypatch: pytest
     monkeypatch.setattr("penstock.runtime.loss.loss.watching", lambda elsewhere: contextlib.nullcontext())
     with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model"):
         step_with(lambda model: model[0].weight.sum())
-
-
-class Routed(nn.Module):
-    """An expert for the rows that the router chooses, which no fake tensor can tell; an auxiliary loss beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.l_aux: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.router(x).sigmoid()
-        rows = (gate[:, 0] > 0.5).nonzero()[:, 0]
-        self.l_aux = gate.mean()
-        return x.index_add(0, rows, self.layer(x[rows])) * gate
-
-
-class Mixture(nn.Module):
-    def __init__(self, *, sums: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Routed() for _ in range(4))
-        self.sums = sums
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return (x, sum(block.l_aux for block in self.blocks)) if self.sums else x
-
-
-def test_what_a_block_that_depends_on_values_leaves_beside_its_result_is_taken_from_there() -> None:
-    x = torch.randn(8, WIDTH)
-
-    def make() -> Any:
-        model = Mixture(sums=False)
-        return model, lambda output: output.mean() + sum(block.l_aux for block in model.blocks)
-
-    assert verify(make, (x,), ranks=2, microbatches=2).ok
-    assert verify(
-        lambda: Mixture(sums=True), (x,), target=None, loss_fn=lambda o: o[0].mean() + o[1], ranks=2, microbatches=2
-    ).ok

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, pipeline, verify
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.proofs import proven
 
 WIDTH, STEPS = 4, 5
 
@@ -98,16 +99,7 @@ def test_with_one_microbatch_it_is_kept_from_step_to_step() -> None:
 def test_what_does_not_grow_with_the_samples_is_kept(kept: Any) -> None:
     """Also where its width happens to be the number of samples in a microbatch."""
     x, y = batch(2 * WIDTH)
-    verify(
-        lambda: between(Smooths(kept)),
-        (x,),
-        target=y,
-        loss_fn=F.mse_loss,
-        ranks=2,
-        microbatches=2,
-        schedule="gpipe",
-        whole_batch=False,
-    ).check()
+    proven(lambda: between(Smooths(kept)), x, y, ranks=2, microbatches=2, schedule="gpipe", whole_batch=False)
 
 
 def test_the_remedy_trains_as_one_device() -> None:

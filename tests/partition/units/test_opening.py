@@ -11,8 +11,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from penstock import PartitionError, inspect, pipeline, verify
+from penstock import PartitionError, inspect, pipeline
 from scaffolding.models import squared_error
+from scaffolding.proofs import proven
 
 WIDTH = 6
 
@@ -113,8 +114,7 @@ def test_the_unsplit_model_draws_the_same(ranks: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Stage(depth) for depth in (1, 6, 1)))
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=2, exact=True)
-    assert report.ok, report.summary()
+    proven(model, x, y, ranks=ranks, microbatches=2, exact=True)
     assert any(".blocks." in name for name in cuts_of(model, 4))
 
 
@@ -182,13 +182,6 @@ def test_what_cannot_be_recorded_call_by_call_stays_whole(make: Callable[[int], 
     assert_equal(losses(4, make), losses(1, make))
 
 
-def test_state_goes_on_where_a_module_stays_whole() -> None:
-    model, x = Whole(make=Counts), torch.randn(8, WIDTH)
-    with pipeline(model, (x,), ranks=4, microbatches=2, loss=squared_error) as pipe:
-        pipe.step(x, target=torch.randn(8, 2))
-    assert [stage.calls for stage in model.stages] == [2, 2, 2]
-
-
 class Experts(nn.Module):
     """A mixture: each row goes to the expert that its values choose."""
 
@@ -221,8 +214,7 @@ def test_lists_of_experts_and_of_heads(make: Callable[[], nn.Module], seed: int)
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     assert cuts_of(model, 4) == ["1", "2", "3"]
     for ranks in (2, 3):
-        report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=ranks, microbatches=2, exact=True)
-        assert report.ok, report.summary()
+        proven(model, x, y, ranks=ranks, microbatches=2, exact=True)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ShapeError
+from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch.batch_dims import Dims
-from penstock.runtime.batch.microbatches import Microbatches, kind_of, rows_of, sizes_of, split
+from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.batch.microbatches import Microbatches, cut, kind_of, rows_of, sizes_of, split
+from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 from penstock.trees import flatten
 
@@ -131,3 +135,41 @@ def test_kinds_differ_in_all_that_a_recording_depends_on_but_values() -> None:
     assert kind_of(flatten(torch.zeros(1, 6))) == kind_of(flatten(torch.zeros(6, 1).t())), (
         "the stride of one says nothing"
     )
+
+
+# -- what travels to other ranks of a batch of a new kind: its shape, and the values of integers alone -----------------
+
+
+def test_floats_travel_without_their_data_and_integers_with_it() -> None:
+    image = torch.randn(5, 64, 32, 32).to(memory_format=torch.channels_last)
+    mask = torch.tensor([1, 0, 1, 1, 0])
+    given = cut(((image,), {"mask": mask, "flag": True, "text": "word"}), 2, "input")
+    sent = pickle.dumps(Outline.of(given))
+    assert len(sent) < 10_000
+    outline = pickle.loads(sent)
+    assert outline.sizes == (3, 2)
+    assert outline.text.startswith("args[0] [3, 64, 32, 32]")
+    for (args, kwargs), rows in zip(outline.fill(), (slice(0, 3), slice(3, 5)), strict=True):
+        assert (args[0].shape, args[0].stride(), args[0].dtype) == (image[rows].shape, image.stride(), image.dtype)
+        assert args[0].device == image.device
+        assert torch.equal(kwargs.pop("mask"), mask[rows])
+        assert kwargs == {"flag": True, "text": "word"}
+
+
+def test_what_cannot_travel_is_refused_by_name() -> None:
+    given = cut(((torch.zeros(2, 3),), {"function": lambda x: x}), 2, "input")
+    with pytest.raises(ArgumentError, match=r"input kwargs\['function'\] is a function that cannot be pickled"):
+        pickle.dumps(Outline.of(given))
+
+
+@pytest.mark.parametrize(("microbatches", "order"), [(1, [2, 3, 0, 1]), (2, [2, 3, 0, 1]), (4, [3, 0, 1, 2])])
+def test_all_that_is_cut_along_the_batch_moves_together(microbatches: int, order: list[int]) -> None:
+    x = torch.arange(4.0).reshape(4, 1)
+    kwargs = {"names": ["a", "b", "c", "d"], "pair": ("a", "b", "c", "d"), "ids": np.arange(4), "size": [7, 8]}
+    found = Cutting.of(None).rotated(Microbatch((x,), kwargs, ["p", "q", "r", "s"]), microbatches)
+    assert torch.equal(found.args[0], x[order])
+    assert found.kwargs["names"] == ["abcd"[row] for row in order]
+    assert found.kwargs["pair"] == tuple("abcd"[row] for row in order)
+    assert found.kwargs["ids"].tolist() == order
+    assert found.kwargs["size"] == [7, 8]
+    assert found.target == ["pqrs"[row] for row in order]

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 import penstock
 from penstock.errors import ShapeError
+from scaffolding.proofs import proven
 
 ROWS, LENGTH, WIDTH = 5, 32, 16
 LENGTHS = torch.tensor([32, 5, 17, 9, 25])
@@ -168,8 +169,7 @@ class Maps(nn.Module):
 
 def test_vmap_in_the_models_own_forward_trains() -> None:
     x, options = torch.randn(6, WIDTH), {"ranks": 2, "microbatches": 3, "whole_batch": False}
-    report = penstock.verify(Maps(), (x,), target=x, loss_fn=nn.functional.mse_loss, **options)
-    assert report.ok, report.summary()
+    proven(Maps(), x, x, **options)
 
 
 def test_plain_calls_work_afterwards() -> None:
@@ -206,8 +206,7 @@ class Branches(nn.Module):
 def test_cond_trains(in_block: bool) -> None:
     x = torch.randn(3, WIDTH)
     options = {"ranks": 2, "microbatches": 3, "whole_batch": False}
-    report = penstock.verify(Branches(in_block), (x,), target=x, loss_fn=nn.functional.mse_loss, **options)
-    assert report.ok, report.summary()
+    proven(Branches(in_block), x, x, **options)
 
 
 @pytest.mark.parametrize("in_block", [True, False])

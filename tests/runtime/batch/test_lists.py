@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock import Microbatches, ShapeError, pipeline, verify
 from penstock.errors import ArgumentError
 from scaffolding.models import squared_error
+from scaffolding.proofs import close
 from scaffolding.small import mlp
 
 ROWS, COUNTS = 6, [3, 1, 4, 1, 5, 9]
@@ -66,18 +67,8 @@ class Weighed(nn.Module):
 @pytest.mark.parametrize("name", PER_ROW)
 def test_each_microbatch_gets_its_entries(name: str) -> None:
     meta, read = PER_ROW[name]
-    report = verify(
-        Weighed(read),
-        (random(ROWS, 5),),
-        {"meta": meta},
-        target=random(ROWS, 5),
-        loss_fn=squared_error,
-        ranks=2,
-        microbatches=4,
-    )
-    assert report.ok
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close", report.whole_batch.text
+    inputs = ((random(ROWS, 5),), {"meta": meta})
+    close(verify(Weighed(read), *inputs, target=random(ROWS, 5), loss_fn=squared_error, ranks=2, microbatches=4))
 
 
 @pytest.mark.parametrize("name", PER_ROW)
@@ -87,10 +78,7 @@ def test_so_does_the_loss(name: str) -> None:
     def loss(output: Tensor, target: Any) -> Tensor:
         return F.mse_loss(output, torch.tensor([float(n) for n in read(target)]).view(-1, 1).expand_as(output))
 
-    report = verify(mlp(), (random(ROWS, 9),), target=target, loss_fn=loss, ranks=2, microbatches=4)
-    assert report.ok
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close", report.whole_batch.text
+    close(verify(mlp(), (random(ROWS, 9),), target=target, loss_fn=loss, ranks=2, microbatches=4))
 
 
 class Resized(nn.Module):
@@ -126,10 +114,7 @@ def test_what_may_be_a_size_is_asked_for() -> None:
         loss = pipe.step(x, (2, 3), target=y).loss
     torch.testing.assert_close(loss, squared_error(model(x, (2, 3)), y).detach())
     weighed = Weighed(list)
-    report = verify(weighed, (x, (2, 3)), target=y, **options, batch_dims={"args": (0, 0)})
-    assert report.ok
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close"
+    close(verify(weighed, (x, (2, 3)), target=y, **options, batch_dims={"args": (0, 0)}))
 
 
 def test_dicts_of_tensors_with_the_rows_are_asked_for() -> None:
@@ -148,10 +133,7 @@ def test_a_list_of_features_is_cut_in_each() -> None:
     """As models with several inputs take them, even if there are as many as rows."""
     x, y, features = random(4, 5), random(4, 5), [random(4, 2) * n for n in (1, 2, 3, 4)]
     model = Weighed(lambda meta: list(sum(meta).sum(1)))
-    report = verify(model, (x, features), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
-    assert report.ok
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close"
+    close(verify(model, (x, features), target=y, loss_fn=squared_error, ranks=2, microbatches=2))
 
 
 def test_pieces_that_are_given_are_not_measured() -> None:

@@ -19,6 +19,7 @@ from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from penstock.trees import flatten
 from scaffolding.models import squared_error
+from scaffolding.proofs import proven
 from test_layer_drop import Dropping, check
 
 SEED = 3
@@ -48,8 +49,7 @@ def test_inside_of_blocks(options: dict[str, Any]) -> None:
     # Functions of ours: a copy of `np.random.rand`, as in the reference, draws from a generator of its own.
     draws = (lambda: -random.random(), lambda: -np.random.rand(), lambda: -held(), lambda: np.random.permutation(5)[0])
     given = {"ranks": 2, "microbatches": 4, "seed": SEED, **options}
-    report = verify(noises(*draws), (torch.randn(8, 7),), target=torch.randn(8, 7), loss_fn=squared_error, **given)
-    assert report.ok, report.summary()
+    proven(noises(*draws), torch.randn(8, 7), torch.randn(8, 7), **given)
 
 
 class PassesBy(nn.Module):
@@ -73,8 +73,7 @@ def test_a_block_that_leaves_its_parameters_out_by_chance_is_to_be_taken_apart()
         takes_gradient = pipe.stages[1].inputs[0].meta.requires_grad
     with pipe, pytest.raises(PartitionError, match=r"'_0' of stage 0 .* by chance, take all .* apart with opens="):
         pipe.step(x, target=x)
-    report = verify(model, (x,), target=x, loss_fn=squared_error, opens=["0", "1", "2", "3"], **options)
-    assert report.ok, report.summary()
+    proven(model, x, x, opens=["0", "1", "2", "3"], **options)
 
 
 def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> None:
@@ -274,8 +273,7 @@ def test_bigbird(ranks: int) -> None:
     )
     ids = torch.randint(3, 60, (4, 32))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    report = verify(transformers.BigBirdForMaskedLM(config).train(), (), kwargs=inputs, ranks=ranks, microbatches=2)
-    assert report.ok, report.summary()
+    verify(transformers.BigBirdForMaskedLM(config).train(), (), kwargs=inputs, ranks=ranks, microbatches=2).check()
 
 
 @pytest.mark.long  # test_bigbird draws with numpy inside of a model, test_layer_drop.py drops layers of this one
@@ -291,8 +289,7 @@ def test_spec_augment_and_layer_drop(ranks: int) -> None:
     model = transformers.Wav2Vec2ForSequenceClassification(config).train()
     model.freeze_feature_encoder()
     inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
-    report = verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2)
-    assert report.ok, report.summary()
+    verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).check()
 
 
 def test_a_drawn_number_holds_no_tensors() -> None:

@@ -24,6 +24,7 @@ from penstock.runtime.exact.rules import Buffer, Layout
 from penstock.runtime.exact.streams import Streams
 from penstock.schedule import Action, Op, Schedule, check, generate
 from scaffolding.models import ConvNet, InPlace, SkipsTwice, squared_error
+from scaffolding.proofs import after_each_step
 
 ROWS, WIDTH, MICROBATCHES = 11, 33, 3
 
@@ -108,16 +109,13 @@ def test_a_backward_for_each_root(break_in_step: Break) -> None:
 
 def test_gradients_divided_afterwards(monkeypatch: pytest.MonkeyPatch, break_in_step: Break) -> None:
     break_in_step(exact, "seeds", lambda weights, total: list(weights))
-    step = Pipeline.step
 
-    def step_and_divide(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        for parameter in self.parameters():
+    def divide(pipe: Pipeline) -> None:
+        for parameter in pipe.parameters():
             assert parameter.grad is not None
             parameter.grad /= ROWS
-        return result
 
-    monkeypatch.setattr(Pipeline, "step", step_and_divide)
+    after_each_step(monkeypatch, divide)
     report = verify_skips()
     assert wrong_gradients(report)
     for row in report.wrong:

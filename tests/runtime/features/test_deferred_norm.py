@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import ArgumentError, pipeline, verify
+from penstock import ArgumentError, pipeline
 from scaffolding.everything import everything
 from scaffolding.models import ConvNet, squared_error
+from scaffolding.proofs import proven
 from scaffolding.small import WIDTH, batch, mlp
 
 ROWS = 11
@@ -91,11 +92,8 @@ def test_neither_schedule_nor_recomputation_changes_a_bit() -> None:
 @pytest.mark.parametrize(("schedule", "ranks", "chunks"), SCHEDULES, ids=[name for name, *_ in SCHEDULES])
 def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int) -> None:
     model, x, y = everything()
-    report = verify(
-        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5,
-        deferred_batch_norm=True, recompute={1: "always"}, exact=True,
-    )  # fmt: skip
-    assert report.ok, report.summary()
+    options: Any = {"microbatches": 5, "deferred_batch_norm": True, "recompute": {1: "always"}, "exact": True}
+    proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
 
 
 class Twice(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -18,8 +17,6 @@ from penstock.runtime.features.feature import Feature, Features, Start
 from penstock.runtime.features.recompute import RecomputedStage
 from penstock.schedule import Op
 from scaffolding.small import batch, mlp
-
-ROOT = Path(__file__).parents[3]
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:

@@ -220,6 +220,41 @@ class UpdatesIfOn(Averages):
         return self.linear(x) * (1 + self.mean.clone())
 
 
+class Carries(nn.Module):
+    """Once it is on, each microbatch finds what the ones before it have left."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.on, self.act = nn.Linear(WIDTH, WIDTH), False, act
+        self.last, self.calls, self.queue = None, 0, list[Tensor]()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.act(self, x) if self.on else x
+
+
+def averages(block: Any, x: Tensor) -> Tensor:
+    block.average.lerp_(x.detach().mean(0), 0.5)
+    return x - block.average.clone()
+
+
+def follows(block: Any, x: Tensor) -> Tensor:
+    last, block.last = block.last, x.detach().mean(0)
+    return x if last is None else x - last
+
+
+def counts(block: Any, x: Tensor) -> Tensor:
+    block.calls += 1
+    return x * block.calls
+
+
+def queues(block: Any, x: Tensor) -> Tensor:
+    held = sum(block.queue, torch.zeros(WIDTH))
+    block.queue.append(x.detach().mean(0))
+    return x - held
+
+
 def switch(model: nn.Module, step: int) -> None:
     model[2].on = step >= 2
 
@@ -227,6 +262,11 @@ def switch(model: nn.Module, step: int) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_what_a_forward_keeps_from_some_step_on(schedule: str) -> None:
     as_one_device(lambda: around(KeepsIfOn()), schedule=schedule, between=switch, steps=4)
+
+
+@pytest.mark.parametrize("act", [averages, follows, counts, queues])
+def test_what_is_carried_over_from_some_step_on_is_that_of_one_device(act: Callable[[Any, Tensor], Tensor]) -> None:
+    as_one_device(lambda: around(Carries(act)), schedule="1f1b", between=switch, steps=4)
 
 
 @pytest.mark.parametrize(("recompute", "words"), [("always", "updates '2.mean'"), (1, "updates its buffer")])

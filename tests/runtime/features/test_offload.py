@@ -18,6 +18,7 @@ from penstock.schedule import generate, split_backward
 from scaffolding import models
 from scaffolding.everything import WIDTH, everything, everything_goes, inputs_alive
 from scaffolding.models import ConvNet, squared_error
+from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 from scaffolding.small import batch, mlp, training_runners
 
@@ -37,11 +38,8 @@ SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h
 def test_the_result_is_that_of_one_device(order: tuple[str, int, int], recompute: Any) -> None:
     schedule, ranks, chunks = order
     model, x, y = everything()
-    report = verify(
-        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5,
-        offload=True, recompute=recompute, exact=True,
-    )  # fmt: skip
-    assert report.ok, report.summary()
+    options: dict[str, Any] = {"microbatches": 5, "offload": True, "recompute": recompute, "exact": True}
+    proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
 
 
 class Counted:
@@ -133,8 +131,7 @@ def test_batch_norm_and_channels_last() -> None:
     torch.manual_seed(0)
     net = ConvNet().to(memory_format=torch.channels_last)
     x, y = torch.randn(8, 3, 6, 6).to(memory_format=torch.channels_last), torch.randn(8, 3)
-    report = verify(net, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=4, offload=True, exact=True)
-    assert report.ok, report.summary()
+    proven(net, x, y, ranks=2, microbatches=4, offload=True, exact=True)
 
 
 def test_a_split_backward_stays_split() -> None:
@@ -183,7 +180,7 @@ class Mixes(nn.Module):
 
 def test_sparse_buffers_stay() -> None:
     x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
-    verify([Mixes(), Mixes()], (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=4, offload=True).check()
+    proven([Mixes(), Mixes()], x, y, ranks=2, microbatches=4, offload=True)
 
 
 def test_what_draws_after_it_was_saved_is_refused() -> None:
@@ -191,6 +188,4 @@ def test_what_draws_after_it_was_saved_is_refused() -> None:
     model = [nn.Linear(WIDTH, WIDTH), nn.RReLU(), nn.Linear(WIDTH, WIDTH)]
     with pytest.raises(ArgumentError, match=r"nn.RReLU .* offload=\{0: False\}"):
         verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, cuts=["2"], microbatches=4, offload=True)
-    verify(
-        model, (x,), target=y, loss_fn=squared_error, ranks=2, cuts=["2"], microbatches=4, offload={0: False, 1: True}
-    ).check()
+    proven(model, x, y, ranks=2, cuts=["2"], microbatches=4, offload={0: False, 1: True})

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import pipeline, verify
+from penstock import pipeline
 from penstock.schedule import Op, generate, split_backward
 from runtime.features.slow_copies import SlowCopies, install
 from scaffolding.everything import everything
 from scaffolding.models import squared_error
+from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 from scaffolding.small import WIDTH, batch, mlp
 
@@ -35,11 +36,8 @@ RUNS = [("1f1b", 4, 1), ("zb-h1", 4, 1), ("interleaved-1f1b", 2, 2), ("dualpipe-
 def test_the_slowest_copies_are_waited_for(copies: SlowCopies, run: tuple[str, int, int], recompute: Any) -> None:
     schedule, ranks, chunks = run
     model, (x, y) = everything(norm=schedule != "dualpipe-v")[0], batch(16)
-    report = verify(
-        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=8,
-        offload=True, recompute=recompute, exact=True,
-    )  # fmt: skip
-    assert report.ok, report.summary()
+    options: dict[str, Any] = {"microbatches": 8, "offload": True, "recompute": recompute, "exact": True}
+    proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
     copies.finish()
     assert {kind for kind, _, _ in copies.log} == {"send", "fetch"}
     assert not copies.wrong
@@ -143,11 +141,8 @@ def test_tensors_of_all_kinds_come_back(copies: SlowCopies, kind: type[nn.Module
     torch.manual_seed(0)
     order = generate("gpipe", 2, 6)
     x, y = batch(12)
-    report = verify(
-        [kind(), kind()], (x,), target=y, loss_fn=squared_error, schedule=split_backward(order) if split else order,
-        ranks=2, microbatches=6, offload=True, exact=True,
-    )  # fmt: skip
-    assert report.ok, report.summary()
+    options: dict[str, Any] = {"microbatches": 6, "offload": True, "exact": True}
+    proven([kind(), kind()], x, y, schedule=split_backward(order) if split else order, ranks=2, **options)
     copies.finish()
     assert copies.log
     assert not copies.wrong
@@ -240,11 +235,8 @@ def test_an_input_that_a_recomputed_stage_updates_is_sent_as_it_was(copies: Slow
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), *(nn.Sequential(UpdatesInput(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))]
     x, y = batch(16)
-    report = verify(
-        layers, (x,), target=y, loss_fn=squared_error, schedule="1f1b", ranks=4, microbatches=8, cuts=["1", "2", "3"],
-        offload=True, recompute="always", exact=True,
-    )  # fmt: skip
-    assert report.ok, report.summary()
+    options: Any = {"microbatches": 8, "cuts": ["1", "2", "3"], "offload": True, "recompute": "always", "exact": True}
+    proven(layers, x, y, schedule="1f1b", ranks=4, **options)
     assert copies.log
     copies.finish()
     assert not copies.wrong

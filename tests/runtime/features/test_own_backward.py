@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, pipeline, verify
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 
 PLACES = [("gpipe", 2), ("1f1b", 4)]
@@ -44,7 +45,7 @@ class KeepsForBackward(nn.Module):
 
 
 def prove(model: nn.Module, **options: Any) -> None:
-    verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, microbatches=4, **options).check()
+    proven(model, X, TARGET, microbatches=4, **options)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", 1])
@@ -77,9 +78,7 @@ class RunsAgain(nn.Module):
 def test_batch_norm_that_runs_again_within_layers_that_run_again(schedule: str, ranks: int, every: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(3)), nn.BatchNorm1d(6))
-    verify(
-        model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4, recompute=every
-    ).check()
+    proven(model, X, TARGET, ranks=ranks, schedule=schedule, microbatches=4, recompute=every)
 
 
 @ORDERS
@@ -112,9 +111,7 @@ class Checkpointed(nn.Module):
 @ORDERS
 def test_batch_norm_in_a_checkpoint_around_blocks(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
-    verify(
-        Checkpointed(), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4
-    ).check()
+    proven(Checkpointed(), X, TARGET, ranks=ranks, schedule=schedule, microbatches=4)
 
 
 @ORDERS
@@ -142,7 +139,7 @@ def test_another_librarys_checkpoint_around_a_norm_is_refused(monkeypatch: pytes
 
 def test_batch_norm_that_runs_again_leaves_no_hooks_behind() -> None:
     model = nn.Sequential(nn.Linear(6, 6), RunsAgain(), RunsAgain())
-    verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
+    proven(model, X, TARGET, ranks=2, schedule="gpipe", microbatches=4)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
@@ -169,7 +166,7 @@ class Positions(nn.Module):
 def test_a_cache_of_constants_may_be_replaced() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Positions() for _ in range(4)))
-    verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4).check()
+    proven(model, X, TARGET, ranks=2, schedule="gpipe", microbatches=4)
 
 
 def test_a_cache_that_is_saved_is_refused_with_the_remedy() -> None:
@@ -226,7 +223,7 @@ class OfPairs(nn.Module):
 @pytest.mark.parametrize("cut", [f"blocks.{k}" for k in range(4)])
 def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_wherever_the_cut_is(cut: str) -> None:
     torch.manual_seed(0)
-    verify(OfPairs(), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4, cuts=[cut]).check()
+    proven(OfPairs(), X, TARGET, ranks=2, microbatches=4, cuts=[cut])
 
 
 class Calibrates(nn.Module):

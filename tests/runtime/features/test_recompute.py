@@ -23,6 +23,7 @@ from penstock.runtime.features.recompute import microbatches_to_recompute
 from penstock.schedule import Op, generate, split_backward
 from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
 from scaffolding.models import squared_error
+from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 from scaffolding.small import batch, mlp, training_runners
 
@@ -38,11 +39,8 @@ MICROBATCHES = 5
 def test_trap_19_the_result_is_that_of_one_device(order: tuple[str, int, int], policy: Any) -> None:
     schedule, ranks, chunks = order
     model, x, y = everything()
-    report = verify(
-        model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks,
-        microbatches=MICROBATCHES, recompute=policy, exact=True,
-    )  # fmt: skip
-    assert report.ok, report.summary()
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "recompute": policy, "exact": True}
+    report = proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
     assert report.stages == 4
     assert sum(row.kind == "buffer" for row in report.rows) == 3 * 8
 
@@ -50,17 +48,7 @@ def test_trap_19_the_result_is_that_of_one_device(order: tuple[str, int, int], p
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
 def test_two_copies_of_a_model(schedule: str) -> None:
     model, x, y = everything(norm=False)
-    report = verify(
-        model,
-        (x,),
-        target=y,
-        loss_fn=squared_error,
-        schedule=schedule,
-        ranks=2,
-        microbatches=4,
-        recompute={0: "always"},
-    )
-    assert report.ok, report.summary()
+    proven(model, x, y, schedule=schedule, ranks=2, microbatches=4, recompute={0: "always"})
 
 
 class Checkpointed(nn.Module):
@@ -81,18 +69,7 @@ def test_models_that_recompute_by_themselves(schedule: str, policy: Any) -> None
     block, (x, y) = Checkpointed(), batch()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
     for ranks in (1, 2):
-        report = verify(
-            model,
-            (x,),
-            target=y,
-            loss_fn=squared_error,
-            ranks=ranks,
-            microbatches=3,
-            schedule=schedule,
-            recompute=policy,
-            exact=True,
-        )
-        assert report.ok, report.summary()
+        proven(model, x, y, ranks=ranks, microbatches=3, schedule=schedule, recompute=policy, exact=True)
 
 
 class DrawsItself(nn.Module):
@@ -111,10 +88,7 @@ class DrawsItself(nn.Module):
 @pytest.mark.parametrize("policy", ["except_last", "always"])
 def test_draws_between_layers_are_drawn_again(policy: Any) -> None:
     x, y = batch(6, WIDTH)
-    report = verify(
-        DrawsItself, (x,), target=y, loss_fn=F.mse_loss, schedule="gpipe", ranks=2, microbatches=3, recompute=policy
-    )
-    assert report.ok, report.summary()
+    proven(DrawsItself, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
 
 
 class Counts(nn.Module):
@@ -154,10 +128,7 @@ def test_a_layer_that_runs_again_runs_to_its_end(schedule: str) -> None:
     """`torch.utils.checkpoint` would stop at the last saved tensor, and leave undone what comes after it in Python."""
     torch.manual_seed(0)
     (x, y), model = batch(), nn.Sequential(nn.Linear(WIDTH, WIDTH), Restores(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    report = verify(
-        model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=3, schedule=schedule, recompute=1
-    )
-    assert report.ok, report.summary()
+    proven(model, x, y, ranks=2, microbatches=3, schedule=schedule, recompute=1)
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, schedule=schedule, recompute=1) as pipe:
         pipe.step(x, target=y)
         assert (model[1].busy, model[1].norm.training, len(model[1].linear._forward_hooks)) == (False, True, 0)
@@ -188,10 +159,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("policy", ["always", 1])
 def test_a_forward_that_depends_on_buffers_it_updates(policy: Any) -> None:
     x, y = batch()
-    report = verify(
-        Chain(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute=policy
-    )
-    assert report.ok, report.summary()
+    proven(Chain(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
 
 
 class Overwriting(nn.Module):
@@ -236,11 +204,8 @@ class Adding(nn.Module):
 def test_inputs_that_are_updated_in_place_after_they_were_kept(policy: Any, chunks: int) -> None:
     torch.manual_seed(0)
     x, y = batch()
-    report = verify(
-        Overwritten(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=1 if chunks == 3 else 2,
-        chunks=chunks, microbatches=3, recompute=policy, exact=True,
-    )  # fmt: skip
-    assert report.ok, report.summary()
+    options: dict[str, Any] = {"microbatches": 3, "recompute": policy, "exact": True}
+    proven(Overwritten(), x, y, schedule="gpipe", ranks=1 if chunks == 3 else 2, chunks=chunks, **options)
 
 
 class Remembering(Adding):
@@ -267,10 +232,7 @@ class Memory(nn.Module):
 def test_a_list_of_one_tensor_is_as_it_was_when_a_layer_runs_again() -> None:
     torch.manual_seed(0)
     x, y = batch()
-    report = verify(
-        Memory(), (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=2, recompute=1
-    )
-    assert report.ok, report.summary()
+    proven(Memory(), x, y, schedule="gpipe", ranks=2, microbatches=2, recompute=1)
 
 
 def test_the_first_run_takes_the_kernels_of_training() -> None:
@@ -282,10 +244,7 @@ def test_the_first_run_takes_the_kernels_of_training() -> None:
     with torch.no_grad():
         fast = frozen(x)
     assert not torch.equal(fast, frozen(x.clone().requires_grad_()))
-    report = verify(
-        model, (x,), target=y, loss_fn=squared_error, schedule="gpipe", ranks=2, microbatches=3, recompute="always"
-    )
-    assert report.ok, report.summary()
+    proven(model, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="always")
 
 
 def test_autocast() -> None:
@@ -309,10 +268,7 @@ def test_a_loss_that_draws_is_drawn_again() -> None:
         return F.mse_loss(output + torch.randn_like(output), target)
 
     x, y = batch()
-    report = verify(
-        mlp(), (x,), target=y, loss_fn=noisy, schedule="gpipe", ranks=2, microbatches=3, recompute="always", exact=True
-    )
-    assert report.ok, report.summary()
+    proven(mlp(), x, y, noisy, schedule="gpipe", ranks=2, microbatches=3, recompute="always", exact=True)
 
 
 def test_a_frozen_beginning_is_run_once() -> None:
@@ -320,18 +276,7 @@ def test_a_frozen_beginning_is_run_once() -> None:
     model[:3].requires_grad_(False)
     calls = calls_in_a_step(model, (x, y), ranks=2, schedule="gpipe", recompute="always", microbatches=3, cuts=["3"])
     assert calls == {"0": 3, "1": 3, "2": 3, "3": 6, "4": 6, "5": 6}
-    report = verify(
-        model,
-        (x,),
-        target=y,
-        loss_fn=squared_error,
-        schedule="gpipe",
-        ranks=2,
-        microbatches=3,
-        recompute="always",
-        cuts=["3"],
-    )
-    assert report.ok, report.summary()
+    proven(model, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="always", cuts=["3"])
 
 
 def test_the_split_backward_still_waits_for_w() -> None:
@@ -587,10 +532,10 @@ def test_layers_that_call_autograd_themselves(policy: Any) -> None:
     x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     options: Any = {"ranks": 2, "schedule": "gpipe", "microbatches": 4, "recompute": policy, "whole_batch": False}
-    verify([Equilibrium() for _ in range(4)], (x,), target=y, loss_fn=squared_error, **options).check()
+    proven([Equilibrium() for _ in range(4)], x, y, **options)
     descends = [Descends() for _ in range(4)]
     if policy == "always":
-        verify(descends, (x,), target=y, loss_fn=squared_error, **options).check()
+        proven(descends, x, y, **options)
         return
     with pytest.raises(
         PartitionError, match=r"a Descends takes a gradient within its own forward .* recompute='always'"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import penstock
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import squared_error
+from scaffolding.proofs import close
 from scaffolding.small import batch, mlp
 
 
@@ -66,10 +67,7 @@ def test_the_first_or_the_one_named_loss_is_the_loss(form: str) -> None:
         expected = {"2": 2.0, "count": 2.0, "lm loss": float(by_hand.total)}.get(name, float(whole.abs().mean()))
         torch.testing.assert_close(float(value), expected)
         assert not value.requires_grad
-    report = penstock.verify(mlp, (x,), target=y, loss_fn=loss, ranks=2, microbatches=3)
-    assert report.ok
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close"
+    close(penstock.verify(mlp, (x,), target=y, loss_fn=loss, ranks=2, microbatches=3))
 
 
 def test_parts_follow_the_reduction() -> None:

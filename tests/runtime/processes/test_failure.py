@@ -4,15 +4,10 @@ import errno
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -617,144 +612,6 @@ def test_unreachable_rank_0_is_reported_at_the_start() -> None:
     address = {"hosts": ["127.0.0.1"], "port": port, "token": "t", "process": ["elsewhere", 1, ""]}
     with pytest.raises(PipelineFailure, match=f"rank 1 cannot reach rank 0 at 127.0.0.1, port {port}"):
         join(address, 1, Patience(), Missing(1, 2, Patience()))
-
-
-class Nursery:
-    """Runs scenarios in real processes; see nursery.py."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("nursery.py"))]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.ended: dict[int, int] = {}
-
-    def start(self, **scenario: object) -> list[int]:
-        """The ranks' process ids, once all are in place."""
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(scenario) + "\n")
-        self.process.stdin.flush()
-        self.ended = {}
-        return list(self._hear()["pids"])
-
-    def await_end(self, ranks: int) -> dict[int, int]:
-        """Exit status by rank, of those that have ended, once they are as many as `ranks`."""
-        while len(self.ended) < ranks:
-            message = self._hear()
-            self.ended[message["rank"]] = message["status"]
-        return self.ended
-
-    def fall(
-        self, folder: Path, victim: int, place: str, sign: signal.Signals | None, **scenario: object
-    ) -> dict[int, str]:
-        """What the others wrote to stderr after the victim fell. They have ended within 10 s, the victim too."""
-        pids = self.start(story="victim_falls", folder=str(folder), ranks=3, victim=victim, place=place, **scenario)
-        if sign:
-            os.kill(pids[victim], sign)
-        if sign == signal.SIGSTOP or place == "leave":
-            assert victim not in self.await_end(2)
-            os.kill(pids[victim], signal.SIGKILL)
-        statuses = self.await_end(3)
-        others = [rank for rank in range(3) if rank != victim]
-        assert {rank: statuses[rank] for rank in others} == dict.fromkeys(others, 1)
-        for pid in pids:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-        return {rank: (folder / f"{rank}.2").read_text() for rank in others}
-
-    def close(self) -> None:
-        """Ends the process; the ranks of a scenario that a failed test left have 10 s, and then are killed by it."""
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait()
-        assert self.process.stdout
-        self.process.stdout.close()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self.process.stdout
-        return dict(json.loads(self.process.stdout.readline()))
-
-
-@pytest.fixture(scope="module")
-def nurseries() -> Iterator[list[Nursery]]:
-    """The one that runs, if any."""
-    running: list[Nursery] = []
-    yield running
-    for nursery in running:
-        nursery.close()
-
-
-@pytest.fixture
-def nursery(nurseries: list[Nursery]) -> Iterator[Nursery]:
-    """A nursery for this test, taken over from the one before unless that has ranks left."""
-    if not nurseries:
-        nurseries.append(Nursery())
-    nursery = nurseries[0]
-    yield nursery
-    if len(nursery.ended) < 3:
-        nurseries.clear()
-        nursery.close()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_all_learn_what_one_raised(nursery: Nursery, tmp_path: Path, victim: int) -> None:
-    said = nursery.fall(tmp_path, victim, "raise", None)
-    assert "ValueError: the loss is" in (tmp_path / f"{victim}.2").read_text()
-    for rank, words in said.items():
-        assert f"rank {rank} stops: rank {victim} failed at 2B3: ValueError: the loss is not a number" in words
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("victim", "place", "action"),
-    [
-        (0, "receive", "at 0RECV_F0"),
-        (1, "send", "at 1SEND_F0"),
-        (2, "compute", "at 2B3"),
-        (0, "outside", "outside of a"),
-    ],
-)
-def test_killed_rank_is_named(nursery: Nursery, tmp_path: Path, victim: int, place: str, action: str) -> None:
-    said = nursery.fall(tmp_path, victim, place, signal.SIGKILL)
-    for rank, words in said.items():
-        assert f"rank {rank} stops: rank {victim} was lost, last seen {action}" in words
-        assert "its process is gone" in words
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("victim", "place", "action", "stall_seconds"),
-    [(0, "compute", "at 2B3", 5.0), (1, "receive", "at 1RECV_F0", 1.5), (2, "send", "at 2SEND_F0", 1.5)],
-)
-def test_stopped_rank_is_named(
-    nursery: Nursery, tmp_path: Path, victim: int, place: str, action: str, stall_seconds: float
-) -> None:
-    said = nursery.fall(tmp_path, victim, place, signal.SIGSTOP, stall_seconds=stall_seconds)
-    waits = "SEND_F1" if place == "send" else "RECV_B0"
-    for rank, words in said.items():
-        assert f"rank {rank} stops: rank {victim} was lost, last seen {action}" in words
-        assert "its process is stopped" in words
-        assert f"rank {rank} was waiting for {rank}{waits}" in words
-
-
-@pytest.mark.distributed
-def test_rank_that_left_too_early_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    said = nursery.fall(tmp_path, 1, "leave", None, stall_seconds=1.5)
-    assert "rank 0 stops: rank 1 has exited: its program ended while rank" in said[0]
-
-
-@pytest.mark.distributed
-def test_slow_rank_and_early_end_of_rank_0_are_no_failure(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.start(story="late_finish", folder=str(tmp_path), ranks=3, seconds=2.5, stall_seconds=1.0)
-    assert nursery.await_end(3) == {0: 0, 1: 0, 2: 0}
-    for rank in range(3):
-        assert (tmp_path / f"{rank}.1").read_text() == f"rank {rank} is done\n"
-        assert (tmp_path / f"{rank}.2").read_text() == ""
 
 
 def test_a_rank_whose_device_is_behind_is_where_its_device_is() -> None:

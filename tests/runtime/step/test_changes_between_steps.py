@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,27 @@ class Block(nn.Module):
         return x * self.strength
 
 
+class Tower(nn.Module):
+    """Holds layers, which the model calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As transformers' `can_return_tuple` and `capture_outputs` wrap forwards."""
+
+    @wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
 class Reader(nn.Module):
     """Reads attributes of all kinds in a forward that is recorded call by call."""
 
@@ -53,6 +74,7 @@ class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.nested, self.tower = nn.ModuleDict({"h": nn.ModuleList([Block()])}), Tower()
         self.number: Any = 1.0
         self.items, self.table, self.pair = [1.0], {"a": {"b": 1.0}}, (1.0, 2.0)
         self.config = SimpleNamespace(inner=SimpleNamespace(t=1.0))
@@ -65,7 +87,10 @@ class Reader(nn.Module):
     def of_property(self) -> float:
         return self.blocks[1].strength
 
+    @decorated
     def forward(self, x: Tensor, options: Any = None) -> Tensor:
+        for layer in (*self.nested.h, *self.tower.layers):
+            x = x if getattr(layer, "left_out", False) else layer(x) * layer.scale
         for i, block in enumerate(self.blocks):
             x = block.strengthened(block(x) * block.scale) * (1.0 + (i in self.doubled))
         x = self.multiply(x) * self.slotted.t * float(self.array[0]) * self.of_property
@@ -124,6 +149,8 @@ CHANGES: dict[str, Callable[[Reader], object]] = {
     "function": lambda m: setattr(m, "function", torch.sigmoid),
     "attribute that was not there": lambda m: setattr(m, "bonus", 2.0),
     "attribute of a block": lambda m: [setattr(block, "scale", 2.0) for block in m.blocks],
+    "attribute of a block in nested containers": lambda m: setattr(m.nested.h[0], "scale", 2.0),
+    "attribute that a block gets": lambda m: setattr(m.tower.layers[0], "left_out", True),
     "hook on the model": lambda m: m.register_forward_hook(doubled),
     "hook before the model": lambda m: m.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
     "forward of the model": patch_forward,
