@@ -14,6 +14,7 @@ from test_explain import measured, profile
 from test_report_command import numbers, report, seconds
 from test_top import ABOUT, STATE
 
+from penstock.plan import Choice, Plan
 from penstock.runs import StepRecord
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
@@ -101,15 +102,31 @@ def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_pa
     assert f"{predicted.makespan_seconds / pipeline - 1:+.1%}" in page.inner_text(".figures")
 
 
+def test_a_plan_is_compared_with_the_run_that_followed_it(tmp_path: Path) -> None:
+    """The figure is the plan's own; with a plan of other cuts or microbatches the run has nothing to do."""
+    folder, file = a_run(tmp_path / "run", measured()), tmp_path / "plan.json"
+    choice = Choice(1, 4, 1, "1f1b", 8, 8)
+    plan = Plan(choice, ("a", "b", "c"), (), (0.03,) * 4, 0.5, 0.0, {}, (1.0,) * 4, (2.0,) * 4)
+    file.write_text(json.dumps(plan.to_dict()))
+    assert as_json("explain", str(folder), "--plan", str(file))["predicted_seconds"] == 0.5
+    for other in (replace(plan, cuts=("a", "b", "x")), replace(plan, choice=replace(choice, microbatches=4))):
+        file.write_text(json.dumps(other.to_dict()))
+        assert "the run did not follow it" in refusal("explain", str(folder), "--plan", str(file))
+    given = profile(tmp_path, [0.01] * 4)
+    assert "was cut at a,b,c" in refusal("explain", str(folder), "--profile", given, "--cuts", "a,b,x")
+
+
 def test_a_profile_that_is_given_counts_for_more_than_what_was_recorded(tmp_path: Path, open_page: Any) -> None:
     folder = a_run(tmp_path / "run", measured())
     told = {
         "source": "a plan", "step_seconds": 9.0, "timeline": measured().to_dict(), "stage_seconds": [0.03] * 4,
     }  # fmt: skip
     (folder / "predicted.json").write_text(json.dumps(told))
+    about = json.loads((folder / "run.json").read_text()) | {"cuts": ["layers.1", "layers.2", "layers.3"]}
+    (folder / "run.json").write_text(json.dumps(about))
     given = profile(tmp_path, [0.01] * 4)
-    page = open_page(report(folder, "--profile", given, "--cuts", "layers.1,layers.2,layers.3"))
-    explained = as_json("explain", str(folder), "--profile", given, "--cuts", "layers.1,layers.2,layers.3")
+    page = open_page(report(folder, "--profile", given))
+    explained = as_json("explain", str(folder), "--profile", given)
     assert page.evaluate("timeline.bands[1].end") == pytest.approx(explained["predicted_seconds"])
     assert "9.000 s" not in page.inner_text(".figures")
 

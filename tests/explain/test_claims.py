@@ -273,7 +273,7 @@ def test_what_was_simulated_is_not_called_measured() -> None:
 
 def test_a_prediction_that_is_far_off_is_said_first() -> None:
     slow = recorded(timeline(lambda s, k: 1.9, lambda s, k: 3.8))
-    assert explain(slow, predicted=profile()).run.notes[0].startswith("the pipeline took 1.89 times what was predicted")
+    assert explain(slow, predicted=profile()).run.notes[0].startswith("the pipeline took 1.91 times what was predicted")
     near = recorded(timeline(lambda s, k: 1.1, lambda s, k: 2.2))
     assert not explain(near, predicted=profile()).run.notes
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.explain import Change, Explanation, Predicted, Run
     from penstock.explain.explanation import StageTime
     from penstock.explain.where import RankTime
+    from penstock.plan import Plan
     from penstock.runs import RunRead
 
 EPILOG = """\
@@ -62,15 +63,20 @@ class PredictionOptions:
             from penstock.plan import read_plan
 
             planned = read_plan(self.plan)
+            _check_plan(planned, run, folder, self.plan)
         if self.profile is None:
-            before = planned or (None if folder is None else folder.predicted())
-            return None if before is None else Predicted(before.stage_seconds)
+            if planned is not None:
+                return Predicted(planned.stage_seconds, planned.pipeline_seconds)
+            before = None if folder is None else folder.predicted()
+            return None if before is None else Predicted(before.stage_seconds, before.step_seconds)
         from penstock.balance import read_profile
 
         order = run.typical.slowest.schedule
         known, rows, threads = (None, None, 0) if planned is None else (planned.cuts, planned.choice.rows, 0)
         if folder is not None:
             known, rows, threads = folder.about.cuts, folder.about.microbatch_rows, folder.about.threads
+            if self.cuts is not None and self.cuts.split(",") != [*known]:
+                raise ArgumentError(f"--cuts {self.cuts}: the run was cut at {','.join(known)}; leave --cuts out")
         return Predicted.of_profile(
             read_profile(self.profile),
             order.placement.depth,
@@ -78,6 +84,20 @@ class PredictionOptions:
             rows,
             threads,
             splits=order.splits,
+        )
+
+
+def _check_plan(plan: Plan, run: Run, folder: RunRead | None, file: Path) -> None:
+    """Raises ArgumentError if a run did not follow this plan, as far as one can see."""
+    order, choice = run.typical.slowest.schedule, plan.choice
+    ran = [order.ranks, order.placement.depth, order.microbatches]
+    planned = [choice.ranks, choice.stages, choice.microbatches]
+    same = ran == planned and (folder is None or folder.about.cuts is None or [*folder.about.cuts] == [*plan.cuts])
+    if not same:
+        raise ArgumentError(
+            f"--plan {file}: the run did not follow it: {choice.schedule} on {counted(choice.ranks, 'rank')}, "
+            f"{counted(choice.microbatches, 'microbatch')}, cut at {', '.join(plan.cuts) or 'nothing'}. Pass the plan "
+            "of the run, or leave --plan out"
         )
 
 

@@ -158,7 +158,7 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
         if change.certain < _LEAST_SHARE * change.gain and len(idea.cases) > 1:
             change = first.change(_with(idea, idea.cases, "little of it is certain", measured=False), error, elsewhere)
         least = max(LEAST_GAIN, error, 0.0 if change.measured else _LEAST_SHARE * (change.gain - error))
-        if (change.certain > 0 or not change.measured) and usual >= least:
+        if (change.certain >= LEAST_GAIN or not change.measured) and usual >= least:
             found.append((not change.measured, -change.certain, -usual, change, idea))
     found.sort(key=lambda entry: entry[:3])
     ideas = [idea for *_, idea in found]

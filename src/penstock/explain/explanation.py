@@ -207,15 +207,17 @@ def explain(
     factors, replay, replay_seconds = trial.factors, trial.replay, trial.replay_seconds
     place = chosen.replicas.index(chosen.slowest)
     even = factors.even[place]
-    even_timeline, planned = replay.free.timeline(chosen.slowest.schedule, even), _predicted(trial)
+    even_timeline = replay.free.timeline(chosen.slowest.schedule, even)
+    planned = None if predicted is None else predicted.timeline(replay.schedules[0])
+    ahead = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
     like = _like(run, chosen)
     worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
     outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
     error = max(abs(replay_error), worst, outside)
     notes = [*run.notes]
-    if predicted is not None and planned is not None:
-        notes = [*_doubts(predicted, trial, planned.pipeline_seconds), *notes]
+    if predicted is not None and ahead is not None:
+        notes = [*_doubts(predicted, trial, ahead), *notes]
     if run.crowded:
         notes.insert(0, _CROWDED)
     elif trial.shared:
@@ -230,7 +232,7 @@ def explain(
         replay_error,
         worst,
         _stages(trial),
-        None if planned is None else planned.pipeline_seconds,
+        ahead,
         where_of(chosen, factors, replay),
         bubble_of(chosen.slowest, even_timeline),
         suggestions([trial, *_others(run, trial, like)], error),
@@ -240,7 +242,7 @@ def explain(
         slowdowns_of(run, chosen),
         summaries(run),
         even_timeline,
-        None if planned is None else planned.timeline(chosen.slowest.schedule, planned.seconds[place]),
+        planned,
     )
 
 
@@ -330,13 +332,3 @@ def _stages(trial: Trial) -> tuple[StageTime, ...]:
         )
         for stage, total in enumerate(totals)
     )
-
-
-def _predicted(trial: Trial) -> Case | None:
-    """The replay if each stage took what was predicted, each op its measured share of it, and messages as long."""
-    known, totals = trial.predicted, trial.totals
-    if known is None:
-        return None
-    depth = trial.slowest.schedule.placement.depth
-    scale = np.array([known.stage_seconds[stage % depth] for stage in range(len(totals))]) / np.maximum(totals, 1e-30)
-    return trial.replay.with_seconds(trial.factors.by_stage * scale[None, None, :, None])

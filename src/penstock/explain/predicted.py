@@ -11,7 +11,9 @@ from penstock.balance import Profile, UnitCost, best_starts
 from penstock.errors import ArgumentError
 from penstock.explain.schedules import Price
 from penstock.plan.stage_costs import priced, problem_of, slowest_link, usual_link
-from penstock.simulate import NO_COST, LinkCost, StageCost
+from penstock.schedule import Schedule
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
 from penstock.simulate.columns import Floats
 from penstock.words import counted
 
@@ -26,6 +28,7 @@ class Predicted:
 
     Attributes:
         stage_seconds: F + I + W of each stage.
+        pipeline_seconds: of a step of the pipeline, if a plan says so; 0: the stages' costs say it.
         units: the model's units, in order; empty if only stages are known.
         costs: of each stage; empty if only its seconds are known.
         link: what a message costs.
@@ -37,6 +40,7 @@ class Predicted:
     """
 
     stage_seconds: tuple[float, ...]
+    pipeline_seconds: float = 0.0
     units: tuple[UnitCost, ...] = ()
     costs: tuple[StageCost, ...] = ()
     link: LinkCost = NO_COST
@@ -85,7 +89,10 @@ class Predicted:
             starts = best_starts(problem_of(units, link), stages)
         else:
             if unknown := [name for name in cuts if name not in names]:
-                raise ArgumentError(f"cuts={list(cuts)}: {unknown[0]!r} is no unit of the profile")
+                raise ArgumentError(
+                    f"cuts={list(cuts)}: {unknown[0]!r} is no unit of the profile: that is of another model, or these "
+                    "are not the cuts of the run"
+                )
             starts = [0, *map(names.index, cuts)]
             if len(starts) != stages or starts != sorted({*starts}):
                 raise ArgumentError(
@@ -93,7 +100,13 @@ class Predicted:
                 )
         action, guessed, note = profile.action_seconds or 0.0, cuts is None, "; ".join(notes)
         costs = priced(units, starts, [1.0] * stages, action)
-        return cls(_seconds(costs), units, costs, link, action, tuple(starts), guessed, _price(profile, starts), note)
+        price = _price(profile, starts)
+        return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note)
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """A step by these costs; if only sums of stages are known, F, I and W are taken as equally long."""
+        costs = self.costs or [StageCost(one / 3, one / 3, one / 3) for one in self.stage_seconds]
+        return simulate(schedule, [*costs] * schedule.placement.pipelines, self.link)
 
     def unlikely(self, measured: Sequence[float]) -> bool:
         """Whether the starts are guessed, and what stages took says that they were others."""
