@@ -74,6 +74,14 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     assert as_json("compare", str(tmp_path / "a"), str(tmp_path / "b"))["losses"] == [[1.0, None]] * 2
 
 
+def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
+    for name, why in (("stopped", "KeyboardInterrupt"), ("broken", "ValueError: x")):
+        says(a_run(tmp_path / name, "1f1b", 0.5, [1.0]), replace(STATE, failure=why), at=1.0)
+    states = {run["name"]: run["state"] for run in as_json("runs", str(tmp_path))["runs"]}
+    assert states == {"stopped": "interrupted", "broken": "failed"}
+    assert "stopped by Ctrl-C" in output("top", str(tmp_path / "stopped"), "--once")
+
+
 def test_a_run_of_silent_ranks_is_no_training(tmp_path: Path) -> None:
     a_run(tmp_path / "run", "1f1b", 0.5, [1.0], ended=False)
     assert as_json("runs", str(tmp_path))["runs"][0]["state"] == "silent"

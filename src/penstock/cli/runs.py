@@ -22,7 +22,7 @@ EPILOG = "Step time is from one step's end to the next, the median of the last 2
 """Printed below the options."""
 
 _DEEPEST = 3
-_STYLES = {"failed": "red", "silent": "red", "training": "green"}
+_STYLES = {"failed": "red", "silent": "red", "interrupted": "yellow", "training": "green"}
 
 
 @spread
