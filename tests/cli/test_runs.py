@@ -39,7 +39,14 @@ def test_runs_are_listed_with_their_figures(two: Path) -> None:
     rows = [line.split() for line in output("runs", str(two), columns=200).splitlines()]
     assert rows[1][:10] == ["first", "GPT", "1f1b", "2", "4", "3", "500", "ms", "2", "25%"]
     assert rows[2][0] == "sweep/second"
-    assert as_json("runs", str(two), "--sort", "seconds")["runs"][0]["name"] == "second"
+    for by, first in (("seconds", "second"), ("loss", "second"), ("schedule", "first"), ("name", "first")):
+        assert as_json("runs", str(two), "--sort", by)["runs"][0]["name"] == first, by
+
+
+def test_runs_are_filtered_by_the_words_of_their_line(two: Path) -> None:
+    assert [run["name"] for run in as_json("runs", str(two), "--filter", "ZB-h1 ended")["runs"]] == ["second"]
+    assert as_json("runs", str(two), "--filter", "zb-h1 failed")["runs"] == []
+    assert output("runs", str(two), "--filter", "none", columns=400).endswith("has all of 'none' in its line\n")
 
 
 def test_a_damaged_run_is_named_beside_the_others(two: Path) -> None:
