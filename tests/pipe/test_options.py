@@ -407,6 +407,9 @@ def test_a_schedule_of_a_peer_leads_to_the_right_one(name: str, instead: str) ->
 
 
 def test_values_of_peers_lead_to_the_right_ones() -> None:
+    refused(ArgumentError, "balance='uniform': pass 'layers'; expected one of", balance="uniform")
+    refused(ArgumentError, "recompute='full': pass 'always'; expected", recompute="full")
+    refused(ArgumentError, "recompute=True: pass 'always'; expected", recompute=True)
     refused(ArgumentError, r"balance=\[2, 1, 3\]: pass cuts=\['2', '3'\]", balance=[2, 1, 3])
     refused(ArgumentError, "Schedule; pass '1f1b'$", schedule=Schedule1F1B)
     with made() as pipe, pytest.raises(TypeError, match="argument losses=; read result"):
