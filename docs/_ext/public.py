@@ -16,8 +16,8 @@ _SEVERAL = re.compile(r"( {4})(\w+(?:, \w+)+): (.*)")
 def ready(_app: Sphinx, what: str, _name: str, _it: Any, _options: Any, lines: list[str]) -> None:
     """Single backticks are code; an indented block is a drawing, an example or a table, and keeps its lines."""
     made = (
-        [""] if what in ("property", "attribute", "data") else []
-    )  # or what ends in a colon would be taken for a type
+        ["..", ""] if what in ("property", "attribute", "data") else []
+    )  # a comment, or what ends in a colon would be taken for a type
     for is_literal, group in groupby(list(_marked(list(_each_by_itself(lines)))), key=lambda marked: marked[0]):
         text = "\n".join(line for _, line in group)
         if is_literal:

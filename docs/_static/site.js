@@ -8,6 +8,11 @@ const live = () => document.querySelector(".live-schedule iframe")?.contentWindo
 
 addEventListener("DOMContentLoaded", () => {
   for (const block of document.querySelectorAll("pre, .table-wrapper")) if (block.scrollWidth > block.clientWidth) block.tabIndex = 0;
+  for (const head of document.querySelectorAll("article :is(h1, h2, h3)")) {
+    for (const text of [...head.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE && /\w\.\w/.test(node.data))) {
+      text.replaceWith(...text.data.split(/(?<=\w\.)(?=\w)/).flatMap((part, place) => (place ? [document.createElement("wbr"), part] : [part])));
+    }
+  }
   for (const head of document.querySelectorAll("th")) if (!head.textContent.trim()) head.replaceWith(document.createElement("td"));
   for (const caption of document.querySelectorAll("p.caption[role=heading]")) caption.setAttribute("aria-level", "2");
   document.querySelector(".sidebar-drawer")?.setAttribute("aria-label", "Pages");

@@ -6,7 +6,7 @@
     ├── ScheduleError       (ValueError)    a schedule is not legal, or its text cannot be read
     ├── PartitionError      (ValueError)    the model cannot be recorded or cut as asked
     ├── ShapeError          (ValueError)    a batch, or a value between stages, is not what was agreed on
-    ├── CheckpointError     (RuntimeError)  a checkpoint cannot be written or read: a full disk, a missing file
+    ├── CheckpointError     (RuntimeError)  a checkpoint cannot be written or read: a full disk, a damaged file
     ├── FabricError         (RuntimeError)  an emulated network cannot be made, or one of its hosts is lost
     ├── ClosedError         (RuntimeError)  a pipeline is used after it was closed
     ├── MissingExtraError   (ImportError)   a package from an optional extra is not installed

@@ -46,6 +46,9 @@ _PEERS = {
     "pass schedule='zb-h1' or 'zb-v'": "enable_zero_bubble use_zbv",
     "omit it: call step() under torch.autocast": "precision fp16 amp mixed_precision",
     "pass mesh=, a DeviceMesh with a dimension 'pp'": "group process_group pp_group topology dp_size tp_size",
+    "omit it: messages travel while stages compute, and what was sent is freed": "overlap_p2p_comm batch_p2p_comm "
+    "overlap_p2p deallocate_pipeline_outputs",
+    "pass seed=": "base_seed random_seed",
     "omit it: the schedule has its own warm-up": "num_warmup_microbatches",
     "omit it: shapes may change from step to step": "variable_seq_lengths",
     "pass recompute=": "activation_checkpoint_interval activation_checkpointing gradient_checkpointing "

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import penstock
-from penstock import ArgumentError, checkpoint
+from penstock import ArgumentError, CheckpointError, checkpoint
 from penstock.checkpoint.export import FileEntry, in_order, write_file
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
@@ -77,3 +77,12 @@ def test_of_several_holders_the_first_writes() -> None:
         [FileEntry("tied", torch.float32, (2,)), FileEntry("own", torch.float32, (1,))],
     ]
     assert [(entry.name, entry.owner) for entry in in_order(held, ["own", "tied"])] == [("own", 1), ("tied", 0)]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"damaged" * 9)
+    damaged = pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file")
+    with damaged:
+        checkpoint.weights(tmp_path, model())
+    with penstock.pipeline(model(), batch()[:1], loss=squared_error, ranks=2, microbatches=2) as pipe, damaged:
+        checkpoint.import_safetensors(tmp_path, pipe)

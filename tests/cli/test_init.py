@@ -10,6 +10,8 @@ from command_line import output, refusal
 from scaffolding.ranks import Ranks
 from scaffolding.scripts import lines_here, lines_of_rank
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("model", ["gpt", pytest.param("cnn", marks=pytest.mark.long), "transformers"])
@@ -20,7 +22,7 @@ def test_a_script_trains_and_is_verified(
     said = output("init", "--model", model)
     script = tmp_path / "train.py"
     script.write_text(script.read_text().replace("range(1, 101)", "range(1, 41)").replace("runs/", f"{tmp_path}/runs/"))
-    assert "penstock verify train.py --ranks 2" in said
+    assert f"$ penstock init\n{said}```" in (ROOT / "docs" / "get-started.md").read_text()
     alone = lines_here(script)
     assert ranks2.run(lines_of_rank, script) == [alone, []]
     losses = [float(line.split()[3]) for line in alone]

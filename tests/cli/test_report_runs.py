@@ -48,7 +48,8 @@ def test_a_run_is_shown_with_its_loss_speed_and_memory(tmp_path: Path, open_page
     cards = dict(zip(names, values, strict=True))
     assert page.inner_text("h1") == "gpt"
     assert cards["loss"] == "1.25"
-    assert seconds(cards["a step takes"]) == pytest.approx(0.75)
+    assert seconds(cards["step time"]) == pytest.approx(1.0), "from end to end, as penstock runs says"
+    assert seconds(cards["in Pipeline.step"]) == pytest.approx(0.75)
     assert cards["memory"] == "400 B"
     assert page.evaluate("timeline.bands[0].name") == "measured, step 5"
     peaks = page.evaluate("timeline.bands[0].lanes.map((lane) => lane.memory && lane.memory.peak)")

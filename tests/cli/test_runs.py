@@ -39,7 +39,14 @@ def test_runs_are_listed_with_their_figures(two: Path) -> None:
     rows = [line.split() for line in output("runs", str(two), columns=200).splitlines()]
     assert rows[1][:10] == ["first", "GPT", "1f1b", "2", "4", "3", "500", "ms", "2", "25%"]
     assert rows[2][0] == "sweep/second"
-    assert as_json("runs", str(two), "--sort", "seconds")["runs"][0]["name"] == "second"
+    for by, first in (("seconds", "second"), ("loss", "second"), ("schedule", "first"), ("name", "first")):
+        assert as_json("runs", str(two), "--sort", by)["runs"][0]["name"] == first, by
+
+
+def test_runs_are_filtered_by_the_words_of_their_line(two: Path) -> None:
+    assert [run["name"] for run in as_json("runs", str(two), "--filter", "ZB-h1 ended")["runs"]] == ["second"]
+    assert as_json("runs", str(two), "--filter", "zb-h1 failed")["runs"] == []
+    assert output("runs", str(two), "--filter", "none", columns=400).endswith("has all of 'none' in its line\n")
 
 
 def test_a_damaged_run_is_named_beside_the_others(two: Path) -> None:
@@ -72,6 +79,14 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     for name in "ab":
         a_run(tmp_path / name, "1f1b", 0.5, [1.0, float("nan")])
     assert as_json("compare", str(tmp_path / "a"), str(tmp_path / "b"))["losses"] == [[1.0, None]] * 2
+
+
+def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
+    for name, why in (("stopped", "KeyboardInterrupt"), ("broken", "ValueError: x")):
+        says(a_run(tmp_path / name, "1f1b", 0.5, [1.0]), replace(STATE, failure=why), at=1.0)
+    states = {run["name"]: run["state"] for run in as_json("runs", str(tmp_path))["runs"]}
+    assert states == {"stopped": "interrupted", "broken": "failed"}
+    assert "stopped by Ctrl-C" in output("top", str(tmp_path / "stopped"), "--once")
 
 
 def test_a_run_of_silent_ranks_is_no_training(tmp_path: Path) -> None:

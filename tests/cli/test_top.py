@@ -54,6 +54,8 @@ def test_a_rank_is_judged_by_what_it_said_and_whether_its_process_lives(stopped_
     assert judged(STATE, lives=False, host="elsewhere") == "computes"  # nobody here can tell
     assert judged(replace(STATE, ended=True), NOW + 60, lives=False) == "ended"
     assert judged(replace(STATE, failure="rank 1 failed"), NOW + 60, lives=False) == "failed"
+    for how in ("rank 1 failed at 1B2: KeyboardInterrupt", "stopped by SIGTERM"):
+        assert judged(replace(STATE, failure=how), NOW + 60, lives=False) == "interrupted"
     assert health(replace(STATE, host=socket.gethostname(), pid=os.getpid())) == "computes"
     assert health(replace(STATE, host=socket.gethostname(), pid=2**22 + 1)) == "gone"
 

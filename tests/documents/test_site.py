@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -91,6 +92,12 @@ def test_its_figures_are_drawn_from_schedules(site: Path) -> None:
     assert "zb-h1: 27 slots" in live  # (m + p - 1) * 3 less what W fills: 24 + 3
 
 
+def test_the_api_opens_with_pipeline(site: Path) -> None:
+    assert (
+        re.findall(r'id="(penstock\.[\w.]+)"', (site / "reference" / "api.html").read_text())[0] == "penstock.pipeline"
+    )
+
+
 def test_links_of_the_readme_lead_somewhere() -> None:
     for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for link in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):
@@ -106,6 +113,23 @@ def test_its_pages_fit_any_screen_and_show_the_figure_for_it(
     for picture in page.locator("figure svg").all():
         assert picture.is_visible() is (f"penstock-{'dark' if dark else 'light'}" in picture.get_attribute("class"))
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_names_in_tables_stay_whole_on_a_phone(site: Path, open_page: Opener) -> None:
+    page = open_page(site / "guides" / "migrating.html", "phone")
+    lines = "all => all.map((one) => [one.textContent, one.getClientRects().length])"
+    names = page.locator("td code .pre").evaluate_all(lines)
+    assert len(names) > 50
+    assert [name for name, count in names if count > 1] == []
+
+
+def test_without_scripts_the_home_page_has_a_picture(site: Path, chromium: Any) -> None:
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto((site / "index.html").as_uri())
+    assert page.locator(".live-schedule svg >> visible=true").count() == 1
+    assert not page.locator(".live-schedule iframe").is_visible()
+    context.close()
 
 
 def test_formulas_stand_on_one_line(site: Path, open_page: Opener) -> None:
@@ -143,6 +167,7 @@ def test_the_live_schedule_follows_what_is_chosen(site: Path, open_page: Opener)
     ("name", "size", "dark"),
     [
         *(("index", "wide", False), ("index", "phone", True), ("guides/monitoring", "wide", True)),
+        *(("get-started", "phone", True), ("guides/migrating", "phone", False)),
         *(("reference/api", "phone", False), ("_static/live-schedule", "wide", True)),
     ],
 )

@@ -49,7 +49,7 @@ def test_without_a_failed_rank_the_agent_is_named_and_after_a_signal_nobody(tmp_
     path.touch()
     assert explain_end(Ended(0, -9), str(path), ["the agent"]) == Outcome(137, "the agent was killed by SIGKILL")
     RankFailure(1, 1, 5).write(str(path))
-    assert explain_end(Ended(0, 1, received=2), str(path), ["the agent"]) == Outcome(130, received=2)
+    assert explain_end(Ended(0, 1, received=2), str(path), ["the agent"]) == Outcome(130, "stopped by SIGINT", 2)
     assert [stopped_by(number).split(";")[0] for number in (2, 15)] == ["stopped by Ctrl-C", "stopped by SIGTERM"]
 
 
@@ -95,6 +95,8 @@ def test_the_folder_of_a_run_has_the_same_last_word(tmp_path: Path, monkeypatch:
     explain_end(FAILED, str(path), ["the agent"])
     after = [json.loads((ranks / f"{rank}.json").read_text())["state"]["failure"] for rank in before]
     assert after == [RAISED, RAISED, None, RAISED]
+    explain_end(Ended(0, 1, received=2), str(path), ["the agent"])  # a signal that came after a failure
+    assert json.loads((ranks / "1.json").read_text())["state"]["failure"] == RAISED
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {},
 def shows_balance() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
     assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
-    refused(ArgumentError, "balance='size': expected one of 'time', 'flops', 'memory', 'parameters'", balance="size")
+    expected = "pass 'memory'; expected one of 'time', 'flops', 'memory', 'parameters'"
+    refused(ArgumentError, f"balance='size': {expected}", balance="size")
     assert made(model=model, balance=lambda name, module: name in "01").cuts == ("1",)
     assert made(model=model, balance="type:Linear").cuts == made(model=model, balance="layers").cuts
 
@@ -407,6 +408,9 @@ def test_a_schedule_of_a_peer_leads_to_the_right_one(name: str, instead: str) ->
 
 
 def test_values_of_peers_lead_to_the_right_ones() -> None:
+    refused(ArgumentError, "balance='uniform': pass 'layers'; expected one of", balance="uniform")
+    refused(ArgumentError, "recompute='full': pass 'always'; expected", recompute="full")
+    refused(ArgumentError, "recompute=True: pass 'always'; expected", recompute=True)
     refused(ArgumentError, r"balance=\[2, 1, 3\]: pass cuts=\['2', '3'\]", balance=[2, 1, 3])
     refused(ArgumentError, "Schedule; pass '1f1b'$", schedule=Schedule1F1B)
     with made() as pipe, pytest.raises(TypeError, match="argument losses=; read result"):

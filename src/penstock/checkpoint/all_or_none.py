@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from penstock.errors import ArgumentError, CheckpointError
+from penstock.errors import ArgumentError, CheckpointError, PenstockError
 from penstock.pipe.pipeline import Pipeline
 
 T = TypeVar("T")
@@ -27,15 +27,15 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
 
     Raises:
         ArgumentError: on every rank, if `act` raised one on any rank.
-        CheckpointError: on every rank, if `act` raised anything else.
+        CheckpointError: on every rank, if `act` raised one or anything else.
     """
     with pipe.session.working(OWN_PART):
         future = attempt(act)
     error = future.exception()
     for said in pipe.gather(error and in_words(error, pipe.world.number)):
         if said is not None:
-            is_argument, text = said
-            raise (ArgumentError(text) if is_argument else CheckpointError(f"{fails}: {text}")) from error
+            kind, text = said
+            raise (kind(text) if kind else CheckpointError(f"{fails}: {text}")) from error
     return future.result()
 
 
@@ -56,11 +56,12 @@ def attempt(act: Callable[[], T]) -> Future[T]:
     return future
 
 
-def in_words(error: BaseException, rank: int) -> tuple[bool, str]:
-    """Whether an error is about an argument, and its text. If torch collected errors from several ranks, the first."""
+def in_words(error: BaseException, rank: int) -> tuple[type[PenstockError] | None, str]:
+    """An error's kind if it is one of Penstock's, and its text. If torch collected several ranks', the first one's."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
-    if isinstance(error, ArgumentError):
-        return True, str(error)
+    for kind in (ArgumentError, CheckpointError):
+        if isinstance(error, kind):
+            return kind, str(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return False, f"{type(error).__name__}: {text} (rank {rank})"
+    return None, f"{type(error).__name__}: {text} (rank {rank})"

@@ -107,7 +107,8 @@ def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: boo
         weights_only: as for `load`.
 
     Raises:
-        ArgumentError: there is no checkpoint, it is damaged, or a tensor's dtype has no name in the format.
+        ArgumentError: there is no checkpoint, or a tensor's dtype has no name in the format.
+        CheckpointError: the checkpoint is damaged.
         OSError: the file cannot be written.
     """
     found = folders.find(Path(folder))

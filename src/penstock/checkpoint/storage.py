@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from penstock.checkpoint.contents import REST, Rest
 from penstock.checkpoint.folders import METADATA
 from penstock.checkpoint.unpickling import NotAllowedError, unpickle
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, CheckpointError
 from penstock.files import read_bytes
 from penstock.words import in_a_line, line_of
 
@@ -85,7 +85,7 @@ class Reader:
     """
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        """Raises ArgumentError if the checkpoint lacks one of its files or its metadata are damaged, or OSError.
+        """Raises CheckpointError if the checkpoint lacks one of its files or its metadata are damaged, or OSError.
 
         Args:
             path: the checkpoint.
@@ -98,12 +98,12 @@ class Reader:
         missing = [name for name in sorted(files) if not (path / name).is_file()]
         if missing or REST not in self.metadata.state_dict_metadata:
             what = f"it lacks {missing[0]}" if missing else "it was not written by penstock.checkpoint.save"
-            raise ArgumentError(f"{path} cannot be loaded: {what}; take another checkpoint, or copy the whole folder")
+            raise CheckpointError(f"{path} cannot be loaded: {what}; take another checkpoint, or copy the whole folder")
 
     def read(self, state: dict[str, Any]) -> None:
         """Reads into the tensors in `state`, and replaces each None with the stored value.
 
-        Raises ArgumentError, which names the file, if a file is damaged or a value would run code.
+        Raises CheckpointError, which names the file, if a file is damaged; ArgumentError if a value would run code.
         """
         hush()
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)  # it fills `state` itself
@@ -124,7 +124,7 @@ class Reader:
                 "torch.serialization.add_safe_globals, or, if you trust the checkpoint, pass weights_only=False"
             ) from error
         except Exception as error:
-            raise ArgumentError(_damaged(self.path, error)) from error
+            raise CheckpointError(_damaged(self.path, error)) from error
 
     def rest(self) -> Rest:
         """Everything that does not belong to one tensor."""
@@ -133,7 +133,7 @@ class Reader:
         try:
             return Rest(**state[REST])
         except (TypeError, KeyError, AttributeError) as error:
-            raise ArgumentError(_damaged(self.path, error)) from error
+            raise CheckpointError(_damaged(self.path, error)) from error
 
 
 class _OnceRead(FileSystemReader):
@@ -150,7 +150,7 @@ class _OnceRead(FileSystemReader):
             except ArgumentError:
                 raise
             except Exception as error:  # random bytes raise anything
-                raise ArgumentError(_damaged(file, error)) from error
+                raise CheckpointError(_damaged(file, error)) from error
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
@@ -164,7 +164,7 @@ class _OnceRead(FileSystemReader):
             except OSError:
                 raise
             except Exception as error:
-                raise ArgumentError(_damaged(Path(self.path) / name, error)) from error
+                raise CheckpointError(_damaged(Path(self.path) / name, error)) from error
         return done if per_file else super().read_data(plan, planner)
 
 

@@ -13,7 +13,7 @@ from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
-from penstock.errors import ArgumentError, require
+from penstock.errors import ArgumentError, CheckpointError, require
 from penstock.files import read_json, validate
 from penstock.partition.units.chain import as_module, known_names
 from penstock.pipe.pipeline import Pipeline
@@ -42,6 +42,7 @@ def weights(
 
     Raises:
         ArgumentError: there is no such file; a tensor is missing, unknown, or of another shape.
+        CheckpointError: a file is damaged.
     """
     root = as_module(model)
     source = source_of(path)
@@ -164,6 +165,7 @@ def source_of(path: str | Path) -> Source:
 
     Raises:
         ArgumentError: the path is none of these.
+        CheckpointError: a file is damaged.
     """
     path = Path(path).absolute()  # it is read later, maybe after a chdir
     if path.is_file():
@@ -224,4 +226,4 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ArgumentError(f"{path} is not a safetensors file: {error}") from None
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None

@@ -22,31 +22,36 @@ EPILOG = "Step time is from one step's end to the next, the median of the last 2
 """Printed below the options."""
 
 _DEEPEST = 3
-_STYLES = {"failed": "red", "silent": "red", "training": "green"}
+Sort = Literal["started", "name", "model", "schedule", "ranks", "microbatches", "state", "loss", "seconds", "bubble"]
+_STYLES = {"failed": "red", "silent": "red", "interrupted": "yellow", "training": "green"}
 
 
 @spread
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
-    sort: Annotated[Literal["started", "name", "loss", "seconds"], option("What to sort by.")] = "started",
+    sort: Annotated[Sort, option("What to sort by.")] = "started",
+    words: Annotated[str, option("Only runs whose line has all of these words: 'zb-h1 failed'.", "--filter")] = "",
     as_json: Json = False,
 ) -> None:
     """List recorded runs: what each is, how fast it is, and how far it has come."""
     found, damaged = summaries(folder)
+    asked = words.lower().split()
+    found = [run for run in found if all(word in " ".join(_line(run, folder)).lower() for word in asked)]
     found.sort(key=lambda run: _key(run, sort))
     if as_json:
         print(json.dumps({"runs": [{"run": str(run.path), **run.to_dict()} for run in found], "damaged": damaged}))
         return
     console = Console(highlight=False)
-    if not found and not damaged:
+    if not found and words:
+        console.print(f"no run in {folder}/ has all of {words!r} in its line", markup=False)
+    elif not found and not damaged:
         console.print(f"no runs in {folder}/: penstock.pipeline(..., run='{folder}/NAME') records one", markup=False)
-        return
-    lines = table(
-        "run", "model", "schedule", "ranks", "m", "step", "step time", "loss", "bubble", "state", "started", left=3
-    )
-    for run in found:
-        lines.add_row(*_line(run, folder), style=_STYLES.get(run.state))
-    print_unbroken(console, lines)
+    if found:
+        heads = ("run", "model", "schedule", "ranks", "m", "step", "step time", "loss", "bubble", "state", "started")
+        lines = table(*heads, left=3)
+        for run in found:
+            lines.add_row(*_line(run, folder), style=_STYLES.get(run.state))
+        print_unbroken(console, lines)
     for sentence in damaged:
         console.print(sentence, style="red", markup=False)
 
@@ -96,7 +101,8 @@ def _line(run: Summary, folder: Path) -> list[str]:
 
 def _key(run: Summary, by: str) -> tuple[bool, float | str]:
     """Runs without a figure come last."""
-    if by in ("started", "name"):
-        return False, getattr(run.about, by)
-    value = None if run.progress is None else getattr(run.progress, by)
+    if by == "state":
+        return False, run.state
+    of = run.progress if by in ("loss", "seconds", "bubble") else run.about
+    value = None if of is None else getattr(of, by)
     return value is None or value != value, value or 0.0

@@ -32,7 +32,8 @@ heard of them, without their memory."""
 """Printed below the options."""
 
 _REFRESH_SECONDS = 0.5
-_COLORS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
+_COLORS = dict.fromkeys(("failed", "silent", "gone"), "red") | {"waits": "yellow", "interrupted": "yellow"}
+_COLORS |= {"ended": "dim", "between steps": "dim"}
 _MAX_DAMAGED = 3
 """Files whose damage is shown."""
 
@@ -83,7 +84,7 @@ class Seen:
     @property
     def is_over(self) -> bool:
         """Whether no rank will say anything any more."""
-        return bool(self.ranks) and all(how in ("ended", "gone", "failed") for _, how in self.ranks)
+        return bool(self.ranks) and all(how in ("ended", "interrupted", "gone", "failed") for _, how in self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -62,8 +62,8 @@ class Case(SplitOptions):
         str | None,
         option(
             "local: all ranks in one process (the default without replicas); distributed: one process per rank; "
-            "staged: the same, through the host's memory; FILE:FACTORY: the same, over your own transport, made by "
-            "that function.",
+            "staged: the same, through the host's memory; or FILE:FACTORY, a function that makes your own "
+            "transport.",
             metavar="NAME",
         ),
     ] = None

@@ -68,7 +68,7 @@ class Outcome:
 
     Attributes:
         status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
-        message: what failed first, in a line; "" if nothing did, or if a signal to this process ended everything.
+        message: what failed first, in a line, or that a signal to this process ended everything; "" if nothing did.
         received: that signal, if any.
         happened: what a network's scenario changed, in order.
     """
@@ -95,16 +95,20 @@ def explain_end(ended: Ended, failures: str, agents: Sequence[str], user: User |
         agents: what to call each.
         user: whose the ranks were, if not this process's own.
     """
-    if ended.received or ended.agent is None:
-        return Outcome(ended.status, received=ended.received)
     first = RankFailure.first(failures)
-    if ended.exitcode < 0 or first is None:
-        status, message = ended.status, f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
+    status = ended.status
+    if ended.received:
+        failed = first is not None and first.message and "KeyboardInterrupt" not in first.message
+        message = str(first) if failed else f"stopped by {signal.Signals(ended.received).name}"
+    elif ended.agent is None:
+        return Outcome(status)
+    elif ended.exitcode < 0 or first is None:
+        message = f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
     else:
         status, message = shell_status(first.exitcode or 1), str(first)
     with user.acting() if user else contextlib.nullcontext():
         write_failure_to_runs(failures, message)
-    return Outcome(status, message)
+    return Outcome(status, message, ended.received)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +11,9 @@ from typing import Literal
 from penstock.process import lives
 from penstock.runs.records import RankState
 
-Health = Literal["computes", "waits", "between steps", "ended", "failed", "silent", "gone"]
+Health = Literal["computes", "waits", "between steps", "ended", "interrupted", "failed", "silent", "gone"]
 
+_INTERRUPTED = re.compile(r"^stopped by SIG|\bKeyboardInterrupt\b")
 SILENT_SECONDS = 5.0
 """A process says several times in this that it lives."""
 
@@ -21,6 +23,7 @@ def health(
 ) -> Health:
     """How a rank is.
 
+    `interrupted`: Ctrl-C ended it, or a signal to the launcher.
     `gone`: its process is not there any more, without having closed the pipeline; known of this host's processes only.
     `silent`: it has said nothing for `SILENT_SECONDS`: gone, stopped, or out of reach.
 
@@ -31,7 +34,7 @@ def health(
     """
     now = time.time() if now is None else now
     if state.failure is not None:
-        return "failed"
+        return "interrupted" if _INTERRUPTED.search(state.failure) else "failed"
     if state.ended:
         return "ended"
     here = bool(state.pid) and state.host == (socket.gethostname() if host is None else host)
@@ -52,7 +55,8 @@ def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
     """What ended a run, or seems to have, a sentence each: failures, then ranks that are gone or silent."""
     found = []
     for failure in dict.fromkeys(state.failure for state, _ in ranks if state.failure is not None):
-        found.append(f"ended{_at([state for state, _ in ranks if state.failure == failure])}: {failure}")
+        why = "stopped by Ctrl-C" if "KeyboardInterrupt" in failure or "SIGINT" in failure else failure
+        found.append(f"ended{_at([state for state, _ in ranks if state.failure == failure])}: {why}")
     for how, words in (("gone", "process exited without closing the pipeline"), ("silent", "silent")):
         if those := [state for state, judged in ranks if judged == how]:
             found += [

@@ -16,7 +16,7 @@ from penstock.runs.reading import RunRead, read_run
 from penstock.runs.records import RankState, StepRecord
 from penstock.words import in_a_line, line_of
 
-State = Literal["training", "ended", "failed", "silent", "unknown"]
+State = Literal["training", "ended", "interrupted", "failed", "silent", "unknown"]
 
 SETTINGS = (
     "model", "device", "schedule", "ranks", "replicas", "chunks", "microbatches", "rows", "processes", "cuts",
@@ -32,8 +32,8 @@ class Summary:
     Attributes:
         path: its folder.
         about: what does not change.
-        state: "training" while a rank does; "failed" if one raised or its process is gone; "silent" if none says
-            anything; "unknown" if none ever said what it does.
+        state: "training" while a rank does; "interrupted" if Ctrl-C or a signal ended it; "failed" if one raised or
+            its process is gone; "silent" if none says anything; "unknown" if none ever said what it does.
         progress: the last step, its loss, and the speed; None before the first step's end.
         steps: by number.
         peak_bytes: the most that a process has held so far; None if none said so.
@@ -97,6 +97,8 @@ def _state(ranks: Sequence[RankState]) -> State:
     found = {health(state) for state in ranks}
     if not found:
         return "unknown"
+    if "failed" not in found and "interrupted" in found:
+        return "interrupted"
     if found & {"failed", "gone"}:
         return "failed"
     if found <= {"ended"}:

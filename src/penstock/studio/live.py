@@ -82,6 +82,8 @@ def in_words(state: RankState, how: Health) -> str:
     match how:
         case "failed":
             return f"failed: {state.failure}"
+        case "interrupted":
+            return "was interrupted"
         case "ended":
             return "has ended"
         case "gone":

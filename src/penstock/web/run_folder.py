@@ -13,7 +13,7 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation
 from penstock.runs import Predicted, RunRead, StepRecord
 from penstock.runs.health import health, troubles
-from penstock.runs.progress import seconds_between
+from penstock.runs.progress import RECENT, Progress
 from penstock.schedule import Schedule
 from penstock.simulate.columns import Columns
 from penstock.web.measured import (
@@ -100,19 +100,14 @@ def _headings(run: RunRead, steps: Sequence[StepRecord]) -> list[str]:
 
 def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) -> list[Figure]:
     figures = []
-    later = steps[1:] or steps  # the first step sets things up
-    if later:
+    known = Progress.of(steps)
+    if known is not None and known.seconds and known.rows_per_second:
+        recent = f"median of the last {min(RECENT, len(steps) - 1)}"
+        of = f"from one step's end to the next, {recent}; {known.rows_per_second:,.4g} rows/s"
+        figures.append(Figure("step time", duration(known.seconds), of))
+    if later := steps[1:][-RECENT:] or steps:  # the first step sets things up
         inside = median(one.seconds for one in later)
-        gaps = seconds_between(steps)
-        seconds = median(gaps) if gaps else inside
-        figures += [
-            Figure("speed", f"{later[-1].rows / seconds if seconds else math.nan:,.4g} rows/s", "from step to step"),
-            Figure(
-                "a step takes",
-                duration(inside),
-                f"median of {len(later):,}, in Pipeline.step; {duration(seconds)} from end to end",
-            ),
-        ]
+        figures.append(Figure("in Pipeline.step", duration(inside), "of it, without the optimizer and the data"))
     losses = [one for one in steps if one.loss is not None]
     if losses:
         figures.append(Figure("loss", f"{losses[-1].loss:.5g}", f"step {losses[-1].step}; first {losses[0].loss:.5g}"))

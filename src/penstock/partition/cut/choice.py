@@ -74,9 +74,10 @@ class Choice:
             first = [str(layers) for layers in accumulate(given)][:-1]
             raise ArgumentError(f"balance={given!r}: pass cuts={first}, the layers at which stages begin")
         names = ", ".join(map(repr, BALANCES))
+        of_peers = {"'uniform'": "pass 'layers'; ", "'size'": "pass 'memory'; "}
         raise ArgumentError(
-            f"balance={given!r}: expected one of {names}, 'type:' and a pattern of class names, a Profile, the path of "
-            "one (.json), or a function of a module's name and the module"
+            f"balance={given!r}: {of_peers.get(repr(given), '')}expected one of {names}, 'type:' and a pattern of "
+            "class names, a Profile, the path of one (.json), or a function of a module's name and the module"
         )
 
     def weight_of(self, name: str, module: nn.Module) -> float:

@@ -72,7 +72,9 @@ def _check_recompute(choice: Any, policies: Sequence[str]) -> None:
         return
     is_number = isinstance(choice, int) and not isinstance(choice, bool)
     if not (choice >= 1 if is_number else choice in policies):
+        of_peers = {"'full'": "pass 'always'; ", "True": "pass 'always'; ", "False": "pass 'never'; "}
         raise ArgumentError(
-            f"recompute={choice!r}: expected {', '.join(map(repr, policies))}, an integer n >= 1 "
-            "(every n-th layer), a function that makes a feature for a stage, or a list or dict of these, by stage"
+            f"recompute={choice!r}: {of_peers.get(repr(choice), '')}expected {', '.join(map(repr, policies))}, an "
+            "integer n >= 1 (every n-th layer), a function that makes a feature for a stage, or a list or dict of "
+            "these, by stage"
         )

@@ -19,7 +19,7 @@ export async function compare(element, runs) {
     make("div", { className: "wide", tabIndex: 0 }, figures(found)),
     make("div", { className: "charts" },
       chart("Loss", [], digits, lines((step) => (step.loss === null ? NaN : Number(step.loss)))),
-      chart("Step time", [], seconds, lines((step) => step.seconds))),
+      chart("In Pipeline.step", [], seconds, lines((step) => step.seconds))),
     make("h2", {}, "A step of each"),
     picture,
   );

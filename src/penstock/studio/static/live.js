@@ -51,14 +51,14 @@ export function watch(element, name, signal, renewed) {
     figures.replaceChildren(
       figure("Steps", known ? `${known.step}${of}` : "none yet", alive ? "running" : "not running", "steps"),
       figure("Loss", known ? digits(Number(known.loss ?? NaN)) : "–", "", "loss"),
-      figure("Rows per second", digits(known?.rows_per_second), known?.seconds ? `a step takes ${seconds(known.seconds)}` : "", "speed"),
+      figure("Rows per second", digits(known?.rows_per_second), known?.seconds ? `step time ${seconds(known.seconds)}` : "", "speed"),
       bubble(now),
       figure("Time left", alive ? seconds(known?.left_seconds) : "–", "", "left"),
     );
     ranks(table, now);
     charts.replaceChildren(
       chart("Loss", steps.map((one) => [one.step, one.loss === null ? NaN : Number(one.loss)]), digits),
-      chart("Step time (s)", steps.map((one) => [one.step, one.seconds]), seconds),
+      chart("In Pipeline.step (s)", steps.map((one) => [one.step, one.seconds]), seconds),
       ...(held.length > 1 ? [chart("Peak process memory", held, bytes)] : []),
     );
   }
