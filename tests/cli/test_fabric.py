@@ -194,9 +194,9 @@ def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(folder: Path) -> N
     ], "one row a cut and direction, of 8 microbatches on 2 replicas"
     assert {row["collective"] for row in found} == {"send", "all_reduce"}
     whole = sum(row["bytes"] * row["times"] for row in found)
-    shown = penstock(*asked)
+    shown = penstock(*asked, columns=36)
     assert (shown.exit_code, shown.stderr) == (0, "")
-    assert f"{whole:,}" in shown.stdout
+    assert f"{whole:,}" in shown.stdout, "numbers are whole, whatever the width"
     assert "activation gradient" in shown.stdout
     assert not (folder / "runs").exists()
     tensor = json.loads(penstock("fabric", "--model", TARGET, "--traffic", "tensor", "--dry-run", "--json").stdout)

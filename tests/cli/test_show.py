@@ -209,6 +209,7 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
         ),
         (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--width", "50"], "--width 50: pass at least 1"),
         (["--schedule", "1f1b", *NUMBERS, "--background", "dark"], "--background: only files have one"),
+        (["--schedule", "1f1b", *NUMBERS, "--text", "--background", "dark"], "--background: only files have one"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "-1"], "--comm -1: expected a cost of 0 or more"),
     ],
 )

@@ -17,7 +17,7 @@ from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.algorithms.volume import received_slots, sent_slots
 from penstock.fabric.grouped import groups, of_like_layers
 from penstock.fabric.views.numbers import NONE
-from penstock.report.text import table
+from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
     from penstock.fabric.emulation.spec import Spec
@@ -47,7 +47,7 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
     console = Console(highlight=False)
     console.print(Text(f"{spec.workload.name}: what a trial on {spec.hosts} hosts would send", "bold"))
     console.print()
-    console.print(_table(spec))
+    print_unbroken(console, _table(spec))
     console.print()
     buffers = "; ".join([_BUFFERS, *([_GIVEN] if any(one.shares for one in spec.workload.transfers) else [])])
     for note in (*spec.workload.notes, f"Buffers are nccl-tests' sizes: {buffers}. {_PORT}"):
@@ -114,11 +114,9 @@ def _steps(
 
 
 def _table(spec: Spec) -> Table:
-    """The rows, in sections under what they have in common; names that are too long for it are broken."""
+    """The rows, in sections under what they have in common."""
     rows = traffic(spec, of_like_layers(spec.workload))
-    made = table("transfer", "buffer\nbytes", "times", "buffers\nin all", "busiest\nport", overflow="fold")
-    for column in made.columns[1:]:
-        column.no_wrap = True
+    made = table("transfer", "buffer\nbytes", "times", "buffers\nin all", "busiest\nport")
     for section in dict.fromkeys(map(_section, rows)):
         made.add_row(Text(section, "italic"))
         for row in (row for row in rows if _section(row) == section):

@@ -70,6 +70,8 @@ def show(
     gpipe,1f1b) lie under each other on one axis.
     """  # fmt: skip
     files = [option for option, file in (("--svg", svg), ("--png", png)) if file is not None]
+    if background is not None and not files:
+        raise ArgumentError("--background: only files have one; pass --svg or --png")
     if text or comms or as_json:
         if files:
             raise ArgumentError(f"{files[0]}: a file shows the whole picture; leave out --text, --comms and --json")
@@ -89,8 +91,6 @@ def show(
     if files:
         _write(drawn, svg, png, background, WIDTH if width is None else width)
         return
-    if background is not None:
-        raise ArgumentError("--background: only files have one; pass --svg or --png")
     console = Console(highlight=False)
     _print(drawn, console.width if width is None else width, console, alone=not order.is_many)
 
@@ -143,7 +143,8 @@ def _print(drawn: _Drawn, width: int, console: Console, *, alone: bool) -> None:
     timelines = [one.timeline for one in drawn.outcomes] or [in_slots(schedule) for schedule in schedules]
     pictures = [slots(schedules[0], width, palette)] if in_grid else on_one_axis(schedules, timelines, width, palette)
     for schedule, timeline, picture in zip(schedules, timelines, pictures, strict=True):
-        console.print(Text.assemble((title(schedule), "bold"), f"; bubble {timeline.bubble_rate:.1%}"))
+        bubble = "" if in_grid else f"; bubble {timeline.bubble_rate:.1%}"  # a grid's slots are no times
+        console.print(Text.assemble((title(schedule), "bold"), bubble))
         console.print(picture, soft_wrap=True, end="\n\n")
     console.print(legend(schedules, palette, fills=not in_grid))
     if drawn.outcomes:

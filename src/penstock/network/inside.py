@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,12 +21,19 @@ def within(namespace: Path | None, work: Callable[[], T]) -> T:
     """Runs `work` in the namespace with this file, or in a temporary one; returns or raises what it does. Raises
     OSError: the namespace cannot be joined or created."""
 
-    def run() -> T:
-        _join(namespace)
-        return work()
+    done: Future[T] = Future()
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
+    def run() -> None:
+        try:
+            _join(namespace)
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="penstock in a namespace")
+    thread.start()
+    thread.join()
+    return done.result()
 
 
 def _join(namespace: Path | None) -> None:
