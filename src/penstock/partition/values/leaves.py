@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 
-def leaves_of(results: Iterable[Tensor], until: Iterable[Node] = ()) -> list[Tensor]:
-    """The tensors for which autograd would accumulate gradients from these results. Does not look beyond `until`."""
-    seen: set[Node] = set(until)
-    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None and t.grad_fn not in seen]
+def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors for which autograd would accumulate gradients from these results."""
+    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None]
     found = [t for t in results if t.grad_fn is None and t.requires_grad]
-    seen.update(pending)
+    seen = set(pending)
     while pending:
         node = pending.pop()
         variable = getattr(node, "variable", None)

@@ -159,8 +159,7 @@ class Engine:
                 self.streams.seeds_foreign |= partition.is_foreign
             pipelines = schedule.placement.pipelines
             rank_of = schedule.placement.rank_of
-            shared = self._shares_losses(schedule.placement) and not binding.sharded
-            head = LossHead(binding.loss, partitions, self.streams, needed=training, pipelines=pipelines, shared=shared)
+            head = LossHead(binding.loss, partitions, self.streams, needed=training, pipelines=pipelines)
             here = [stage for stage in stages if rank_of[stage.meta.index] in self.ranks]
             tied = tied_among(stages, here, pipelines) if training else ()
             refuse_hooks(tied)
@@ -222,11 +221,6 @@ class Engine:
         """Releases what a schedule holds if it will not run again. Every rank calls it between the same two steps."""
         for transport in self.transports.values():
             transport.release(bound.number)
-
-    def _shares_losses(self, placement: Placement) -> bool:
-        """Whether other processes compute losses too: replicas, or those with another copy of the last stage."""
-        lasts = {placement.rank_of[copy * placement.depth - 1] for copy in range(1, placement.pipelines + 1)}
-        return self.replicas is not None or (len(lasts) > 1 and not lasts <= {*self.ranks})
 
     def _averages(self, here: Sequence[Stage]) -> dict[int, Average]:
         """The averages of gradients over the replicas, by stage of this process."""

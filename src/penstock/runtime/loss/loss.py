@@ -17,7 +17,7 @@ from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.of_torch import is_of_torch, may_draw
 from penstock.runtime.loss.parts import loss_in, parts_in
-from penstock.runtime.loss.reads import check_graph, check_own, watching
+from penstock.runtime.loss.reads import check_graph, watching
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""
@@ -122,7 +122,6 @@ class LossHead:
         streams: random streams; the loss function has one for each microbatch.
         needed: whether there must be a loss.
         pipelines: how many copies of the last stage there are.
-        shared: whether several processes compute losses, each for part of the batch.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class LossHead:
         *,
         needed: bool,
         pipelines: int = 1,
-        shared: bool = False,
     ) -> None:
         self._loss = loss
         apart = distinct(partitions)
@@ -153,12 +151,6 @@ class LossHead:
         self._watched = not self._elsewhere
         # With several copies of the last stage, each calls the loss for a part of the batch.
         self._fixed = {n: b for stage in lasts for n, b in stage.buffers.items() if pipelines > 1}
-        self._shared = shared and needed
-        self._parameters = (
-            {id(p) for each in apart for stage in each.stages for p in stage.parameters.values()}
-            if self._shared
-            else set[int]()
-        )
         self.losses: list[Tensor | None] = []
         self.parts: list[dict[str, Tensor]] = []
         """What each microbatch's loss consists of, if the loss function returns that, too."""
@@ -193,7 +185,6 @@ class LossHead:
         else:
             if self._draws:
                 self._streams.begin_loss(microbatch, foreign=self._draws_foreign)
-            made = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None] if self._shared else []
             loss = None
             if self._targets is not None:
                 target = self._targets[microbatch]
@@ -210,8 +201,6 @@ class LossHead:
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True
-            if self._shared and isinstance(loss, Tensor):
-                check_own(loss, made, self._parameters)
         if loss is None and not self._needed:
             return None
         loss = checked_value(loss, output, self._loss)
