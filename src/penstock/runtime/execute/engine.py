@@ -17,8 +17,7 @@ from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.marks import computing
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.allocated import noting_allocated
-from penstock.runtime.execute.clock import Marks, Moment, clock_of, noting_messages, shifted
+from penstock.runtime.execute.clock import Marks, Moment, clock_of, counter, noting_messages, shifted
 from penstock.runtime.execute.control import Arriving, Control
 from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run_actions, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
@@ -287,10 +286,9 @@ class Engine:
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
                 marks: dict[int, list[Marks]] = {}
                 if timed:
-                    devices_of = {rank: self.devices[rank] for rank in self.ranks}
-                    actions, self.allocated = noting_allocated(actions, devices_of)
+                    counters = {r: count for r in self.ranks if (count := counter(self.devices[r])) is not None}
                     with noting_messages(self.transports, self._clocks):
-                        marks = run_timed(actions, self._watched, self._clocks)
+                        marks, self.allocated = run_timed(actions, self._watched, self._clocks, counters)
                 else:
                     run_actions(actions, self._watched)
             self._end(bound)
