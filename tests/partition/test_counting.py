@@ -13,7 +13,7 @@ from penstock.balance import Operations, Profile
 from penstock.hardware import Operation
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure.costs import UnmeasurableError
-from penstock.partition.measure.counting import count
+from penstock.partition.measure.held import count
 from penstock.partition.measure.measuring import measure
 from penstock.partition.recorder.attempts import record
 

@@ -165,8 +165,9 @@ def _problem(
     )
     if not unknown:
         return problem, ()
+    first = next(iter(unknown))
     return problem, (
-        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({unknown[0]!r} is the first) does not count as "
+        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({first!r} is the first) does not count as "
         "memory: such a unit does not run on fake tensors. Leave room for it in memory_limit=",
     )
 

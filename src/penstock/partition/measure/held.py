@@ -1,68 +1,110 @@
-"""What units of a recording hold, keep and take of memory, seen on fake tensors."""
+"""What units of a recording hold, keep, take of memory and do, seen on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from penstock.balance import UnitCost
+from penstock.balance import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate
-from penstock.partition.measure.alike import kind_of
-from penstock.partition.measure.costs import NoStreams, cut_finely, with_tensors
-from penstock.partition.measure.footprint import footprint
+from penstock.partition.measure.costs import (
+    NoStreams,
+    UnmeasurableError,
+    cut_finely,
+    first_of_kind,
+    profile_of,
+    unit_costs,
+)
+from penstock.partition.measure.footprint import Footprint, footprint, on_fakes
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.values.memory import meta_bytes
 from penstock.stages import MODEL_INPUT
+from penstock.words import in_a_line
 
-NOTHING = UnitCost("", 0.0, 0.0, 0.0)
+NOTHING = Footprint(0, 0)
+
+Taken = tuple[Footprint, Footprint]
+"""Of a unit, and with the loss, if one follows."""
 
 
 def units_held(
-    recording: Recording, model: nn.Module, units: Sequence[Candidate]
-) -> tuple[list[Candidate], list[UnitCost], list[str]]:
-    """The units at which a recording can be cut, and what they hold, keep and take; their times are left out. Last the
-    names of those of which it is not known what they keep and take: they do not run on fake tensors, so it counts as
-    nothing.
+    recording: Recording, model: nn.Module, units: Sequence[Candidate], *, counts: bool = False
+) -> tuple[list[Candidate], list[UnitCost], dict[str, Exception]]:
+    """The units at which a recording can be cut, and all that they cost but times; with `counts`, what they do, too.
+    Last, by name, why it is not known of some what they keep, take and do: they do not run on fake tensors, so that
+    counts as nothing.
 
     Raises:
         UnmeasurableError: the units cannot be run alone.
     """
     kept, split = cut_finely(recording, model, units)
-    of_kind: dict[Hashable, UnitCost | None] = {}
-    found, unknown = [], []
-    for index, unit in enumerate(kept):
-        key = kind_of(split, index), index == len(kept) - 1
-        if key not in of_kind:
-            of_kind[key] = _while_running(split, index)
-        seen = of_kind[key]
-        if seen is None:
-            unknown.append(unit.name)
+    first, taken, found, unknown = first_of_kind(split), dict[tuple[int, bool], Taken | Exception](), [], {}
+    for index, cost in enumerate(unit_costs(kept, split, first)):
+        key = first[index], index == split.count - 1
+        if key not in taken:
+            taken[key] = _while_running(split, index, counts)
+        seen = taken[key]
+        if isinstance(seen, Exception):
+            unknown[cost.name], seen = seen, (NOTHING, NOTHING)
+        own, whole = seen
         batch = sum(meta_bytes(i.meta) for i in split.plans[index].inputs if i.source == MODEL_INPUT)
-        found.append(replace(seen or NOTHING, name=unit.name, input_bytes=batch))
-    return kept, with_tensors(found, split), unknown
+        cost = replace(cost, input_bytes=batch, operations=None if cost.like else own.operations)
+        loss = max(whole.kept - own.kept, 0)
+        found.append(replace(cost, activation_bytes=own.kept, working_bytes=whole.working, loss_bytes=loss))
+    shared = _shared(split, [taken.get((one, False)) or taken[one, True] for one in first])
+    return kept, [replace(cost, shared_bytes=size) for cost, size in zip(found, shared, strict=True)], unknown
 
 
-def with_memory(costs: Sequence[UnitCost], held: Sequence[UnitCost]) -> tuple[UnitCost, ...]:
-    """The units with what those of the same names take besides; what was measured counts if it is more."""
+def count(
+    recording: Recording, model: nn.Module, units: Sequence[Candidate], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Profile:
+    """The profile of a recording's units without any times, with the operations of one unit of each kind.
+
+    Weights may be on the meta device. Changes nothing of the model, nor any random generator.
+
+    Raises:
+        UnmeasurableError: a unit does not run on fake tensors.
+    """
+    _, found, unknown = units_held(recording, model, units, counts=True)
+    for error in unknown.values():
+        raise UnmeasurableError(f"running its units on fake tensors fails ({in_a_line(error)})") from error
+    return profile_of(recording, model, found, args, kwargs, 0)
+
+
+def with_memory(costs: Sequence[UnitCost], held: Sequence[UnitCost], *, counted: bool) -> tuple[UnitCost, ...]:
+    """The units with what those of the same names take besides; what was measured counts if it is more. `counted`:
+    with what they do, too."""
     known = {unit.name: unit for unit in held}
     found = []
     for unit in costs:
         own = known[unit.name]
         most = {name: max(getattr(unit, name), getattr(own, name)) for name in ("working_bytes", "loss_bytes")}
-        found.append(replace(unit, input_bytes=own.input_bytes, **most))
+        more = replace(unit, input_bytes=own.input_bytes, shared_bytes=own.shared_bytes, **most)
+        found.append(replace(more, operations=own.operations if counted else None))
     return tuple(found)
 
 
-def _while_running(split: CutRecording, index: int) -> UnitCost | None:
+def _while_running(split: CutRecording, index: int, counts: bool) -> Taken | Exception:
     plan = split.plans[index]
     module, inputs = build_stage(split, plan, index, NoStreams()).module, [value.meta for value in plan.inputs]
-    own = footprint(module, inputs)
-    if own is None:
-        return None
-    whole = (footprint(module, inputs, with_loss=True) or own) if index == split.count - 1 else own
-    loss = max(whole.kept - own.kept, 0)
-    return replace(NOTHING, activation_bytes=own.kept, working_bytes=whole.working, loss_bytes=loss)
+    try:
+        own = on_fakes(module, inputs, counts=counts)
+    except Exception as error:  # a model's own code may raise anything there
+        return error
+    return own, (footprint(module, inputs, with_loss=True) or own) if index == split.count - 1 else own
+
+
+def _shared(split: CutRecording, taken: Sequence[Taken | Exception]) -> list[int]:
+    """For each unit, the bytes of what it and the one before it both keep: its inputs."""
+    found, before = [], dict[tuple[int, str], int]()
+    for index, (plan, seen) in enumerate(zip(split.plans, taken, strict=True)):
+        own = NOTHING if isinstance(seen, Exception) else seen[0]
+        inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, own.inputs, strict=False)}
+        found.append(sum(min(size, before.get(key, 0)) for key, size in inputs.items()))
+        before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, own.outputs, strict=False)}
+    return found

@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from penstock.balance import Profile, with_operations
+from penstock.balance import Profile
 from penstock.partition.cut.balance import candidates
-from penstock.partition.measure.costs import UnmeasurableError
-from penstock.partition.measure.counting import count
-from penstock.partition.measure.held import units_held, with_memory
+from penstock.partition.measure.held import count, units_held, with_memory
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.running import Splits
 from penstock.partition.recording.recording import Recording
@@ -29,16 +27,8 @@ def profiled(
 ) -> Profile:
     """What each unit of a recording costs. Arguments and errors are those of `Partitioner.profile`."""
     units = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
-    _, held, _ = units_held(recording, model, units)
-
-    def complete(found: Profile) -> Profile:
-        return replace(found, rows=rows, units=with_memory(found.units, held))
-
     if budget_seconds is None:
-        return complete(count(recording, model, units, args, kwargs))
-    found = complete(measure(recording, model, units, args, kwargs, budget_seconds, splits, memory=True))
-    try:
-        counted = count(recording, model, units, args, kwargs)
-    except UnmeasurableError:  # only estimates need it
-        return found
-    return with_operations(found, counted)
+        return replace(count(recording, model, units, args, kwargs), rows=rows)
+    _, held, unknown = units_held(recording, model, units, counts=True)
+    found = measure(recording, model, units, args, kwargs, budget_seconds, splits, memory=True)
+    return replace(found, rows=rows, units=with_memory(found.units, held, counted=not unknown))

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.compat import size_of, storage_of
 from penstock.errors import PartitionError
 from penstock.partition.measure.clock import Clock
-from penstock.partition.measure.costs import Saved, SplitTimes, Times
+from penstock.partition.measure.costs import SplitTimes, Times
 from penstock.partition.measure.footprint import Footprint, usual_loss
 from penstock.partition.measure.peaks import really_taken
 from penstock.partition.stages.stage import Stage
@@ -86,7 +86,7 @@ class RunningUnit:
 
     Attributes:
         outputs: what the first run returned.
-        saved: what the first run kept for its backward, besides parameters and buffers.
+        kept_bytes: what the first run kept for its backward, besides parameters and buffers.
         held_bytes: its parameters and their gradients.
         runs: what it took.
         clock: of its device.
@@ -109,7 +109,6 @@ class RunningUnit:
             if id(p) not in written and id(p) not in mine
         }
         self._module = copy.deepcopy(stage.module, memo).to(device)
-        self._own = {storage_of(t) for t in (*self._module.parameters(), *self._module.buffers())}
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
         self._splits = splits
         self._splitting: Splitting | None = None
@@ -120,7 +119,7 @@ class RunningUnit:
         self._device = device
         self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in self._module.parameters())
         self.outputs: Sequence[Tensor] = ()
-        self.saved = Saved(0)
+        self.kept_bytes = 0
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -139,7 +138,16 @@ class RunningUnit:
 
     def first(self) -> None:
         """The run that is not timed: memory is allocated, kernels are chosen."""
-        made, self.saved = forward_and_saved(self._module, self._own, entering(self._inputs)[1])
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            sizes[storage_of(tensor)] = size_of(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            made: Sequence[Tensor] = self._module(*entering(self._inputs)[1])
+        own = map(storage_of, (*self._module.parameters(), *self._module.buffers()))
+        self.kept_bytes = sum(sizes[storage] for storage in sizes.keys() - {*own})
         self.outputs = [value.detach() for value in made]
         roots, seeds = seeded(made)
         if roots:
@@ -244,9 +252,6 @@ class RunningUnit:
         columns = runs.split_forward, runs.split_input_gradient, runs.split_weight_gradient
         return SplitTimes(*map(statistics.median, columns))
 
-    def operations(self) -> None:
-        """Running counts nothing."""
-
 
 class Passing:
     """A microbatch on its way through one unit: the forward has run.
@@ -314,21 +319,6 @@ def entering(inputs: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[
     update in place."""
     leaves = [value.detach().requires_grad_(needs) for value, needs in inputs]
     return leaves, [leaf.clone() for leaf in leaves]
-
-
-def forward_and_saved(
-    module: nn.Module, own: Collection[int], given: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Saved]:
-    """Runs a forward. Returns what it made, and what it keeps besides `own`, the module's parameters and buffers."""
-    sizes: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        sizes[storage_of(tensor)] = size_of(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        made: Sequence[Tensor] = module(*given)
-    return made, Saved.of(sizes, own, given, made)
 
 
 def seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
