@@ -157,6 +157,13 @@ def heaviest_stage(weights: Sequence[int], starts: Sequence[int]) -> int:
     return max(sum(weights[start:end]) for start, end in pairwise((*starts, len(weights))))
 
 
+def cut_at(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> CutRecording:
+    """The recording, cut at these names. Raises PartitionError if it cannot be."""
+    split = CutRecording(recording, model, cuts, cut_positions(recording, model, cuts))
+    _ = split.plans  # raise now, while something else can be tried
+    return split
+
+
 def cut_positions(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> list[int]:
     """The index of the first node of each stage from stage 1 on. Raises PartitionError for names that give no stage."""
     positions = [position_of(recording, model, cut) for cut in cuts]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Profile, Tied, UnitCost
 from penstock.errors import PartitionError
-from penstock.partition.cut.balance import Candidate, cut_positions
+from penstock.partition.cut.balance import Candidate, cut_at
 from penstock.partition.cut.inseparable import joined, spans
 from penstock.partition.measure.alike import kind_of
 from penstock.partition.recording.recording import Recording
@@ -63,10 +63,27 @@ def cut_finely(
     recording: Recording, model: nn.Module, units: Sequence[Candidate]
 ) -> tuple[list[Candidate], CutRecording]:
     """The recording cut at every unit at which it can be. Raises UnmeasurableError if its units cannot be run alone."""
+    kept = joined(units, spans(recording, model))
     try:
-        return _finest_cut(recording, model, units)
+        try:
+            return kept, _cut_before(recording, model, kept[1:])
+        except PartitionError:
+            kept = [kept[0], *(unit for unit in kept[1:] if _can_cut_before(recording, model, unit))]
+            return kept, _cut_before(recording, model, kept[1:])
     except PartitionError as error:
         raise UnmeasurableError(f"it cannot be cut at every unit: {error}") from error
+
+
+def _cut_before(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> CutRecording:
+    return cut_at(recording, model, [unit.name for unit in units])
+
+
+def _can_cut_before(recording: Recording, model: nn.Module, unit: Candidate) -> bool:
+    try:
+        _cut_before(recording, model, [unit])
+    except PartitionError:
+        return False
+    return True
 
 
 def first_of_kind(split: CutRecording) -> list[int]:
@@ -189,38 +206,3 @@ def _name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine() if device.type == "cpu" else device.type
-
-
-def _finest_cut(
-    recording: Recording, model: nn.Module, units: Sequence[Candidate]
-) -> tuple[list[Candidate], CutRecording]:
-    """The candidates at which the recording can be cut, all at once, and the recording cut there.
-
-    The weight of the others goes to the candidate before them. Raises PartitionError if not even one cut is possible.
-    """
-    kept = joined(units, spans(recording, model))
-    try:
-        return kept, _cut(recording, model, kept)
-    except PartitionError:
-        possible = [kept[0]]
-        for unit in kept[1:]:
-            if _can_cut(recording, model, [kept[0], unit]):
-                possible.append(unit)
-            else:
-                possible[-1] = replace(possible[-1], weight=possible[-1].weight + unit.weight)
-        return possible, _cut(recording, model, possible)
-
-
-def _cut(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> CutRecording:
-    cuts = [unit.name for unit in units[1:]]
-    split = CutRecording(recording, model, cuts, cut_positions(recording, model, cuts))
-    _ = split.plans  # raises if it cannot be cut there
-    return split
-
-
-def _can_cut(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> bool:
-    try:
-        _cut(recording, model, units)
-    except PartitionError:
-        return False
-    return True
