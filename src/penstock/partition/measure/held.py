@@ -1,4 +1,4 @@
-"""What units of a recording hold, keep, take of memory and do, seen on fake tensors."""
+"""The profile of a recording: what its units hold, keep, take of memory and do, seen on fake tensors, and times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.balance import Profile, UnitCost
-from penstock.partition.cut.balance import Candidate
+from penstock.partition.cut.balance import Candidate, candidates
 from penstock.partition.measure.costs import (
     NoStreams,
     UnmeasurableError,
@@ -19,6 +19,8 @@ from penstock.partition.measure.costs import (
     unit_costs,
 )
 from penstock.partition.measure.footprint import Footprint, footprint, on_fakes
+from penstock.partition.measure.measuring import measure
+from penstock.partition.measure.running import Splits
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
@@ -76,7 +78,25 @@ def count(
     return profile_of(recording, model, found, args, kwargs, 0)
 
 
-def with_memory(costs: Sequence[UnitCost], held: Sequence[UnitCost], *, counted: bool) -> tuple[UnitCost, ...]:
+def profiled(
+    recording: Recording,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    budget_seconds: float | None,
+    rows: int,
+    splits: Splits | None,
+) -> Profile:
+    """What each unit of a recording costs. Arguments and errors are those of `Partitioner.profile`."""
+    units = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
+    if budget_seconds is None:
+        return replace(count(recording, model, units, args, kwargs), rows=rows)
+    _, held, unknown = units_held(recording, model, units, counts=True)
+    found = measure(recording, model, units, args, kwargs, budget_seconds, splits, memory=True)
+    return replace(found, rows=rows, units=_with_memory(found.units, held, counted=not unknown))
+
+
+def _with_memory(costs: Sequence[UnitCost], held: Sequence[UnitCost], *, counted: bool) -> tuple[UnitCost, ...]:
     """The units with what those of the same names take besides; what was measured counts if it is more. `counted`:
     with what they do, too."""
     known = {unit.name: unit for unit in held}

@@ -8,19 +8,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import record_function
 
-from penstock.compat import size_of, storage_of
+from penstock.compat import cpu_allocations, size_of, storage_of
 from penstock.errors import PartitionError
 from penstock.partition.measure.clock import Clock
 from penstock.partition.measure.costs import SplitTimes, Times
 from penstock.partition.measure.footprint import Footprint, usual_loss
-from penstock.partition.measure.peaks import really_taken
 from penstock.partition.stages.stage import Stage
+
+BACKWARD_BEGINS = "penstock: backward begins"
 
 
 class Backward(Enum):
@@ -174,7 +177,7 @@ class RunningUnit:
                 made = [torch.empty_strided(*size, dtype=dtype, device=self._device) for *size, dtype in grads]
                 torch.autograd.backward(edges, [seed.fill_(1) for seed in made])
 
-        return really_taken(self._device, forward, backward)
+        return _really_taken(self._device, forward, backward)
 
     def waiting_bytes(self) -> int | None:
         """What the first part of a split backward leaves for the second; None if that is not measured."""
@@ -191,7 +194,7 @@ class RunningUnit:
         def second_part() -> None:
             passing[0].weights()
 
-        found = really_taken(self._device, first_part, second_part)
+        found = _really_taken(self._device, first_part, second_part)
         return None if found is None else found.kept
 
     def learn(self) -> None:
@@ -325,3 +328,32 @@ def seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The results that take a gradient, and a gradient for each."""
     roots = [value for value in made if value.requires_grad]
     return roots, [torch.ones_like(value) for value in roots]
+
+
+def _really_taken(
+    device: torch.device, forward: Callable[[], object], backward: Callable[[], object]
+) -> Footprint | None:
+    """What both take of memory, kernels' own buffers included, as the allocator counts it; None if it does not say."""
+    if device.type == "cuda":
+        return _on_cuda(device, forward, backward)
+
+    def both() -> None:
+        forward()
+        with record_function(BACKWARD_BEGINS):
+            backward()
+
+    seen = cpu_allocations(both) if device.type == "cpu" else None
+    if seen is None or (BACKWARD_BEGINS, 0) not in seen:
+        return None
+    held = [0, *accumulate(size for _, size in seen)]
+    kept = held[seen.index((BACKWARD_BEGINS, 0))]
+    return Footprint(kept, max(held) - kept)
+
+
+def _on_cuda(device: torch.device, forward: Callable[[], object], backward: Callable[[], object]) -> Footprint:
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    forward()
+    kept = torch.cuda.memory_allocated(device) - before
+    backward()
+    return Footprint(kept, torch.cuda.max_memory_allocated(device) - before - kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.of_torch import is_of_torch, may_draw
-from penstock.runtime.loss.parts import loss_in, parts_in
 from penstock.runtime.loss.reads import check_graph, watching
 
 Loss = Callable[[Any, Any], Tensor]
@@ -306,3 +305,40 @@ def own_loss(output: Any) -> Tensor | None:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def loss_in(returned: Any) -> Any:
+    """The loss in what a loss function returned: the entry "loss", or else the first."""
+    if isinstance(returned, Tensor):
+        return returned
+    entries = dict(_entries(returned))
+    return entries.get("loss", next(iter(entries.values()))) if entries else returned
+
+
+def parts_in(returned: Any, loss: Any) -> dict[str, Tensor]:
+    """All other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss, ce)`."""
+    return dict(_scalars(returned, loss, (), 2))
+
+
+def _scalars(value: Any, loss: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[str, Tensor]]:
+    if value is loss:
+        return
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, Tensor):
+        if not value.dim() and not value.is_complex():
+            value = value.detach().clone()
+            yield ".".join(path), value if value.is_floating_point() else value.double()
+    elif depth:
+        for key, part in _entries(value):
+            yield from _scalars(part, loss, (*(p for p in path if not p.isdecimal()), key), depth - 1)
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """The entries of a container, and the fields of an object, by name."""
+    if isinstance(value, Mapping):
+        yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, (tuple, list)):
+        yield from zip(getattr(value, "_fields", map(str, range(len(value)))), value, strict=True)
+    else:
+        yield from getattr(value, "__dict__", {}).items()
