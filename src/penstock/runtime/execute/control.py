@@ -239,26 +239,16 @@ class Control:
             return [value]
         return self._gathered(value, self.groups["everyone"], what, self.others)
 
-    def gather_line(self, value: Any) -> list[Any]:
+    def gather_line(self, value: Any, what: str = "a connection") -> list[Any]:
         """Like `gather`, for the ranks of this pipeline."""
-        return (
-            [value] if self.groups is None else self._gathered(value, self.groups["control"], "a connection", self.line)
-        )
+        if self.groups is None:
+            return [value]
+        return self._gathered(value, self.groups["control"], what, self.line)
 
     def _gathered(self, value: Any, group: dist.ProcessGroup, what: str, peers: tuple[int, ...]) -> list[Any]:
         values: list[Any] = [None] * (len(peers) + 1)
         with self.waiting_for(what, peers):
             dist.all_gather_object(values, value, group=group)
-        return values
-
-    def gather_alike(self, value: Tensor) -> list[Tensor]:
-        """Returns each rank's CPU tensor on all ranks of this pipeline, which pass tensors of one shape and dtype."""
-        if self.groups is None:
-            return [value]
-        values = [torch.empty_like(value) for _ in range(self.world.ranks)]
-        group = self.groups["control"]
-        with self.waiting_for("gather", self.line):
-            dist.all_gather(values, value, group=group)
         return values
 
     @contextmanager
