@@ -59,17 +59,6 @@ def any_use(stages: Sequence[Stage]) -> Stage:
     first = every[0]
     if len(every) == 1:
         return first
-    changes: dict[str, Any] = {}
-    for name in _MAPPINGS:
-        joined = {key: held for stage in every for key, held in getattr(stage, name).items()}
-        if len(joined) > len(getattr(first, name)):
-            changes[name] = joined
-    for name in _TUPLES:
-        joined_entries = _joined(getattr(stage, name) for stage in every)
-        if len(joined_entries) > len(getattr(first, name)):
-            changes[name] = joined_entries
-    if any(stage.depends_on_values for stage in every) and not first.depends_on_values:
-        changes["depends_on_values"] = True
     metas = [stage.meta for stage in every]
     meta = replace(
         first.meta,
@@ -79,13 +68,12 @@ def any_use(stages: Sequence[Stage]) -> Stage:
         trainable=any(meta.trainable for meta in metas),
         branches=any(meta.branches for meta in metas),
     )
-    if meta != first.meta:
-        changes["meta"] = meta
-    return replace(first, **changes) if changes else first
-
-
-_MAPPINGS = ("parameters", "buffers")
-_TUPLES = ("may_update", "reads", "remembered")
+    more: dict[str, Any] = {}
+    for name in ("parameters", "buffers"):
+        more[name] = {key: held for stage in every for key, held in getattr(stage, name).items()}
+    for name in ("may_update", "reads", "remembered"):
+        more[name] = _joined(getattr(stage, name) for stage in every)
+    return replace(first, meta=meta, depends_on_values=any(stage.depends_on_values for stage in every), **more)
 
 
 def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:

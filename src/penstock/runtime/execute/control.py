@@ -25,7 +25,7 @@ from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
-from penstock.runtime.processes.world import World, backend_of, check_backends, check_types, is_accelerator
+from penstock.runtime.processes.world import World, backend_of, check_alike, is_accelerator
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.runtime.transport.staging import Departed, Staging
@@ -76,8 +76,7 @@ class Control:
                 self.groups = Groups(world, backend, group_options)
                 said = self.gather((device.type, backend), "its backend")
             with self.agreed():
-                check_types([said[number][0] for number in world.numbers])
-                check_backends([said[number][1] for number in world.numbers])
+                check_alike([said[number] for number in world.numbers])
                 self.groups.check()
             with self.waiting_for("process groups", self.others):
                 self.groups.open(late=is_accelerator(device))
