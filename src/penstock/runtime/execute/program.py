@@ -198,11 +198,9 @@ class Program:
                 work = _around(runner.features, action, runner.weight_backward)
                 return BoundAction(rank, action, None, work, running, running)
             case Op.SEND_F | Op.SEND_B:
-                forward = action.op is Op.SEND_F
-                route = route_of(action, routes.values_out if forward else routes.grads_out)
-                send = runner.send_values if forward else runner.send_grads
+                route = route_of(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
                 blocked = Position(text, (self._numbers[self._placement.rank_of[route.stage]],))
-                return BoundAction(rank, action, None, partial(send, microbatch, route), blocked, blocked)
+                return BoundAction(rank, action, None, partial(runner.send, microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
                 return BoundAction(rank, action, None, partial(route.channel.post, microbatch), running, running)
