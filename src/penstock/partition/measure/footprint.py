@@ -136,7 +136,8 @@ def _input_gradient(
     roots = [output for output in outputs if output.requires_grad]
     seeds = [torch.ones_like(root) for root in roots]
     with counting:
-        torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        if roots:
+            torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
     return counting.found
 
 
