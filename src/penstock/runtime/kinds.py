@@ -54,7 +54,10 @@ def all_uses(partitions: Sequence[Partition]) -> tuple[Stage, ...]:
 
 
 def any_use(stages: Sequence[Stage]) -> Stage:
-    """A stage with everything that any microbatch uses there. Its code, inputs and outputs are the first one's."""
+    """A stage with everything that any microbatch uses there. Its code, inputs and outputs are the first one's.
+
+    Replaces only what differs: what is the same for all stages of another front end need not be a field of them.
+    """
     every = distinct(stages)
     first = every[0]
     if len(every) == 1:
@@ -73,7 +76,12 @@ def any_use(stages: Sequence[Stage]) -> Stage:
         more[name] = {key: held for stage in every for key, held in getattr(stage, name).items()}
     for name in ("may_update", "reads", "remembered"):
         more[name] = _joined(getattr(stage, name) for stage in every)
-    return replace(first, meta=meta, depends_on_values=any(stage.depends_on_values for stage in every), **more)
+    more = {name: joined for name, joined in more.items() if set(joined) != set(getattr(first, name))}
+    if any(stage.depends_on_values for stage in every) and not first.depends_on_values:
+        more["depends_on_values"] = True
+    if meta != first.meta:
+        more["meta"] = meta
+    return replace(first, **more) if more else first
 
 
 def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
