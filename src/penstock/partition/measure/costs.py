@@ -17,6 +17,7 @@ from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate, cut_at
 from penstock.partition.cut.inseparable import joined, spans
 from penstock.partition.measure.alike import kind_of
+from penstock.partition.measure.footprint import Footprint
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.units.chain import public_names
@@ -117,6 +118,16 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, first: Sequence[i
             tied=tied,
         )
         found.append(cost)
+    return found
+
+
+def shared_bytes(split: CutRecording, kept: Sequence[Footprint]) -> list[int]:
+    """For each unit, the bytes of what it and the one before it both keep: its inputs."""
+    found, before = [], dict[tuple[int, str], int]()
+    for index, (plan, own) in enumerate(zip(split.plans, kept, strict=True)):
+        inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, own.inputs, strict=False)}
+        found.append(sum(min(size, before.get(key, 0)) for key, size in inputs.items()))
+        before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, own.outputs, strict=False)}
     return found
 
 

@@ -16,6 +16,7 @@ from penstock.partition.measure.costs import (
     cut_finely,
     first_of_kind,
     profile_of,
+    shared_bytes,
     unit_costs,
 )
 from penstock.partition.measure.footprint import Footprint, footprint, on_fakes
@@ -58,7 +59,9 @@ def units_held(
         cost = replace(cost, input_bytes=batch, operations=None if cost.like else own.operations)
         loss = max(whole.kept - own.kept, 0)
         found.append(replace(cost, activation_bytes=own.kept, working_bytes=whole.working, loss_bytes=loss))
-    shared = _shared(split, [taken.get((one, False)) or taken[one, True] for one in first])
+    # the last unit runs apart, with the loss: if it is the first of its kind, it ran only so
+    seen_first = (taken.get((one, False)) or taken[one, True] for one in first)
+    shared = shared_bytes(split, [NOTHING if isinstance(seen, Exception) else seen[0] for seen in seen_first])
     return kept, [replace(cost, shared_bytes=size) for cost, size in zip(found, shared, strict=True)], unknown
 
 
@@ -104,7 +107,7 @@ def _with_memory(costs: Sequence[UnitCost], held: Sequence[UnitCost], *, counted
     for unit in costs:
         own = known[unit.name]
         most = {name: max(getattr(unit, name), getattr(own, name)) for name in ("working_bytes", "loss_bytes")}
-        more = replace(unit, input_bytes=own.input_bytes, shared_bytes=own.shared_bytes, **most)
+        more = replace(unit, input_bytes=own.input_bytes, **most)
         found.append(replace(more, operations=own.operations if counted else None))
     return tuple(found)
 
@@ -117,14 +120,3 @@ def _while_running(split: CutRecording, index: int, counts: bool) -> Taken | Exc
     except Exception as error:  # a model's own code may raise anything there
         return error
     return own, (footprint(module, inputs, with_loss=True) or own) if index == split.count - 1 else own
-
-
-def _shared(split: CutRecording, taken: Sequence[Taken | Exception]) -> list[int]:
-    """For each unit, the bytes of what it and the one before it both keep: its inputs."""
-    found, before = [], dict[tuple[int, str], int]()
-    for index, (plan, seen) in enumerate(zip(split.plans, taken, strict=True)):
-        own = NOTHING if isinstance(seen, Exception) else seen[0]
-        inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, own.inputs, strict=False)}
-        found.append(sum(min(size, before.get(key, 0)) for key, size in inputs.items()))
-        before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, own.outputs, strict=False)}
-    return found

@@ -24,6 +24,7 @@ from penstock.partition.measure.costs import (
     cut_finely,
     first_of_kind,
     profile_of,
+    shared_bytes,
     unit_costs,
     with_times,
 )
@@ -94,9 +95,12 @@ def measure(
             given = _made_up(recording, args, kwargs)
             found = _first_runs(split, first_of, {**given}, first)
             runs = _measured(split, given, found, first_of, made, budget_seconds)
+            saved = [found[like].saved for like in first_of]
             costs = [
-                replace(with_times(cost, found[like].times()), activation_bytes=found[like].kept_bytes)
-                for cost, like in zip(unit_costs(kept, split, first_of), first_of, strict=True)
+                replace(with_times(cost, found[like].times()), activation_bytes=own.kept, shared_bytes=size)
+                for cost, like, own, size in zip(
+                    unit_costs(kept, split, first_of), first_of, saved, shared_bytes(split, saved), strict=True
+                )
             ]
             if memory:
                 costs = _with_taken(costs, [found[like] for like in first_of])

@@ -89,7 +89,7 @@ class RunningUnit:
 
     Attributes:
         outputs: what the first run returned.
-        kept_bytes: what the first run kept for its backward, besides parameters and buffers.
+        saved: what autograd kept of the first run for its backward, besides parameters and buffers.
         held_bytes: its parameters and their gradients.
         runs: what it took.
         clock: of its device.
@@ -122,7 +122,7 @@ class RunningUnit:
         self._device = device
         self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in self._module.parameters())
         self.outputs: Sequence[Tensor] = ()
-        self.kept_bytes = 0
+        self.saved = Footprint(0, 0)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -148,9 +148,12 @@ class RunningUnit:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            made: Sequence[Tensor] = self._module(*entering(self._inputs)[1])
-        own = map(storage_of, (*self._module.parameters(), *self._module.buffers()))
-        self.kept_bytes = sum(sizes[storage] for storage in sizes.keys() - {*own})
+            given = entering(self._inputs)[1]
+            made: Sequence[Tensor] = self._module(*given)
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            sizes.pop(storage_of(tensor), None)
+        of_inputs, of_outputs = (tuple(sizes.get(storage_of(each), 0) for each in values) for values in (given, made))
+        self.saved = Footprint(sum(sizes.values()), 0, of_inputs, of_outputs)
         self.outputs = [value.detach() for value in made]
         roots, seeds = seeded(made)
         if roots:
