@@ -20,8 +20,8 @@ from penstock.partition.cut.choice import Choice
 from penstock.partition.cut.places import module_at
 from penstock.partition.measure.clock import all_waited
 from penstock.partition.measure.costs import UnmeasurableError, identity
-from penstock.partition.measure.held import units_held
 from penstock.partition.measure.measuring import measure
+from penstock.partition.measure.units import units_held
 from penstock.partition.recording.recording import Recording
 from penstock.plan.stage_costs import crossing_seconds, priced, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost, StageCost

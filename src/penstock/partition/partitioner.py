@@ -17,9 +17,9 @@ from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
-from penstock.partition.measure.held import profiled
 from penstock.partition.measure.measuring import BUDGET_SECONDS
 from penstock.partition.measure.running import Splits
+from penstock.partition.measure.units import profiled
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording

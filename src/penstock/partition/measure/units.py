@@ -1,4 +1,4 @@
-"""The profile of a recording: what its units hold, keep, take of memory and do, seen on fake tensors, and times."""
+"""All units of a recording: what they hold, keep, take of memory and do, on fake tensors, and their profile."""
 
 from __future__ import annotations
 
