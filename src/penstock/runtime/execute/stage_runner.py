@@ -55,7 +55,7 @@ class _Kind:
 
 
 Mail = dict[tuple[int, int], list[Tensor | None]]
-"""What waits to be sent, by the channel's id and the microbatch."""
+"""What waits to be sent, by the stage that gets it (a later one: values; an earlier one: gradients) and microbatch."""
 
 
 def _dispatch(routes: Sequence[Route], microbatch: int, values: Sequence[Tensor | None], mail: Mail) -> None:
@@ -63,7 +63,7 @@ def _dispatch(routes: Sequence[Route], microbatch: int, values: Sequence[Tensor 
     for route in routes:
         message = [None if position is None else values[position] for position in route.positions]
         if route.remote:
-            mail[id(route.channel), microbatch] = message
+            mail[route.stage, microbatch] = message
         else:
             route.channel.send(microbatch, message)
 
@@ -273,7 +273,7 @@ class StageRunner:
 
     def send(self, microbatch: int, route: Route) -> None:
         """Sends the outputs of a microbatch, or the gradients of its inputs, to a stage on another rank."""
-        route.channel.send(microbatch, self._mail.pop((id(route.channel), microbatch)))
+        route.channel.send(microbatch, self._mail.pop((route.stage, microbatch)))
 
     def _learns_from_loss(self, microbatch: int) -> bool:
         """Whether a split is learned from the graph of this microbatch's loss.
