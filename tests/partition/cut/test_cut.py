@@ -38,6 +38,7 @@ def test_the_largest_run_counts_before_the_sum_of_squares() -> None:
 
 def test_many_layers_are_cut_quickly() -> None:
     assert even_starts([1] * 2000, 64)[-1] >= 1900
+    assert even_starts([1] * 1000, 2) == [0, 500]
 
 
 def test_balance_by_layers_shares_the_blocks() -> None:

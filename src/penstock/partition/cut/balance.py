@@ -146,8 +146,11 @@ def check_enough(
 
 
 def even_starts(weights: Sequence[int], stages: int) -> list[int]:
-    """The unit with which each stage begins, so that the heaviest is as light as can be; see `best_starts`. Weights are
-    rounded to numbers whose squares add up exactly, so that equal units are equal in any order."""
+    """The unit with which each stage begins, so that the heaviest is as light as can be; see `best_starts`.
+
+    Weights count in steps of 1/2^25 of their total, in which squares add up exactly, so that equal units are equal in
+    any order. Up to such steps the stages are the best.
+    """
     unit = max(1, sum(weights) >> 25)
     return best_starts(Problem([weight // unit for weight in weights]), stages)
 
