@@ -319,7 +319,7 @@ def _pieces(pipe: Pipeline, batch: Microbatch) -> list[list[Microbatch]]:
     """The microbatches of each replica. They stay on the device of the batch."""
     leaves = flatten((batch.args, dict(batch.kwargs))).leaves
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    mine = pipe.session.split_batch(Batch(*batch[:3]), device)
+    mine = pipe.session.split_batch(Batch(batch.args, batch.kwargs, batch.target), device)
     parts = {0: mine} if pipe.world.data_parallel == 1 else dict(pipe.gather((pipe.world.replica, mine)))
     return [parts[replica] for replica in range(pipe.world.data_parallel)]
 

@@ -134,8 +134,8 @@ class TappedCode:
         """Runs the code."""
         parameters = {place: inputs[place] for place in self.parameters}
         uses = running()
-        groups = ([parameters[place] for place in group] for group in self.groups)
-        put_off = None if uses is None else uses.begin_compiled(map(tuple, groups))
+        groups = (tuple(parameters[place] for place in group) for group in self.groups)
+        put_off = None if uses is None else uses.begin_compiled(groups)
         waiting = {p for p in self.weights if uses is not None and put_off is not None and uses.waits(parameters[p])}
         run = _Run(self, parameters, uses, put_off, waiting)
         now = [inputs[place] for place in self.weights if place not in waiting]
@@ -153,7 +153,8 @@ class _Run:
     """One run of the code: what its backward needs beside what autograd keeps.
 
     Attributes:
-        put_off: takes the weight gradients that wait; `waiting`: the places of their weights.
+        put_off: takes the weight gradients that wait.
+        waiting: the places of their weights.
         further: the further results.
     """
 
