@@ -175,30 +175,6 @@ def frozen_before_the_average(rank: int) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
 
 
-class Tempered(nn.Module):
-    """A loss with a parameter that `parameters()` does not find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = [nn.Parameter(torch.ones(()))]
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output * self.hidden[0] - target).square().mean()
-
-
-def loss_with_a_parameter(rank: int, replicas: int, schedule: str) -> str:
-    """What a step says, on two processes."""
-    options: dict[str, Any] = {"mesh": mesh_of((2, 1), ("dp", "pp"))} if replicas > 1 else {}
-    x = torch.ones(4, 6)
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    with penstock.pipeline(model, (x,), loss=Tempered(), schedule=schedule, microbatches=4, **options) as pipe:
-        try:
-            pipe.step(x, target=x)
-        except (penstock.ArgumentError, penstock.PipelineFailure) as error:
-            return str(error)
-    return "works"
-
-
 def masked(rank: int, shape: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, Tensor]]:
     """Replicas whose targets count differently many tokens; the loss and gradients, and those of one device."""
     mesh = mesh_of(shape, ("dp", "pp"))

@@ -123,14 +123,6 @@ def test_what_is_frozen_before_the_average_is_averaged_all_the_same(ranks4: Rank
     assert frozen
 
 
-@pytest.mark.parametrize(("replicas", "schedule"), [(2, "naive"), (1, "dualpipe"), (1, "1f1b")])
-def test_hidden_parameters_of_the_loss_are_refused_where_several_processes_compute_it(
-    ranks2: Ranks, replicas: int, schedule: str
-) -> None:
-    for said in ranks2.run(mesh_jobs.loss_with_a_parameter, replicas, schedule):
-        assert ("not part of the model, but several processes compute losses" in said) == (schedule != "1f1b"), said
-
-
 def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks) -> None:
     own = ranks4.run(mesh_jobs.gradients, [False])
     average = ranks4.run(mesh_jobs.gradients, [True])

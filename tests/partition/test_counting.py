@@ -13,8 +13,8 @@ from penstock.balance import Operations, Profile
 from penstock.hardware import Operation
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure.costs import UnmeasurableError
-from penstock.partition.measure.counting import count
 from penstock.partition.measure.measuring import measure
+from penstock.partition.measure.units import count
 from penstock.partition.recorder.attempts import record
 
 ROWS, IN, OUT = 6, 8, 16

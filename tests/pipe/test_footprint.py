@@ -52,7 +52,7 @@ def test_a_linear_layer_by_hand() -> None:
     """It keeps its input; its backward has all gradients at once, its parameters' until they are added to `.grad`."""
     meta = penstock.stages.TensorMeta((5, 3), (3, 1), "float32", True)
     found = footprint(nn.Sequential(nn.Linear(3, 7), Listed()), [meta])
-    assert found == Footprint(kept=4 * 5 * 3, working=4 * (5 * 7 + 5 * 3 + 7 * 3 + 7))
+    assert found == Footprint(4 * 5 * 3, 4 * (5 * 7 + 5 * 3 + 7 * 3 + 7), inputs=(4 * 5 * 3,), outputs=(0,))
 
 
 class Listed(nn.Module):

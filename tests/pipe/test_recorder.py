@@ -231,7 +231,7 @@ def test_memory_on_a_cpu_is_what_the_schedule_says(tmp_path: Path) -> None:
 
 def test_memory_on_a_device_is_what_it_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = itertools.count(100)
-    monkeypatch.setattr("penstock.runtime.execute.allocated.counter", lambda device: lambda: next(sizes))
+    monkeypatch.setattr("penstock.runtime.execute.engine.counter", lambda device: lambda: next(sizes))
     train(tmp_path)
     run = read_run(tmp_path)
     found = run.memory(5)

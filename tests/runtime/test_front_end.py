@@ -84,6 +84,22 @@ def test_ready_made_stages_train_as_the_unsplit_model_does(schedule: str, count:
     assert_equal(expected(modules), trained(modules, schedule))
 
 
+def test_they_train_on_a_batch_that_is_uneven() -> None:
+    """Of 7 rows, the last microbatch gets one, and a partition of its own."""
+    modules = stages(2)
+    reference = nn.Sequential(*deepcopy(modules))
+    x, y = (tensor[:7] for tensor in batch())
+    with made(modules, "1f1b") as pipe:
+        loss = pipe.step(x, target=y).loss
+        losses = []
+        for one, target in zip(x.chunk(4), y.chunk(4), strict=True):
+            losses.append(squared_error(reference(one.clone()), target.clone()))
+            torch.autograd.backward(losses[-1], torch.tensor(len(one) / 7))
+        torch.testing.assert_close(loss.float(), squared_error(reference(x), y))
+        for mine, other in zip(pipe.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
 @pytest.mark.distributed
 def test_they_do_in_processes(ranks2: Ranks) -> None:
     held = ranks2.run(trained_on, "zb-h1")

@@ -8,7 +8,7 @@ In come measured or estimated `UnitCost`s; out come the units with which stages 
 
 from penstock.balance.cuts import Problem, best_starts, stage_bytes, stage_loads
 from penstock.balance.doubts import doubts
-from penstock.balance.estimate import estimated, fitted, with_operations
+from penstock.balance.estimate import estimated, fitted
 from penstock.balance.profile import (
     OPTIMIZER_VALUES,
     SPLIT_SECONDS,
@@ -44,5 +44,4 @@ __all__ = [
     "stage_bytes",
     "stage_loads",
     "ties_of",
-    "with_operations",
 ]

@@ -57,12 +57,6 @@ def fitted(measured: Iterable[Profile], device: Device, start: Efficiency = USUA
     return calibrated(found, device, start)
 
 
-def with_operations(measured: Profile, counted: Profile) -> Profile:
-    """The first profile with what the second one counted of the same units."""
-    done = {unit.name: unit.operations for unit in counted.units}
-    return replace(measured, units=tuple(replace(unit, operations=done[unit.name]) for unit in measured.units))
-
-
 def _units(units: Sequence[UnitCost], device: Device, efficiency: Efficiency) -> tuple[UnitCost, ...]:
     times: dict[str, tuple[float, float, float]] = {}
     found: list[UnitCost] = []

@@ -140,7 +140,7 @@ class TrafficOptions:
         check_counts(required=False, microbatches=self.microbatches)
         with loaded(target, "the model") as given:
             batch, cutting = (given.args, dict(given.kwargs)), Cutting.of(**{"batch_dims": None, **given.cutting})
-            microbatches = self.microbatches or (cutting.usual(*batch) if ranks > 1 or traffic == "pipeline" else 1)
+            microbatches = self.microbatches or (cutting.usual(batch) if ranks > 1 or traffic == "pipeline" else 1)
             cut = cutting.batch(batch, microbatches, "the batch", 1)
             sizes = cut.sizes
             args, kwargs = unflatten(cut.pieces[0].leaves, cut.pieces[0].structure)

@@ -223,12 +223,12 @@ def _mesh(case: Case, given: Target) -> DeviceMesh:
 
 def _part(given: Target, replicas: int, replica: int) -> Microbatch:
     """A replica's part of the batch, cut by the same rule as a pipeline cuts its batch."""
-    from penstock.runtime.batch.cutting import Cutting, Microbatch
+    from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
     from penstock.trees import unflatten
 
-    cutting, kwargs = Cutting.of(given.cutting.get("batch_dims"), given.cutting.get("split")), dict(given.kwargs)
-    divided = cutting.divide(given.args, kwargs, given.target, replicas, "batch", 1)
-    cut = cutting.cut(given.args, kwargs, divided, replicas, "batch", None, 1)
+    cutting = Cutting.of(given.cutting.get("batch_dims"), given.cutting.get("split"))
+    batch = cutting.divide(Batch(given.args, given.kwargs, given.target), replicas, "batch", 1)
+    cut = cutting.cut(batch, replicas, "batch", None, 1)
     if len(cut.sizes) != replicas or len(set(cut.sizes)) > 1:
         raise ArgumentError(
             f"--replicas {replicas}: the batch's {sum(cut.sizes)} rows cannot be divided into {replicas} equal parts; "
@@ -236,7 +236,7 @@ def _part(given: Target, replicas: int, replica: int) -> Microbatch:
         )
     piece = cut.pieces[replica]
     args, kwargs = unflatten(piece.leaves, piece.structure)
-    target = cutting.targets(given.target, divided, cut.sizes, None)[replica]
+    target = cutting.targets(batch, cut.sizes, None)[replica]
     return Microbatch(args, kwargs, target)
 
 

@@ -22,8 +22,7 @@ from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundin
 from penstock.partition.state.left_behind import Left
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.values.defaults import default_kwargs
-from penstock.partition.values.leaves import leaves_of
-from penstock.partition.values.objects import tensors_in
+from penstock.partition.values.objects import leaves_of, tensors_in
 
 __all__ = [
     "BALANCES",

@@ -15,13 +15,13 @@ from torch import nn
 
 from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
 from penstock.errors import ArgumentError
-from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
+from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
 from penstock.partition.cut.choice import Choice
 from penstock.partition.cut.places import module_at
 from penstock.partition.measure.clock import all_waited
 from penstock.partition.measure.costs import UnmeasurableError, identity
-from penstock.partition.measure.held import units_held
 from penstock.partition.measure.measuring import measure
+from penstock.partition.measure.units import units_held
 from penstock.partition.recording.recording import Recording
 from penstock.plan.stage_costs import crossing_seconds, priced, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost, StageCost
@@ -118,8 +118,11 @@ def decide(
     every = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
-    if (choice.weight is None and not choice.memory and not room.is_limited) or stages > len(every):
-        return Decision(balanced_cuts(recording, model, stages, choice.by, every))
+    check_enough(recording, model, stages, choice.by, every)
+    if not every:
+        return Decision(())
+    if choice.weight is None and not choice.memory and not room.is_limited:
+        return Decision(tuple(every[start].name for start in even_starts([u.weight for u in every], stages)[1:]))
     weights = [float(unit.weight) for unit in every]
     if choice.weight is not None:
         weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in every]
@@ -162,8 +165,9 @@ def _problem(
     )
     if not unknown:
         return problem, ()
+    first = next(iter(unknown))
     return problem, (
-        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({unknown[0]!r} is the first) does not count as "
+        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({first!r} is the first) does not count as "
         "memory: such a unit does not run on fake tensors. Leave room for it in memory_limit=",
     )
 

@@ -12,14 +12,14 @@ from penstock.balance import Profile
 from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError, check_counts
 from penstock.marks import computing
-from penstock.partition.cut.balance import candidates, cut_positions
+from penstock.partition.cut.balance import candidates, cut_at
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
 from penstock.partition.measure.measuring import BUDGET_SECONDS
-from penstock.partition.measure.profiled import profiled
 from penstock.partition.measure.running import Splits
+from penstock.partition.measure.units import profiled
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
@@ -190,7 +190,7 @@ class Partitioner:
             return
         decision = measured(recording, self.model, self.cuts or (), args, kwargs or {}, self._room)
         try:
-            self._cut_at(recording, decision.cuts)
+            cut_at(recording, self.model, decision.cuts)
         except PartitionError:  # each cut is possible, but not all of them together
             decision = self._decision
         if decision != self._decision:
@@ -343,7 +343,7 @@ class Partitioner:
     def _cut(self, recording: Recording) -> CutRecording:
         if self.cuts is not None:
             try:
-                return self._cut_at(recording, self.cuts)
+                return cut_at(recording, self.model, self.cuts)
             except PartitionError as error:
                 if self._chooses:
                     raise _not_as_before(error, self.cuts) from error
@@ -361,13 +361,8 @@ class Partitioner:
             return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room, units))
 
     def _cut_as(self, recording: Recording, decision: Decision) -> CutRecording:
-        split = self._cut_at(recording, decision.cuts)
+        split = cut_at(recording, self.model, decision.cuts)
         self._decision = decision
-        return split
-
-    def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
-        split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
-        _ = split.plans  # raise now, while something else can be tried
         return split
 
 

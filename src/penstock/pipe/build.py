@@ -347,7 +347,7 @@ def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
 
 
 def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
-    cutting.check(*example)
+    cutting.check(example)
     return cutting.batch(example, order.microbatches, "example", order.placement.pipelines)
 
 

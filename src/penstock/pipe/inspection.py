@@ -28,7 +28,7 @@ from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.verified import Unverified
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
+from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitFunction
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.overlaps import refuse_overlaps
@@ -213,7 +213,7 @@ def inspect(
     replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "gradient_dtype": None}
     options = Options.of({**given, **replaced})
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options) as pipe:
-        untried = pipe.session.rehearse(*example, target, loss=loss_fn is not ...)
+        untried = pipe.session.rehearse(Batch(*example, target), loss=loss_fn is not ...)
         recorded = pipe.session.partition
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = _one_copy(recorded, order)
@@ -253,7 +253,7 @@ def _order(
             f"stages={stages}: schedule {schedule!r} puts {each} on each rank; pass a multiple of {each}, or other "
             "chunks"
         )
-    return order_of(schedule, ranks, microbatches or cutting.usual(*example), chunks)
+    return order_of(schedule, ranks, microbatches or cutting.usual(example), chunks)
 
 
 def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:

@@ -20,6 +20,7 @@ from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, passed
+from penstock.runtime.batch.cutting import Batch
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
@@ -96,9 +97,7 @@ class Pipeline:
         timed = recorder is not None and recorder.begin(number + 1, self.session.fingerprint)
         result = self.session.steps.run_batch(
             number,
-            args,
-            kwargs,
-            target,
+            Batch(args, kwargs, target),
             training=True,
             outputs=outputs,
             timeline=timeline or timed,
@@ -118,13 +117,13 @@ class Pipeline:
 
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
-        return self._evaluate(args, kwargs, target=target, outputs=outputs, timeline=timeline)
+        return self._evaluate(Batch(args, kwargs, target), outputs=outputs, timeline=timeline)
 
-    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> StepResult:
+    def _evaluate(self, batch: Batch, **options: Any) -> StepResult:
         self.session.refuse_closed()
-        _refuse_misspelt(self, kwargs)
+        _refuse_misspelt(self, batch.kwargs)
         with evaluating(self.session.split, self.session.options.loss):
-            return self.session.steps.run_batch(self.step_count, args, kwargs, training=False, **options)
+            return self.session.steps.run_batch(self.step_count, batch, training=False, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
@@ -141,7 +140,8 @@ class Pipeline:
                 lengths differ. `evaluate(..., outputs=True)` gives each microbatch's own.
         """
         target, timeline = kwargs.pop("target", None), kwargs.pop("timeline", False)
-        result = self._evaluate(args, kwargs, target=target, outputs=outputs, timeline=timeline, evaluates=False)
+        batch = Batch(args, kwargs, target)
+        result = self._evaluate(batch, outputs=outputs, timeline=timeline, evaluates=False)
         return None if result._outputs is None else self.session.options.cutting.join(result.outputs, result.sizes)
 
     # -- what this process holds ------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def _pieces(
 ) -> list[tuple[Flat, int]]:
     """The microbatches to measure and their rows, the largest last."""
     if sizes is None:
-        count = microbatches or cutting.usual(*example)
+        count = microbatches or cutting.usual(example)
         cut = cutting.batch(example, count, "example", 1)
         return [(cut.pieces[0], cut.sizes[0])]
     given = f"microbatch_sizes={[*sizes]}"
@@ -230,7 +230,7 @@ def _pieces(
     if not sizes or any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 for rows in sizes):
         raise ArgumentError(f"{given}: expected numbers of rows, each >= 1")
     try:
-        return [(cutting.of_rows(*example, rows).pieces[0], rows) for rows in sorted({*sizes})]
+        return [(cutting.of_rows(example, rows).pieces[0], rows) for rows in sorted({*sizes})]
     except ArgumentError as error:
         raise ArgumentError(f"{given}: {error}") from None
 

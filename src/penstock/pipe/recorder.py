@@ -37,7 +37,7 @@ from penstock.runs.option import RunFolder
 from penstock.runs.progress import RECENT, Progress
 from penstock.runs.records import RankState, StepRecord
 from penstock.runs.writer import BEAT_SECONDS, Writer, begin
-from penstock.runtime.execute.allocated import counter
+from penstock.runtime.execute.clock import counter
 from penstock.runtime.processes.failure import Failure, Position
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World

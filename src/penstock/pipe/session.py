@@ -18,7 +18,7 @@ from penstock.pipe.recorder import Recorder
 from penstock.pipe.steps import Steps
 from penstock.pipe.verified import fingerprint_of
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.cutting import Batch, Microbatch
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_in_glue
 from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
@@ -112,20 +112,18 @@ class Session:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def split_batch(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, device: torch.device | None = None
-    ) -> list[Microbatch]:
+    def split_batch(self, batch: Batch, device: torch.device | None = None) -> list[Microbatch]:
         """The microbatches of one batch, as `step` makes them: each tensor in its own memory, by default on the device
         where this process computes."""
-        return self.steps.microbatches(args, kwargs, target, device or self.device)
+        return self.steps.microbatches(batch, device or self.device)
 
-    def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
+    def rehearse(self, batch: Batch, *, loss: bool) -> str | None:
         """Raises what the first step with this batch would raise before its first forward. With `loss`, also what the
         loss raises for any values: it is called once, with a made-up output. Involves no other process.
 
         Returns why the loss could not be tried; None if it could.
         """
-        return self.steps.rehearse(args, kwargs, target, loss=loss)
+        return self.steps.rehearse(batch, loss=loss)
 
     @contextmanager
     def drawing(self) -> Iterator[Streams]:

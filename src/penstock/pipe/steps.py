@@ -17,7 +17,7 @@ from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
-from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.cutting import Batch, Microbatch
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
@@ -122,9 +122,7 @@ class Steps:
     def run_batch(
         self,
         number: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
+        batch: Batch,
         *,
         training: bool,
         outputs: Wanted,
@@ -144,7 +142,7 @@ class Steps:
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
         norms = self.deferring_norms() if training else nullcontext()
         with self._engine.control.reporting(), one_at_a_time((self, training)):
-            prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
+            prepared = self._prepare(batch, call, outputs is not False, loss_scale)
             cached, bound = prepared.cached, prepared.cached.bound
             with self._split.accepting_own_changes(cached.mode, bound), norms:
                 moments = self._engine.run_step(bound, prepared.feed, number, timed=timeline)
@@ -153,29 +151,27 @@ class Steps:
                     self.bound_schedules.backward_to_batch(cached, prepared.cut)
             return result
 
-    def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float
-    ) -> _Prepared:
+    def _prepare(self, given: Batch, call: Call, keeps: bool, loss_scale: float) -> _Prepared:
         """Cuts a batch, and finds its bound schedule."""
-        divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
+        batch = self._divide(given) if self.has_inputs or self.has_outputs else given
         with torch.set_grad_enabled(call.training):
-            cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
+            cut = self.cut(batch, "input", None) if self.has_inputs else None
         try:
             cached = self.bound_schedules.next(cut, call)
         except SingleRowError:  # on every rank
             if self._options.cutting.inputs.min_rows > 1:
                 raise
             self._options.cut_in_pairs()
-            return self._prepare(args, kwargs, target, call, keeps, loss_scale)
+            return self._prepare(given, call, keeps, loss_scale)
         except TypeError as error:
-            if target is None and self.needs_targets:  # perhaps it is among the model's inputs
+            if given.target is None and self.needs_targets:  # perhaps it is among the model's inputs
                 error.add_note("penstock: target=None: pass what the loss takes as target=...")
             raise
-        self._refuse_aliases(cached, args, kwargs, target, divided)
+        self._refuse_aliases(cached, batch)
         inputs = self._inputs(cached, cut)
         if not self.has_outputs:
             return _Prepared(cached, Feed(inputs, loss_scale=loss_scale), cut)
-        targets = self._targets(cached, target, kwargs, divided)
+        targets = self._targets(cached, batch)
         weight = self._weights(cached, targets)
         targets = self._to_loss_devices(cached, targets)
         return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale), cut)
@@ -192,48 +188,35 @@ class Steps:
         if self.world.data_parallel > 1:
             self._engine.control.start_equal(self._norms.buffers())
 
-    def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
+    def rehearse(self, batch: Batch, *, loss: bool) -> str | None:
         """Raises what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a
         loss of any value. One process drives all ranks. Returns why the loss could not be tried; None if it could."""
-        cached = self._first
-        divided = self._divide(args, kwargs, target)
-        self._refuse_aliases(cached, args, kwargs, target, divided)
+        cached, batch = self._first, self._divide(batch)
+        self._refuse_aliases(cached, batch)
         if not loss:
             return None
-        targets = self._targets(cached, target, kwargs, divided)
+        targets = self._targets(cached, batch)
         weight = self._weights(cached, targets)[0]
         targets = self._to_loss_devices(cached, targets)
         devices = tuple({*self._engine.devices})
         with self._engine.streams.drawing(0, devices), computing(0, 0):
             return try_loss(cached.bound, None if targets is None else targets[0], weight, _given(self._options.loss))
 
-    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:
-        """The microbatches that the user's function, if any, makes of a batch."""
+    def _divide(self, batch: Batch) -> Batch:
+        """A batch with the microbatches that the user's function, if any, makes of it."""
         order, cutting = self._order, self._options.cutting
-        return cutting.divide(args, kwargs, target, order.microbatches, "input", order.placement.pipelines)
+        return cutting.divide(batch, order.microbatches, "input", order.placement.pipelines)
 
-    def cut(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        divided: Sequence[Microbatch] | None,
-        what: str,
-        device: torch.device | None,
-    ) -> batches.CutBatch:
+    def cut(self, batch: Batch, what: str, device: torch.device | None) -> batches.CutBatch:
         """The microbatches of a batch's inputs, on `device` or, if None, where they are."""
         order, cutting = self._order, self._options.cutting
-        return cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
+        return cutting.cut(batch, order.microbatches, what, device, order.placement.pipelines)
 
-    def microbatches(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, device: torch.device
-    ) -> list[Microbatch]:
+    def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
         """One batch as `run_batch` cuts it, with each piece's rows and the target that the loss and `reduction` get."""
-        divided = self._divide(args, kwargs, target)
-        cut = self.cut(args, kwargs, divided, "batch", device)
-        labels = not _has_target(target, divided) and self._options.loss is None
-        targets = self._options.cutting.targets(
-            kwargs.get("labels") if labels else target, divided, cut.sizes, device, labels=labels
-        )
+        batch = self._divide(batch)
+        cut = self.cut(batch, "batch", device)
+        targets = self._options.cutting.targets(batch, cut.sizes, device, labels=self._takes_labels(batch))
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
         parts = zip(inputs, targets, cut.sizes, strict=True)
         return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
@@ -282,19 +265,10 @@ class Steps:
                     found[number] = engine.devices[rank]
         return found
 
-    def _refuse_aliases(
-        self,
-        cached: Cached,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        divided: Sequence[Microbatch] | None,
-    ) -> None:
+    def _refuse_aliases(self, cached: Cached, batch: Batch) -> None:
         """Raises ArgumentError for aliases in what this process was given."""
-        if divided is None and self._options.cutting.split is not None:  # the recorded inputs are those of its pieces
-            return
-        seen = target if self.looks_at_targets else None
-        refuse_aliases(cached.overwritten, args, kwargs, seen, divided)
+        if batch.pieces is not None or self._options.cutting.split is None:  # the recorded inputs are those of pieces
+            refuse_aliases(cached.overwritten, batch if self.looks_at_targets else batch._replace(target=None))
 
     def _inputs(self, cached: Cached, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
         """For each microbatch, the model's inputs by position among the first stage's inputs."""
@@ -350,16 +324,14 @@ class Steps:
 
         return weigh
 
-    def _targets(
-        self, cached: Cached, target: Any, kwargs: dict[str, Any], divided: Sequence[Microbatch] | None
-    ) -> Sequence[Any] | None:
-        labels = False
-        if not _has_target(target, divided):
-            labels = self._options.loss is None  # for a reduction that weighs a model's own loss
-            if not labels and _wants_target(self._options.loss) and not cached.bound.training:
-                return None
-        given = kwargs.get("labels") if labels else target
-        return self._options.cutting.targets(given, divided, cached.sizes, None, labels=labels)
+    def _takes_labels(self, batch: Batch) -> bool:
+        """Whether a reduction weighs a model's own loss, by its labels."""
+        return self._options.loss is None and not batch.has_target
+
+    def _targets(self, cached: Cached, batch: Batch) -> Sequence[Any] | None:
+        if _wants_target(self._options.loss) and not (batch.has_target or cached.bound.training):
+            return None
+        return self._options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
 
     def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any], evaluates: bool) -> StepResult:
         cached, feed, _ = prepared
@@ -383,10 +355,6 @@ def _sharded(split: SplitModel, options: Options) -> Sharded:
             "unshard_window out, or shard the stages"
         )
     return Sharded(split.sharded_stages, options.unshard_window)
-
-
-def _has_target(target: Any, divided: Sequence[Microbatch] | None) -> bool:
-    return target is not None if divided is None else any(piece.target is not None for piece in divided)
 
 
 def _given(loss: Loss | None) -> object:

@@ -25,7 +25,7 @@ from penstock.proof.term_sizes import TermSizes
 from penstock.proof.trail import Trail
 from penstock.proof.twins import Made
 from penstock.proof.whole_batch import Whole
-from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact_rules
 from penstock.runtime.exact.streams import Streams
@@ -216,7 +216,7 @@ class _Unsplit:
     def _run(self, *, training: bool, trail: Trail | None = None) -> dict[Key, Tensor | None]:
         """Outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""
         session, label = self.alone.session, "" if training else IN_EVALUATION
-        pieces = session.split_batch((), {})  # on the model's device
+        pieces = session.split_batch(Batch())  # on the model's device
         partitions = self._partitions(training=training)
         weighted = weights(self._reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
         found: dict[Key, Tensor | None] = {}
@@ -256,7 +256,7 @@ class _Unsplit:
         session = self.alone.session
         if not training and not self._draws:
             return ()  # recording takes longer than anything else
-        cut = session.steps.cut((), {}, self._all, "batch", session.device)
+        cut = session.steps.cut(Batch(pieces=tuple(self._all)), "batch", session.device)
         self._states.enter(RECORDING)
         found = session.split.partitions(training=training, outline=Outline.of(cut))
         self._states.enter(OWNER)
@@ -319,7 +319,7 @@ def _pieces(pipe: Pipeline, batch: Microbatch) -> list[list[Microbatch]]:
     """The microbatches of each replica. They stay on the device of the batch."""
     leaves = flatten((batch.args, dict(batch.kwargs))).leaves
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    mine = pipe.session.split_batch(batch.args, dict(batch.kwargs), batch.target, device)
+    mine = pipe.session.split_batch(Batch(batch.args, batch.kwargs, batch.target), device)
     parts = {0: mine} if pipe.world.data_parallel == 1 else dict(pipe.gather((pipe.world.replica, mine)))
     return [parts[replica] for replica in range(pipe.world.data_parallel)]
 

@@ -154,7 +154,7 @@ class Verification:
         options = {**self.options, "schedule": schedule, "loss_fn": self.mine.loss, "reduction": self.reduction}
         cutting = Cutting.of(*map(options.get, ("batch_dims", "split", "merge")))
         if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
-            options["microbatches"] = cutting.usual(args, kwargs)
+            options["microbatches"] = cutting.usual((args, kwargs))
         for made in (self.mine, self.other) if self.initial else ():
             set_values(made.model, self.initial)
         for mine, other in zip(self.mine.model.modules(), self.other.model.modules(), strict=True):

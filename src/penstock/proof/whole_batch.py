@@ -25,9 +25,8 @@ from penstock.proof.comparison import WholeBatch
 from penstock.runtime.batch.batch_dims import Dims
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import Microbatches, split
-from penstock.runtime.loss.loss import Loss, Reduction, no_loss, own_loss, weighted_sum, weights
+from penstock.runtime.loss.loss import Loss, Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
 from penstock.runtime.loss.of_torch import advice, padding
-from penstock.runtime.loss.parts import loss_in
 from penstock.runtime.model.state_dicts import evaluating
 from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.words import shortened

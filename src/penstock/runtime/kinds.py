@@ -54,22 +54,14 @@ def all_uses(partitions: Sequence[Partition]) -> tuple[Stage, ...]:
 
 
 def any_use(stages: Sequence[Stage]) -> Stage:
-    """A stage with everything that any microbatch uses there. Its code, inputs and outputs are the first one's."""
+    """A stage with everything that any microbatch uses there. Its code, inputs and outputs are the first one's.
+
+    Replaces only what differs: what is the same for all stages of another front end need not be a field of them.
+    """
     every = distinct(stages)
     first = every[0]
     if len(every) == 1:
         return first
-    changes: dict[str, Any] = {}
-    for name in _MAPPINGS:
-        joined = {key: held for stage in every for key, held in getattr(stage, name).items()}
-        if len(joined) > len(getattr(first, name)):
-            changes[name] = joined
-    for name in _TUPLES:
-        joined_entries = _joined(getattr(stage, name) for stage in every)
-        if len(joined_entries) > len(getattr(first, name)):
-            changes[name] = joined_entries
-    if any(stage.depends_on_values for stage in every) and not first.depends_on_values:
-        changes["depends_on_values"] = True
     metas = [stage.meta for stage in every]
     meta = replace(
         first.meta,
@@ -79,13 +71,17 @@ def any_use(stages: Sequence[Stage]) -> Stage:
         trainable=any(meta.trainable for meta in metas),
         branches=any(meta.branches for meta in metas),
     )
+    more: dict[str, Any] = {}
+    for name in ("parameters", "buffers"):
+        more[name] = {key: held for stage in every for key, held in getattr(stage, name).items()}
+    for name in ("may_update", "reads", "remembered"):
+        more[name] = _joined(getattr(stage, name) for stage in every)
+    more = {name: joined for name, joined in more.items() if set(joined) != set(getattr(first, name))}
+    if any(stage.depends_on_values for stage in every) and not first.depends_on_values:
+        more["depends_on_values"] = True
     if meta != first.meta:
-        changes["meta"] = meta
-    return replace(first, **changes) if changes else first
-
-
-_MAPPINGS = ("parameters", "buffers")
-_TUPLES = ("may_update", "reads", "remembered")
+        more["meta"] = meta
+    return replace(first, **more) if more else first
 
 
 def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:

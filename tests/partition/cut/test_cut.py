@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
-from penstock.partition.cut.balance import linear_partition
+from penstock.partition.cut.balance import even_starts
 from scaffolding.models import gpt, mlp
 
 
@@ -25,7 +25,7 @@ def test_the_largest_run_is_as_small_as_can_be(weights: list[int], data: st.Data
         sums = [sum(weights[a:b]) for a, b in zip(starts, (*starts[1:], len(weights)), strict=True)]
         return max(sums), sum(s * s for s in sums)
 
-    starts = linear_partition(weights, parts)
+    starts = even_starts(weights, parts)
     assert len(starts) == parts
     assert starts == sorted(set(starts))
     assert cost(tuple(starts)) == min(cost((0, *c)) for c in combinations(range(1, len(weights)), parts - 1))
@@ -33,11 +33,12 @@ def test_the_largest_run_is_as_small_as_can_be(weights: list[int], data: st.Data
 
 def test_the_largest_run_counts_before_the_sum_of_squares() -> None:
     """[20, 2] in one run would make the squares smaller."""
-    assert linear_partition([9, 9, 9, 20, 2, 20, 20], 6) == [0, 2, 3, 4, 5, 6]
+    assert even_starts([9, 9, 9, 20, 2, 20, 20], 6) == [0, 2, 3, 4, 5, 6]
 
 
 def test_many_layers_are_cut_quickly() -> None:
-    assert linear_partition([1] * 2000, 64)[-1] >= 1900
+    assert even_starts([1] * 2000, 64)[-1] >= 1900
+    assert even_starts([1] * 1000, 2) == [0, 500]
 
 
 def test_balance_by_layers_shares_the_blocks() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.partition.values import memory
 from penstock.partition.values.memory import extent, overlap
 
 MEMORY = torch.arange(60)
@@ -28,15 +26,6 @@ def test_two_overlap_if_they_have_an_element_in_common(one: Tensor, other: Tenso
     assert overlap(one, other) == bool({*one.flatten().tolist()} & {*other.flatten().tolist()})
     halves = other.view(torch.int32) if other.dim() and other.stride(-1) == 1 else other  # of another type
     assert overlap(one, halves) == overlap(other, one)
-
-
-def test_columns_are_told_apart_without_a_look_at_every_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_view", None)
-    matrix = torch.randn(4, 8)
-    assert not overlap(matrix[:, :4], matrix[:, 4:])
-    assert not overlap(matrix[1:, 5:].unsqueeze(0), matrix[:, 3:5])
-    with pytest.raises(TypeError):
-        overlap(matrix[:, :4], matrix[:, 3:])
 
 
 def test_tensors_without_strides_are_whole() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Literal
 
 from torch import fx, nn
 
+from penstock.balance import Problem, best_starts
 from penstock.compat import any_autocast
 from penstock.errors import PartitionError
 from penstock.partition.cut.places import is_mark, named_calls, position_of
@@ -54,13 +55,15 @@ def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages:
     if stages > 1:
         more = _weighed(recording, model, balance, _places(recording, model, balance, finer=True))
         casts = any_autocast() or any(fact.modes.autocast is not None for fact in recording.facts.values())
-        is_enough = stages <= len(found) and (casts or _largest(more, stages) >= EVENER * _largest(found, stages))
-        found = found if is_enough or stages > len(more) else more
+        if stages <= len(more) and not (stages <= len(found) and (casts or not _is_evener(more, found, stages))):
+            return more
     return found
 
 
-def _largest(units: Sequence[Candidate], stages: int) -> int:
-    return smallest_limit([unit.weight for unit in units], stages)
+def _is_evener(units: Sequence[Candidate], others: Sequence[Candidate], stages: int) -> bool:
+    weights = ([unit.weight for unit in each] for each in (units, others))
+    one, other = (heaviest_stage(each, even_starts(each, stages)) for each in weights)
+    return one < EVENER * other
 
 
 def _weighed(recording: Recording, model: nn.Module, balance: Weighed, places: Mapping[str, int]) -> list[Candidate]:
@@ -117,27 +120,18 @@ def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Weig
     return recording.held[str(node.target)].numel() if fact.kind == "parameter" else 0
 
 
-def balanced_cuts(
-    recording: Recording, model: nn.Module, stages: int, balance: Weighed, units: Sequence[Candidate] | None = None
-) -> tuple[str, ...]:
-    """Names of the modules at which stages 1.. begin so that the largest stage is as small as possible.
-
-    Chosen from all candidates, or from `units`. Raises TooFewLayersError if there are more stages than candidates.
-    """
-    units = candidates(recording, model, balance, stages) if units is None else units
-    if stages > max(1, len(units)):
-        raise TooFewLayersError(_too_few(recording, model, stages, balance, units))
-    starts = linear_partition([unit.weight for unit in units], stages)
-    return tuple(units[start].name for start in starts[1:])
-
-
 class TooFewLayersError(PartitionError):
     """There are more stages than layers."""
 
 
-def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Weighed, units: Sequence[Candidate]) -> str:
+def check_enough(
+    recording: Recording, model: nn.Module, stages: int, balance: Weighed, units: Sequence[Candidate]
+) -> None:
+    """Raises TooFewLayersError if there are more stages than candidates."""
+    if stages <= max(1, len(units)):
+        return
     if not units:
-        return (
+        raise TooFewLayersError(
             f"stages={stages}, but this {type(model).__name__} calls no module that a stage could begin with. "
             "Use 1 stage, or a model that is made of several modules"
         )
@@ -145,68 +139,32 @@ def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Weigh
     modules = dict(model.named_modules())
     nested = [unit for unit in units if any(True for _ in modules.get(unit.name, nn.Identity()).children())]
     heaviest = max(nested, key=lambda unit: unit.weight).name if nested else None
-    return (
+    raise TooFewLayersError(
         f"stages={stages}, but the model has only {counted(len(units), kind)} to share among them. Use at most "
         f"{counted(len(units), 'stage')}" + (f", or take some apart with opens=[{heaviest!r}, ...]" if heaviest else "")
     )
 
 
-def linear_partition(weights: Sequence[int], parts: int) -> list[int]:
-    """Divides weights into `parts` runs of one or more consecutive items, and returns where each run begins.
+def even_starts(weights: Sequence[int], stages: int) -> list[int]:
+    """The unit with which each stage begins, so that the heaviest is as light as can be; see `best_starts`.
 
-    Minimizes the largest sum, then the sum of squares. In a tie, items that weigh nothing stay in the earlier run.
-
-    The best start of the last run never moves back as its end moves forward. So the middle end is solved first, which
-    halves the search for the ends on either side of it: parts x items x log(items) sums.
+    Weights count in steps of 1/2^25 of their total, in which squares add up exactly, so that equal units are equal in
+    any order. Up to such steps the stages are the best.
     """
-    if parts == 1 or not weights:
-        return [0]
-    totals, limit, count = [0, *accumulate(weights)], smallest_limit(weights, parts), len(weights)
-    squares = {0: 0}  # by the end of the runs so far
-    chosen: list[dict[int, int]] = []  # for each run, its start by its end
-    for part in range(1, parts + 1):
-        reach = bisect_right(totals, totals[max(squares)] + limit) - 1
-        ends = range(part, min(reach, count - (parts - part)) + 1)
-        chosen.append(_best_starts(totals, squares, limit, ends))
-        squares = {end: squares[start] + (totals[end] - totals[start]) ** 2 for end, start in chosen[-1].items()}
-    starts: list[int] = []
-    end = count
-    for by_end in reversed(chosen):
-        end = by_end[end]
-        starts.append(end)
-    return starts[::-1]
+    unit = max(1, sum(weights) >> 25)
+    return best_starts(Problem([weight // unit for weight in weights]), stages)
 
 
-def _best_starts(totals: Sequence[int], squares: Mapping[int, int], limit: int, ends: range) -> dict[int, int]:
-    """For each end of a run, the start that gives the least sum of squares under the limit."""
-    found: dict[int, int] = {}
-    pending = [(ends, min(squares), max(squares))]
-    while pending:
-        some, first, last = pending.pop()
-        if not some:
-            continue
-        middle = len(some) // 2
-        end = some[middle]
-        least = max(first, bisect_left(totals, totals[end] - limit))
-        within = range(min(last, end - 1), least - 1, -1)
-        best = found[end] = min(within, key=lambda start: squares[start] + (totals[end] - totals[start]) ** 2)
-        pending += [(some[:middle], first, best), (some[middle + 1 :], best, last)]
-    return found
+def heaviest_stage(weights: Sequence[int], starts: Sequence[int]) -> int:
+    """The weight of the heaviest stage."""
+    return max(sum(weights[start:end]) for start, end in pairwise((*starts, len(weights))))
 
 
-def smallest_limit(weights: Sequence[int], parts: int) -> int:
-    """The least bound on a run's sum for which `parts` runs hold all weights: greedy filling in a binary search."""
-
-    def runs(limit: int) -> int:
-        number, size = 1, 0
-        for weight in weights:
-            if size + weight > limit:
-                number, size = number + 1, 0
-            size += weight
-        return number
-
-    low, high = max(weights), sum(weights)
-    return low + bisect_left(range(low, high), True, key=lambda limit: runs(limit) <= parts)
+def cut_at(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> CutRecording:
+    """The recording, cut at these names. Raises PartitionError if it cannot be."""
+    split = CutRecording(recording, model, cuts, cut_positions(recording, model, cuts))
+    _ = split.plans  # raise now, while something else can be tried
+    return split
 
 
 def cut_positions(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> list[int]:

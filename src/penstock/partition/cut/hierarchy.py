@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -10,7 +11,7 @@ from torch import nn
 
 from penstock.balance import Profile
 from penstock.errors import PartitionError
-from penstock.partition.cut.balance import Weighed, candidates, linear_partition, smallest_limit
+from penstock.partition.cut.balance import Weighed, candidates, even_starts, heaviest_stage
 from penstock.partition.cut.places import is_mark, place_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import unwrapped
@@ -90,8 +91,9 @@ def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, w
     pieces = [weight // count for weight, count in zip(weights, counts, strict=True) for _ in range(count)]
     if stages > len(pieces):
         return
-    starts = linear_partition(pieces, stages)
-    if stages <= len(units) and smallest_limit(pieces, stages) > WORTHWHILE * smallest_limit(weights, stages):
+    starts = even_starts(pieces, stages)
+    whole_units = heaviest_stage(weights, even_starts(weights, stages)) if stages <= len(units) else math.inf
+    if heaviest_stage(pieces, starts) > WORTHWHILE * whole_units:
         return
     ends = list(accumulate(counts))
     for unit, end, count in zip(units, ends, counts, strict=True):

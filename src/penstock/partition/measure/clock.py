@@ -20,10 +20,10 @@ def settle(device: torch.device) -> None:
     module.synchronize(*(() if device.type == "mps" else (device,)))
 
 
-def waits_of(thread: str = "thread-self") -> FileIO | None:
-    """What the system knows of a thread's waits for a core; None if it does not say."""
+def own_waits() -> FileIO | None:
+    """What the system knows of this thread's waits for a core; None if it does not say."""
     try:
-        return FileIO(f"/proc/{thread}/schedstat")
+        return FileIO("/proc/thread-self/schedstat")
     except OSError:
         return None
 
@@ -48,7 +48,7 @@ class Clock:
     """Marks moments on a device, and says later how far they are apart, without the time that other processes took."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._waits = device, waits_of()
+        self._device, self._waits = device, own_waits()
         if self._waits is not None:
             weakref.finalize(self, self._waits.close)
 

@@ -1,26 +1,25 @@
-"""What the units of a recording cost, put together from runs of one unit of each kind."""
+"""What the units of a recording cost, and what they are: those of one kind cost the same."""
 
 from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Operations, Profile, Tied, UnitCost
-from penstock.compat import storage_of
+from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Profile, Tied, UnitCost
 from penstock.errors import PartitionError
-from penstock.partition.cut.balance import Candidate, cut_positions
+from penstock.partition.cut.balance import Candidate, cut_at
 from penstock.partition.cut.inseparable import joined, spans
 from penstock.partition.measure.alike import kind_of
+from penstock.partition.measure.footprint import Footprint
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
-from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.units.chain import public_names
 from penstock.partition.values.memory import meta_bytes
 from penstock.partition.values.objects import input_path
@@ -61,155 +60,89 @@ class Times(NamedTuple):
     split: SplitTimes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What a forward keeps for its backward, besides parameters and buffers.
-
-    Attributes:
-        bytes: of all.
-        inputs, outputs: those of each input and each result that is kept itself; 0 of the others.
-    """
-
-    bytes: int
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
-
-    @classmethod
-    def of(
-        cls, sizes: Mapping[int, int], own: Collection[int], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> Saved:
-        """From the sizes of what was saved, by `storage_of`; `own`: the parameters' and buffers'."""
-        kept = {storage: size for storage, size in sizes.items() if storage not in own}
-        into, out = ([kept.get(storage_of(value), 0) for value in values] for values in (inputs, outputs))
-        return cls(sum(kept.values()), tuple(into), tuple(out))
-
-
-class Run(Protocol):
-    """A unit that ran.
-
-    Attributes:
-        outputs: what it returned.
-        saved: what its forward kept for its backward, besides parameters and buffers.
-    """
-
-    outputs: Sequence[Tensor]
-    saved: Saved
-
-    def times(self) -> Times:
-        """What it took."""
-
-    def operations(self) -> Operations | None:
-        """What it did, if that was counted."""
-
-
-@dataclass(frozen=True)
-class Like:
-    """A unit that is of the same kind as an earlier one."""
-
-    stage: int
-
-
-R = TypeVar("R", bound=Run)
-
-
 def cut_finely(
     recording: Recording, model: nn.Module, units: Sequence[Candidate]
 ) -> tuple[list[Candidate], CutRecording]:
     """The recording cut at every unit at which it can be. Raises UnmeasurableError if its units cannot be run alone."""
+    kept = joined(units, spans(recording, model))
     try:
-        return _finest_cut(recording, model, units)
+        try:
+            return kept, _cut_before(recording, model, kept[1:])
+        except PartitionError:
+            kept = [kept[0], *(unit for unit in kept[1:] if _can_cut_before(recording, model, unit))]
+            return kept, _cut_before(recording, model, kept[1:])
     except PartitionError as error:
         raise UnmeasurableError(f"it cannot be cut at every unit: {error}") from error
 
 
-def first_runs(
-    split: CutRecording, values: dict[tuple[int, str], Tensor], run: Callable[[Stage, Sequence[Tensor]], Run]
-) -> dict[int, Run | Like]:
-    """Runs one unit of each kind, in order, on what earlier ones made."""
+def _cut_before(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> CutRecording:
+    return cut_at(recording, model, [unit.name for unit in units])
+
+
+def _can_cut_before(recording: Recording, model: nn.Module, unit: Candidate) -> bool:
+    try:
+        _cut_before(recording, model, [unit])
+    except PartitionError:
+        return False
+    return True
+
+
+def first_of_kind(split: CutRecording) -> list[int]:
+    """For each unit, the first one of its kind."""
     first_of: dict[Hashable, int] = {}
-    runs: dict[int, Run | Like] = {}
-    for index, plan in enumerate(split.plans):
-        like = first_of.setdefault(kind_of(split, index), index)
-        if like == index:
-            inputs = [values[i.source, i.name] for i in plan.inputs]
-            made = runs[index] = run(build_stage(split, plan, index, NoStreams()), inputs)
-            outputs = made.outputs
-        else:
-            runs[index] = Like(like)
-            outputs = [values[like, value.name] for value in split.plans[like].outputs]
-        values |= {(index, value.name): made for value, made in zip(plan.outputs, outputs, strict=True)}
-    return runs
+    return [first_of.setdefault(kind_of(split, index), index) for index in range(split.count)]
 
 
-def run_of(runs: Mapping[int, R | Like], index: int) -> R:
-    """The run of a unit, or of the one of its kind that ran."""
-    run = runs[index]
-    run = runs[run.stage] if isinstance(run, Like) else run
-    assert not isinstance(run, Like)
-    return run
+def unit_costs(kept: Sequence[Candidate], split: CutRecording, first: Sequence[int]) -> list[UnitCost]:
+    """The units with what crosses before them, their parameters and buffers, and those that others have too.
 
-
-def _shared(split: CutRecording, runs: Mapping[int, Run | Like]) -> list[int]:
-    """For each unit, the bytes of what it and the one before it both keep: its inputs."""
-    found, before = [], dict[tuple[int, str], int]()
-    for index, plan in enumerate(split.plans):
-        saved = run_of(runs, index).saved
-        inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, saved.inputs, strict=True)}
-        found.append(sum(min(size, before.get(key, 0)) for key, size in inputs.items()))
-        before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, saved.outputs, strict=True)}
-    return found
-
-
-def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int, Run | Like]) -> tuple[UnitCost, ...]:
-    """What each unit costs."""
+    `first`: from `first_of_kind`.
+    """
     crossing = _crossing([plan.inputs for plan in split.plans])
-    shared = _shared(split, runs)
-    found: list[UnitCost] = []
-    for index, unit in enumerate(kept):
-        run, one = run_of(runs, index), runs[index]
-        like = kept[one.stage].name if isinstance(one, Like) else ""
-        times = run.times()
-        sent, back = crossing[index]
-        cost = UnitCost(
-            unit.name,
-            times.forward,
-            times.input_gradient,
-            times.weight_gradient,
-            activation_bytes=run.saved.bytes,
-            shared_bytes=shared[index],
-            boundary_bytes=sent,
-            boundary_gradient_bytes=back,
-            spread=times.spread,
-            like=like,
-            recompute_seconds=times.again,
-            operations=None if like else run.operations(),
-        )
-        if times.split is not None:
-            apart: dict[str, Any] = dict(zip(SPLIT_SECONDS, times.split, strict=True))
-            cost = replace(cost, **apart)
-        found.append(cost)
-    return tuple(with_tensors(found, split))
-
-
-def with_tensors(units: Sequence[UnitCost], split: CutRecording) -> list[UnitCost]:
-    """The units with their parameters and buffers, and those among them that others have too."""
     held, found = split.recording.held, []
     names = [dict.fromkeys(name for node in plan.run for name in split.held_by(node)) for plan in split.plans]
     count = Counter(name for each in names for name in each)
-    for unit, own in zip(units, names, strict=True):
+    for index, (unit, own, (sent, back)) in enumerate(zip(kept, names, crossing, strict=True)):
         sizes = {name: held[name].numel() * held[name].element_size() for name in own}
         trained = {name: size if held[name].requires_grad else 0 for name, size in sizes.items()}
         total, tied = sum(trained.values()), tuple(Tied(n, sizes[n], trained[n]) for n in own if count[n] > 1)
-        found.append(
-            replace(
-                unit,
-                parameter_bytes=sum(sizes.values()),
-                gradient_bytes=total,
-                optimizer_bytes=OPTIMIZER_VALUES * total,
-                tied=tied,
-            )
+        cost = UnitCost(
+            unit.name,
+            *(0.0, 0.0, 0.0),
+            parameter_bytes=sum(sizes.values()),
+            gradient_bytes=total,
+            optimizer_bytes=OPTIMIZER_VALUES * total,
+            boundary_bytes=sent,
+            boundary_gradient_bytes=back,
+            like="" if first[index] == index else kept[first[index]].name,
+            tied=tied,
         )
+        found.append(cost)
     return found
+
+
+def shared_bytes(split: CutRecording, kept: Sequence[Footprint]) -> list[int]:
+    """For each unit, the bytes of what it and the one before it both keep: its inputs."""
+    found, before = [], dict[tuple[int, str], int]()
+    for index, (plan, own) in enumerate(zip(split.plans, kept, strict=True)):
+        inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, own.inputs, strict=False)}
+        found.append(sum(min(size, before.get(key, 0)) for key, size in inputs.items()))
+        before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, own.outputs, strict=False)}
+    return found
+
+
+def with_times(cost: UnitCost, times: Times) -> UnitCost:
+    """A unit that takes these times."""
+    apart: dict[str, Any] = dict(zip(SPLIT_SECONDS, times.split or (), strict=False))
+    return replace(
+        cost,
+        forward_seconds=times.forward,
+        input_gradient_seconds=times.input_gradient,
+        weight_gradient_seconds=times.weight_gradient,
+        spread=times.spread,
+        recompute_seconds=times.again,
+        **apart,
+    )
 
 
 def _crossing(inputs: Sequence[Sequence[Input]]) -> list[tuple[int, int]]:
@@ -234,7 +167,7 @@ def _crossing(inputs: Sequence[Sequence[Input]]) -> list[tuple[int, int]]:
 def profile_of(
     recording: Recording,
     model: nn.Module,
-    costs: tuple[UnitCost, ...],
+    costs: Sequence[UnitCost],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     runs: int,
@@ -248,7 +181,7 @@ def profile_of(
     }
     of_model = identity(model)
     return Profile(
-        costs,
+        tuple(costs),
         device=recording.device.type,
         dtype=of_model.dtype,
         parameters=of_model.parameters,
@@ -284,38 +217,3 @@ def _name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine() if device.type == "cpu" else device.type
-
-
-def _finest_cut(
-    recording: Recording, model: nn.Module, units: Sequence[Candidate]
-) -> tuple[list[Candidate], CutRecording]:
-    """The candidates at which the recording can be cut, all at once, and the recording cut there.
-
-    The weight of the others goes to the candidate before them. Raises PartitionError if not even one cut is possible.
-    """
-    kept = joined(units, spans(recording, model))
-    try:
-        return kept, _cut(recording, model, kept)
-    except PartitionError:
-        possible = [kept[0]]
-        for unit in kept[1:]:
-            if _can_cut(recording, model, [kept[0], unit]):
-                possible.append(unit)
-            else:
-                possible[-1] = replace(possible[-1], weight=possible[-1].weight + unit.weight)
-        return possible, _cut(recording, model, possible)
-
-
-def _cut(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> CutRecording:
-    cuts = [unit.name for unit in units[1:]]
-    split = CutRecording(recording, model, cuts, cut_positions(recording, model, cuts))
-    _ = split.plans  # raises if it cannot be cut there
-    return split
-
-
-def _can_cut(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> bool:
-    try:
-        _cut(recording, model, units)
-    except PartitionError:
-        return False
-    return True

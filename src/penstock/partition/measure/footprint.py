@@ -1,4 +1,5 @@
-"""What one microbatch takes on a stage while it is there, by running the stage's code and backward on fake tensors.
+"""What one microbatch does and takes on a stage while it is there, by running the stage's code and backward on fake
+tensors.
 
 Nothing is computed, and no memory is taken.
 """
@@ -6,8 +7,9 @@ Nothing is computed, and no memory is taken.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +19,10 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.balance import Operations
 from penstock.compat import fake_mode, quiet, size_of, storage_of
+from penstock.hardware import Operation
+from penstock.partition.measure.counting import Counting
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
 from penstock.stages import TensorMeta
@@ -31,26 +36,40 @@ class Footprint:
     Attributes:
         kept: from its forward to its backward, inputs included.
         working: what its forward or its backward takes besides that while it runs, at most.
+        inputs, outputs: of `kept`, those of each input and each result that is kept itself; 0 of the others.
+        operations: what was done, if that was counted.
     """
 
     kept: int
     working: int
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    operations: Operations | None = None
 
 
 def footprint(module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: bool = False) -> Footprint | None:
-    """Runs a stage's code and its backward on fake tensors. None if it does not run on these.
+    """What `on_fakes` finds; None if the code does not run on fake tensors."""
+    try:
+        return on_fakes(module, inputs, with_loss=with_loss)
+    except Exception:  # a model's own code may raise anything there
+        return None
+
+
+def on_fakes(
+    module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: bool = False, counts: bool = False
+) -> Footprint:
+    """Runs a stage's code and its backward on fake tensors. Raises whatever the code raises there.
 
     Args:
         module: takes `inputs` and returns its outputs. What its forward leaves behind is taken back.
         inputs: of one microbatch.
         with_loss: whether a loss follows: one that the module returns, or else `usual_loss`.
+        counts: whether to count operations.
     """
     reach = Reach(module)
     try:
         with untouched_generators(), quiet(), fake_mode(), _OnHost(), torch.enable_grad():
-            return _run(module, inputs, with_loss)
-    except Exception:  # a model's own code may raise anything on fake tensors
-        return None
+            return _run(module, inputs, with_loss, Counting() if counts else None)
     finally:
         reach.restore()
 
@@ -66,7 +85,7 @@ def usual_loss(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [nn.functional.log_softmax(output, -1).select(-1, 0).mean() for output in trained]
 
 
-def _run(module: nn.Module, inputs: Sequence[TensorMeta], with_loss: bool) -> Footprint:
+def _run(module: nn.Module, inputs: Sequence[TensorMeta], with_loss: bool, forward: Counting | None) -> Footprint:
     held = {name: _like(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     for tensor in held.values():
         if tensor.requires_grad:  # so that backward adds to it, as in any microbatch but the first
@@ -77,7 +96,9 @@ def _run(module: nn.Module, inputs: Sequence[TensorMeta], with_loss: bool) -> Fo
         # a copy of a leaf may be updated in place, and stands for what arrives
         pairs = zip(leaves, inputs, strict=True)
         given = tuple(_made(meta) if leaf is None else leaf.clone() for leaf, meta in pairs)
-        outputs: list[Tensor] = list(functional_call(module, dict(held), given))
+        with nullcontext() if forward is None else forward:
+            outputs: list[Tensor] = list(functional_call(module, dict(held), given))
+        entered, left = ([storage_of(value) for value in values] for values in (given, outputs))
         del given
         if with_loss:
             outputs = usual_loss(outputs)
@@ -89,10 +110,35 @@ def _run(module: nn.Module, inputs: Sequence[TensorMeta], with_loss: bool) -> Fo
         del output
         outputs.clear()
         kept = seen.peak = seen.now
+        of_inputs, of_outputs = (tuple(map(seen.living_bytes, storages)) for storages in (entered, left))
+        seeds = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in grads]
+        backward = None if forward is None else Counting()
+        with nullcontext() if backward is None else backward:
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        found = Footprint(kept, max(in_forward, seen.peak) - kept, of_inputs, of_outputs)
+    if forward is None or backward is None:
+        return found
+    wanted, partly = [leaf for leaf in leaves if leaf is not None], backward.found
+    if not wanted or any(tensor.requires_grad for tensor in held.values()):
+        partly = _input_gradient(module, held, inputs, wanted) if wanted else ()
+    return replace(found, operations=Operations(forward.found, backward.found, partly))
+
+
+def _input_gradient(
+    module: nn.Module, held: Mapping[str, Tensor], inputs: Sequence[TensorMeta], wanted: Sequence[Tensor]
+) -> tuple[Operation, ...]:
+    """What a backward does that computes the gradients of these inputs alone."""
+    leaves, counting = iter(wanted), Counting()
+    outputs = functional_call(
+        module, dict(held), tuple(next(leaves).clone() if m.requires_grad else _made(m) for m in inputs)
+    )
+    roots = [output for output in outputs if output.requires_grad]
+    seeds = [torch.ones_like(root) for root in roots]
+    with counting:
         if roots:
-            seeds = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in grads]
-            torch.autograd.backward(roots, seeds)
-        return Footprint(kept, max(in_forward, seen.peak) - kept)
+            torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+    return counting.found
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -106,6 +152,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._living: dict[int, Any] = {storage_of(tensor): None for tensor in known}
+        self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -114,26 +161,31 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(tensor)
         return made
 
+    def living_bytes(self, storage: int) -> int:
+        """What a tensor's memory takes; 0 if it does not count, or is freed."""
+        return self._sizes.get(storage, 0)
+
     def _count(self, tensor: Tensor) -> None:
         number, size = storage_of(tensor), size_of(tensor)
 
         def gone(_: Any) -> None:
             if self._living.pop(number, None) is not None:
-                self.now -= size
+                self.now -= self._sizes.pop(number)
 
         self._living[number] = weakref.ref(tensor.untyped_storage(), gone)
+        self._sizes[number] = size
         self.now += size
         self.peak = max(self.peak, self.now)
 
 
 class _OnHost(TorchFunctionMode):
-    """What code of a model without weights makes is on the host, as its fake tensors are: on the meta device, attention
-    would take the kernel that keeps all probabilities."""
+    """What code makes on a device is on the host, as its fake tensors are: on the meta device, attention would take the
+    kernel that keeps all probabilities."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cpu = torch.device("cpu")
-        args = [cpu if isinstance(arg, torch.device) and arg.type == "meta" else arg for arg in args]
-        named = {k: cpu if isinstance(v, torch.device) and v.type == "meta" else v for k, v in (kwargs or {}).items()}
+        args = [cpu if isinstance(arg, torch.device) else arg for arg in args]
+        named = {key: cpu if isinstance(value, torch.device) else value for key, value in (kwargs or {}).items()}
         return func(*args, **named)
 
 

@@ -51,7 +51,7 @@ def in_sequence(
     left = until - time.perf_counter()
     if LEAST_ROUNDS * sum(unit.runs.seconds for unit in like) > left:
         return None
-    if sum(unit.held_bytes + unit.saved.bytes for unit in like) > MAX_BYTES:
+    if sum(unit.held_bytes + unit.saved.kept for unit in like) > MAX_BYTES:
         return None
     units = []
     for index, kind in enumerate(kind_of):

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from penstock.balance import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.costs import (
-    Like,
-    Run,
+    NoStreams,
     UnmeasurableError,
     cut_finely,
-    first_runs,
+    first_of_kind,
     profile_of,
-    run_of,
+    shared_bytes,
     unit_costs,
+    with_times,
 )
 from penstock.partition.measure.footprint import Footprint
 from penstock.partition.measure.in_sequence import Make, Round, in_sequence
@@ -34,7 +34,7 @@ from penstock.partition.measure.running import Backward, RunningUnit, Splits
 from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.stages.split import CutRecording
-from penstock.partition.stages.stage import Stage
+from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.state.reach import Reach
 from penstock.stages import MODEL_INPUT
 from penstock.trees import flatten
@@ -77,6 +77,7 @@ def measure(
     kept, split = cut_finely(recording, model, units)
     held = [tensor for tensor in recording.held.values() if isinstance(tensor, nn.Parameter)]
     written = {id(recording.held[name]) for name in split.updated}
+    first_of = first_of_kind(split)
 
     def made(stage: Stage, inputs: Sequence[Tensor]) -> RunningUnit:
         unsure = {id(p) for p in stage.parameters.values()} if stage.depends_on_values else set()
@@ -92,11 +93,17 @@ def measure(
         warnings.simplefilter("ignore")  # the first step says the same
         try:
             given = _made_up(recording, args, kwargs)
-            found = first_runs(split, {**given}, first)
-            runs = _measured(split, given, found, made, budget_seconds)
-            costs = unit_costs(kept, split, found)
+            found = _first_runs(split, first_of, {**given}, first)
+            runs = _measured(split, given, found, first_of, made, budget_seconds)
+            saved = [found[like].saved for like in first_of]
+            costs = [
+                replace(with_times(cost, found[like].times()), activation_bytes=own.kept, shared_bytes=size)
+                for cost, like, own, size in zip(
+                    unit_costs(kept, split, first_of), first_of, saved, shared_bytes(split, saved), strict=True
+                )
+            ]
             if memory:
-                costs = _with_taken(costs, found)
+                costs = _with_taken(costs, [found[like] for like in first_of])
         except Exception as error:
             raise UnmeasurableError(f"running its units fails ({in_a_line(error)})") from error
         finally:
@@ -104,14 +111,26 @@ def measure(
     return profile_of(recording, model, costs, args, kwargs, runs)
 
 
-def _with_taken(costs: Sequence[UnitCost], found: Mapping[int, Run | Like]) -> tuple[UnitCost, ...]:
+def _first_runs(
+    split: CutRecording, first_of: Sequence[int], values: dict[tuple[int, str], Tensor], run: Make
+) -> dict[int, RunningUnit]:
+    """Runs one unit of each kind, in order, on what earlier ones made."""
+    runs: dict[int, RunningUnit] = {}
+    for index, (plan, like) in enumerate(zip(split.plans, first_of, strict=True)):
+        if like == index:
+            inputs = [values[i.source, i.name] for i in plan.inputs]
+            runs[index] = run(build_stage(split, plan, index, NoStreams()), inputs)
+        values |= {(index, o.name): made for o, made in zip(plan.outputs, runs[like].outputs, strict=True)}
+    return runs
+
+
+def _with_taken(costs: Sequence[UnitCost], units: Sequence[RunningUnit]) -> list[UnitCost]:
     """The units with what they really take, where that is more than what autograd says that it keeps."""
     taken: dict[tuple[int, bool], Footprint | None] = {}
     late: dict[int, int | None] = {}
     changed = []
-    for index, cost in enumerate(costs):
-        unit, is_last = run_of(found, index), index == len(costs) - 1
-        assert isinstance(unit, RunningUnit)
+    for index, (cost, unit) in enumerate(zip(costs, units, strict=True)):
+        is_last = index == len(costs) - 1
         own, whole = (
             taken[key] if (key := (id(unit), loss)) in taken else taken.setdefault(key, unit.taken(with_loss=loss))
             for loss in (False, is_last)
@@ -119,7 +138,7 @@ def _with_taken(costs: Sequence[UnitCost], found: Mapping[int, Run | Like]) -> t
         waits = late[id(unit)] if id(unit) in late else late.setdefault(id(unit), unit.waiting_bytes())
         cost = replace(cost, weight_gradient_bytes=waits)
         changed.append(cost if own is None or whole is None else _at_least(cost, own, whole))
-    return tuple(changed)
+    return changed
 
 
 def _at_least(cost: UnitCost, own: Footprint, whole: Footprint) -> UnitCost:
@@ -132,12 +151,12 @@ def _at_least(cost: UnitCost, own: Footprint, whole: Footprint) -> UnitCost:
 def _measured(
     split: CutRecording,
     given: Mapping[tuple[int, str], Tensor],
-    found: Mapping[int, Run | Like],
+    kinds: Mapping[int, RunningUnit],
+    first_of: Sequence[int],
     made: Make,
     budget_seconds: float,
 ) -> int:
     """Runs all units again and again until the budget is used up. Returns how often the whole backward was timed."""
-    kinds = {index: each for index, each in found.items() if isinstance(each, RunningUnit)}
 
     def each_kind(backward: Backward) -> None:
         for unit in kinds.values():
@@ -146,8 +165,7 @@ def _measured(
     until = time.perf_counter() + budget_seconds
     each_kind(Backward.WHOLE)
     alone = sum(unit.runs.seconds for unit in kinds.values())
-    kind_of = [each.stage if isinstance(each, Like) else index for index, each in sorted(found.items())]
-    through = in_sequence(split, given, kinds, kind_of, made, until)
+    through = in_sequence(split, given, kinds, first_of, made, until)
     if through is not None:
         return _rounds(through, until, 0, 0.0)
     return 1 + _rounds(each_kind, until, 1, alone)

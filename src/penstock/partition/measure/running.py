@@ -8,19 +8,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import record_function
 
-from penstock.compat import size_of, storage_of
+from penstock.compat import cpu_allocations, size_of, storage_of
 from penstock.errors import PartitionError
 from penstock.partition.measure.clock import Clock
-from penstock.partition.measure.costs import Saved, SplitTimes, Times
+from penstock.partition.measure.costs import SplitTimes, Times
 from penstock.partition.measure.footprint import Footprint, usual_loss
-from penstock.partition.measure.peaks import really_taken
 from penstock.partition.stages.stage import Stage
+
+BACKWARD_BEGINS = "penstock: backward begins"
 
 
 class Backward(Enum):
@@ -86,7 +89,7 @@ class RunningUnit:
 
     Attributes:
         outputs: what the first run returned.
-        saved: what the first run kept for its backward, besides parameters and buffers.
+        saved: what autograd kept of the first run for its backward, besides parameters and buffers.
         held_bytes: its parameters and their gradients.
         runs: what it took.
         clock: of its device.
@@ -109,7 +112,6 @@ class RunningUnit:
             if id(p) not in written and id(p) not in mine
         }
         self._module = copy.deepcopy(stage.module, memo).to(device)
-        self._own = {storage_of(t) for t in (*self._module.parameters(), *self._module.buffers())}
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
         self._splits = splits
         self._splitting: Splitting | None = None
@@ -120,7 +122,7 @@ class RunningUnit:
         self._device = device
         self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in self._module.parameters())
         self.outputs: Sequence[Tensor] = ()
-        self.saved = Saved(0)
+        self.saved = Footprint(0, 0)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -139,7 +141,19 @@ class RunningUnit:
 
     def first(self) -> None:
         """The run that is not timed: memory is allocated, kernels are chosen."""
-        made, self.saved = forward_and_saved(self._module, self._own, entering(self._inputs)[1])
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            sizes[storage_of(tensor)] = size_of(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            given = entering(self._inputs)[1]
+            made: Sequence[Tensor] = self._module(*given)
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            sizes.pop(storage_of(tensor), None)
+        of_inputs, of_outputs = (tuple(sizes.get(storage_of(each), 0) for each in values) for values in (given, made))
+        self.saved = Footprint(sum(sizes.values()), 0, of_inputs, of_outputs)
         self.outputs = [value.detach() for value in made]
         roots, seeds = seeded(made)
         if roots:
@@ -166,7 +180,7 @@ class RunningUnit:
                 made = [torch.empty_strided(*size, dtype=dtype, device=self._device) for *size, dtype in grads]
                 torch.autograd.backward(edges, [seed.fill_(1) for seed in made])
 
-        return really_taken(self._device, forward, backward)
+        return _really_taken(self._device, forward, backward)
 
     def waiting_bytes(self) -> int | None:
         """What the first part of a split backward leaves for the second; None if that is not measured."""
@@ -183,7 +197,7 @@ class RunningUnit:
         def second_part() -> None:
             passing[0].weights()
 
-        found = really_taken(self._device, first_part, second_part)
+        found = _really_taken(self._device, first_part, second_part)
         return None if found is None else found.kept
 
     def learn(self) -> None:
@@ -243,9 +257,6 @@ class RunningUnit:
             return None
         columns = runs.split_forward, runs.split_input_gradient, runs.split_weight_gradient
         return SplitTimes(*map(statistics.median, columns))
-
-    def operations(self) -> None:
-        """Running counts nothing."""
 
 
 class Passing:
@@ -316,22 +327,36 @@ def entering(inputs: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[
     return leaves, [leaf.clone() for leaf in leaves]
 
 
-def forward_and_saved(
-    module: nn.Module, own: Collection[int], given: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Saved]:
-    """Runs a forward. Returns what it made, and what it keeps besides `own`, the module's parameters and buffers."""
-    sizes: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        sizes[storage_of(tensor)] = size_of(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        made: Sequence[Tensor] = module(*given)
-    return made, Saved.of(sizes, own, given, made)
-
-
 def seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The results that take a gradient, and a gradient for each."""
     roots = [value for value in made if value.requires_grad]
     return roots, [torch.ones_like(value) for value in roots]
+
+
+def _really_taken(
+    device: torch.device, forward: Callable[[], object], backward: Callable[[], object]
+) -> Footprint | None:
+    """What both take of memory, kernels' own buffers included, as the allocator counts it; None if it does not say."""
+    if device.type == "cuda":
+        return _on_cuda(device, forward, backward)
+
+    def both() -> None:
+        forward()
+        with record_function(BACKWARD_BEGINS):
+            backward()
+
+    seen = cpu_allocations(both) if device.type == "cpu" else None
+    if seen is None or (BACKWARD_BEGINS, 0) not in seen:
+        return None
+    held = [0, *accumulate(size for _, size in seen)]
+    kept = held[seen.index((BACKWARD_BEGINS, 0))]
+    return Footprint(kept, max(held) - kept)
+
+
+def _on_cuda(device: torch.device, forward: Callable[[], object], backward: Callable[[], object]) -> Footprint:
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    forward()
+    kept = torch.cuda.memory_allocated(device) - before
+    backward()
+    return Footprint(kept, torch.cuda.max_memory_allocated(device) - before - kept)

@@ -39,8 +39,7 @@ from penstock.partition.state.remembered import Remembered, draws_alone
 from penstock.partition.units.chain import Chain
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Grain, Learned, Unit, canonical_names, intercepted
-from penstock.partition.values.leaves import leaves_of
-from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path, tensors_in
+from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path, leaves_of, tensors_in
 from penstock.trees import Flat, flatten, unflatten
 
 

@@ -8,21 +8,22 @@ reversible layers) becomes part of the module around it, which runs as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import storage_of
+from penstock.compat import FakeTensor, quiet, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.run.second_run import again
 from penstock.partition.state.assumptions import words_of_class
 from penstock.partition.state.carried_over import carried
 from penstock.partition.state.provenance import Call, Foreign
-from penstock.partition.state.reach import Holder, Reach
+from penstock.partition.state.reach import Holder, Reach, in_context
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.units import Learned, Unit
+from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Observer
 from penstock.trees import flatten, map_tensors
@@ -124,7 +125,7 @@ class SideChannels:
         mine = {made.root(t) for t in left if (m := made.maker(t)) is not None and m.unit == unit.name}
         if mine and not any(map(hides_tensors, objects)):
             made.forget_contents()
-            again(run, args, kwargs, self._reach, self._observer)
+            self._again(run, args, kwargs)
             kept = mine & made.looked_at  # what it overwrites first (scratch memory) is no state
         if counts or kept:
             names = shortened([place.name(key) for place, key, _ in changes])
@@ -152,13 +153,43 @@ class SideChannels:
                 shapes.update(left())
 
             shapes: dict[Any, tuple[int, torch.Size]] = {}
-            again(running, args, kwargs, self._reach, self._observer, from_start=True)
+            self._again(running, args, kwargs, from_start=True)
             return shapes
 
         now = {entry: shape for entry, (memory, shape) in left().items() if memory in kept}
         every = [(entry, shape) for dim in (0, 1) for entry, (_, shape) in grown(dim).items()]
         pairs = [(now[entry], other) for entry, other in every if entry in now]
         return frozenset(n for one, other in pairs for n, m in zip(one, other, strict=False) if n != m)
+
+    def _again(self, run: Run, args: Any, kwargs: Any, *, from_start: bool = False) -> None:
+        """Calls `run(args, kwargs)` on copies, and undoes its effects. Does not mind if it raises.
+
+        Args:
+            from_start: run as if nothing had changed since the forward began; otherwise in the present state.
+        """
+        reach, observer = self._reach, self._observer
+        now, context = [(place, place.copied()) for place in reach.changed()], in_context()
+        depth, called, work = len(observer.stack), len(observer.calls), observer.work
+        copies = map_tensors(_copy, (args, kwargs))
+        returned, kept = len(observer.returned), len(observer.kept)
+        observer.take()
+        if from_start:
+            reach.restore()
+        call = Call(-1, "", True, observer.provenance.roots(tensors_in(copies)))
+        try:
+            with suppress(Exception), observer.provenance.calling(call), quiet():
+                run(*copies)
+        finally:
+            reach.restore()
+            for place, entries in (*now, *((place, place.before) for place in context)):
+                place.put(entries)
+            del observer.stack[depth:], observer.calls[called:]
+            for key in list(observer.returned)[returned:]:
+                del observer.returned[key]
+            observer.take(keep=False)
+            del observer.kept[kept:]  # what is updated in place in this run ends with it
+            observer.work = work
+            observer.provenance.forget(call)
 
     def check_units(self, known: Collection[int]) -> None:
         """Raises Learned if a unit read what it was not given. `known`: the memory of what has a node."""
@@ -202,3 +233,15 @@ def _refusal(read: Foreign) -> str:
 
 def _memory_of(module: nn.Module) -> frozenset[int]:
     return frozenset(storage_of(t) for t in (*module.parameters(), *module.buffers()))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which determine what `contiguous`, `view` and the like do."""
+    if not isinstance(tensor, FakeTensor):  # its values are known
+        with unset_fake_temporarily():
+            return tensor.clone()
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride():
+        return copy
+    memory = tensor.new_empty(extent(tensor.size(), tensor.stride())).requires_grad_(tensor.requires_grad)
+    return (memory.clone() if tensor.requires_grad else memory).as_strided(tensor.size(), tensor.stride())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 
 import torch
 from torch import Tensor
@@ -34,12 +34,12 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device or one.is_meta or not (one.numel() and other.numel()):
         return False
     first, second = _addresses(one), _addresses(other)
-    if first.stop <= second.start or second.stop <= first.start or _are_columns(one, other):
+    if first.stop <= second.start or second.stop <= first.start:
         return False
-    start = min(first.start, second.start)
-    touched = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.bool)
-    _view(touched, one, first.start - start).fill_(True)
-    return bool(_view(touched, other, second.start - start).any())
+    start, unit = min(first.start, second.start), gcd(one.itemsize, other.itemsize, first.start - second.start)
+    touched = torch.zeros((max(first.stop, second.stop) - start) // unit, dtype=torch.bool)
+    _view(touched, one, first.start - start, unit).fill_(True)
+    return bool(_view(touched, other, second.start - start, unit).any())
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -56,30 +56,8 @@ def _addresses(tensor: Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + size)
 
 
-def _are_columns(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are different columns of one matrix, determined without looking at every element."""
-    step = _step(one)
-    if step == 0 or step != _step(other):
-        return False
-    apart = (other.data_ptr() - one.data_ptr()) % step
-    return _width(one, step) <= apart <= step - _width(other, step)
-
-
-def _step(tensor: Tensor) -> int:
-    """The bytes from row to row."""
-    return max((s * tensor.itemsize for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n > 1), default=0)
-
-
-def _width(tensor: Tensor, step: int) -> int:
-    """The bytes that a tensor takes from one row."""
-    inner = [
-        (n, s) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n > 1 and s * tensor.itemsize < step
-    ]
-    return extent([n for n, _ in inner], [s for _, s in inner]) * tensor.itemsize
-
-
-def _view(memory: Tensor, tensor: Tensor, start: int) -> Tensor:
-    """A tensor's part of `memory`, which has one element per byte."""
-    size = tensor.itemsize
+def _view(memory: Tensor, tensor: Tensor, start: int, unit: int) -> Tensor:
+    """A tensor's part of `memory`, which has one element for each unit of bytes."""
+    size = tensor.itemsize // unit
     strides = [step * size for step in tensor.stride()]
-    return torch.as_strided(memory, (*tensor.shape, size), (*strides, 1), start)
+    return torch.as_strided(memory, (*tensor.shape, size), (*strides, 1), start // unit)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from penstock.compat import FakeTensor, FakeTensorMode
 from penstock.trees import flatten, unflatten
@@ -117,3 +118,20 @@ def _referents(value: Any) -> Sequence[Any]:
     if isinstance(value, FunctionType):
         return (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
     return gc.get_referents(value)
+
+
+def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors for which autograd would accumulate gradients from these results."""
+    pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None]
+    found = [t for t in results if t.grad_fn is None and t.requires_grad]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found

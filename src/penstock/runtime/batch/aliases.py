@@ -6,7 +6,7 @@ pipeline each has its own memory, often in another process, and would not see th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.partition.values.memory import overlap
 from penstock.partition.values.objects import input_path
-from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.cutting import Batch
 from penstock.runtime.batch.microbatches import Microbatches
 from penstock.trees import flatten
 
@@ -22,26 +22,18 @@ Named = tuple[str, Tensor]
 """A tensor with its path, as a caller would write it."""
 
 
-def refuse_aliases(
-    overwritten: Collection[str],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    target: Any,
-    divided: Sequence[Microbatch] | None,
-) -> None:
+def refuse_aliases(overwritten: Collection[str], batch: Batch) -> None:
     """Raises ArgumentError if an input that the forward updates in place shares memory with another input or a target.
 
     If the batch comes in pieces, this includes the inputs of other microbatches.
 
-    Args:
-        overwritten: the paths of the inputs that the forward updates in place.
-        divided: the pieces into which the user's function cut the batch; None if there is no such function.
+    `overwritten`: the paths of the inputs that the forward updates in place.
     """
     if not overwritten:
         return
     inputs: list[Named] = []
     targets: list[Named] = []
-    for piece in [Microbatch(args, kwargs, target)] if divided is None else divided:
+    for piece in batch.pieces or [batch]:
         inputs += [(input_path(path), tensor) for path, tensor in _tensors((piece.args, dict(piece.kwargs)))]
         targets += [(f"target{path}", tensor) for path, tensor in _tensors(piece.target)]
     for place, (path, tensor) in enumerate(inputs):

@@ -16,6 +16,7 @@ from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse, plain
 from penstock.runtime.batch.merging import join, refuse_missing
 from penstock.runtime.batch.microbatches import CutBatch, Microbatches
+from penstock.runtime.batch.outline import Example
 from penstock.runtime.exact.rules import outside_autocast
 from penstock.schedule import MICROBATCHES
 from penstock.trees import flatten, unflatten
@@ -35,6 +36,23 @@ class Microbatch(NamedTuple):
     kwargs: Mapping[str, Any] = MappingProxyType({})
     target: Any = None
     rows: int | None = None
+
+
+class Batch(NamedTuple):
+    """A batch as it was given.
+
+    Attributes:
+        pieces: what a `split=` function made of it; None if there is no such function.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    target: Any = None
+    pieces: tuple[Microbatch, ...] | None = None
+
+    @property
+    def has_target(self) -> bool:
+        return any(piece.target is not None for piece in self.pieces or (self,))
 
 
 SplitFunction = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Sequence[Microbatch]]
@@ -75,10 +93,10 @@ class Cutting:
                 raise ArgumentError(f"{name}={function!r}: expected a function, or None")
         return cls(*parse(batch_dims), split, merge)
 
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, example: Example) -> None:
         """Raises ArgumentError if dimensions are stated for inputs that the example does not have."""
         if self.inputs.stated and self.split is None:
-            self.inputs.refuse_unknown(_paths((args, kwargs)))
+            self.inputs.refuse_unknown(_paths(example))
 
     def cut_like(self, example: Any, rows: int) -> Cutting:
         """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
@@ -99,10 +117,8 @@ class Cutting:
         inputs = replace(dims, stated=tuple(stated))
         return replace(self, inputs=inputs, notes=tuple(notes), unsure=tuple(unsure))
 
-    def divide(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
-    ) -> tuple[Microbatch, ...] | None:
-        """The pieces into which `split` cuts a batch, each with its rows; None if there is no such function.
+    def divide(self, batch: Batch, microbatches: int, what: str, pipelines: int) -> Batch:
+        """The batch with the pieces into which `split` cuts it, each with its rows.
 
         Raises:
             ArgumentError: it returned something other than microbatches, too many or too few, or rows that are not a
@@ -110,32 +126,25 @@ class Cutting:
             ShapeError: it did not say how many rows a piece has, and tensors disagree.
         """
         if self.split is None:
-            return None
-        found = self.split(args, dict(kwargs), target, microbatches)
+            return batch
+        found = self.split(batch.args, dict(batch.kwargs), batch.target, microbatches)
         if not isinstance(found, Sequence) or not all(isinstance(piece, Microbatch) for piece in found):
             given = type(found).__name__
             if isinstance(found, Sequence):
                 given += " of " + ", ".join(sorted({type(piece).__name__ for piece in found}))
             raise ArgumentError(f"split= returned a {given}; expected a list of penstock.Microbatch")
         batches.check_count(len(found), microbatches, f"{what}, cut by split=", pipelines)
-        return tuple(self._counted(piece, f"{what}, microbatch {k} of split=") for k, piece in enumerate(found))
+        counted = (self._counted(piece, f"{what}, microbatch {k} of split=") for k, piece in enumerate(found))
+        return batch._replace(pieces=tuple(counted))
 
-    def cut(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        divided: Sequence[Microbatch] | None,
-        microbatches: int,
-        what: str,
-        device: torch.device | None,
-        pipelines: int,
-    ) -> CutBatch:
-        """The inputs of a batch as microbatches on `device`; `divided`: from `divide`."""
-        if divided is None:
-            return batches.cut((args, kwargs), microbatches, what, device, pipelines=pipelines, dims=self.inputs)
-        whole = [batches.split((piece.args, dict(piece.kwargs)), (1,), what, device, _WHOLE)[0] for piece in divided]
-        pieces = tuple(map(flatten, whole))
-        sizes = tuple(piece.rows or 0 for piece in divided)
+    def cut(self, batch: Batch, microbatches: int, what: str, device: torch.device | None, pipelines: int) -> CutBatch:
+        """The inputs of a batch, which `divide` has returned, as microbatches on `device`."""
+        if batch.pieces is None:
+            inputs = batch.args, dict(batch.kwargs)
+            return batches.cut(inputs, microbatches, what, device, pipelines=pipelines, dims=self.inputs)
+        given = [(piece.args, dict(piece.kwargs)) for piece in batch.pieces]
+        pieces = tuple(flatten(batches.split(one, (1,), what, device, _WHOLE)[0]) for one in given)
+        sizes = tuple(piece.rows or 0 for piece in batch.pieces)
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
 
     def rotated(self, batch: Microbatch, microbatches: int) -> Microbatch:
@@ -169,12 +178,11 @@ class Cutting:
         args, kwargs = moved(inputs, self.inputs)
         return Microbatch(args, kwargs, moved(batch.target, self.target), batch.rows)
 
-    def batch(self, example: tuple[tuple[Any, ...], dict[str, Any]], count: int, what: str, pipelines: int) -> CutBatch:
+    def batch(self, example: Example, count: int, what: str, pipelines: int) -> CutBatch:
         """A batch without a target as at most `count` microbatches, where it is."""
-        divided = self.divide(*example, None, count, what, pipelines)
-        return self.cut(*example, divided, count, what, None, pipelines)
+        return self.cut(self.divide(Batch(*example), count, what, pipelines), count, what, None, pipelines)
 
-    def of_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> CutBatch:
+    def of_rows(self, example: Example, rows: int) -> CutBatch:
         """One microbatch of exactly that many rows, whatever the number of microbatches: the first of the batch, or the
         first one of that size that the user's own cut makes.
 
@@ -182,21 +190,21 @@ class Cutting:
             ArgumentError: the batch is smaller, or is never cut into microbatches of this size.
             ShapeError: tensors disagree on the number of rows.
         """
-        self.check(args, kwargs)
-        own = [len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)]
+        self.check(example)
+        own = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
         if self.split is None and not own:
-            there = batches.rows_of((args, kwargs), "example", self.inputs)
+            there = batches.rows_of(example, "example", self.inputs)
             if rows > there:
                 raise ArgumentError(
                     f"the batch has only {counted(there, 'row')}: pass a larger one, or microbatches of at most {there}"
                 )
             sizes = (rows, there - rows) if rows < there else (rows,)
-            piece = flatten(batches.split((args, kwargs), sizes, "example", None, self.inputs)[0])
+            piece = flatten(batches.split(example, sizes, "example", None, self.inputs)[0])
             return CutBatch((piece,), (rows,), None)
         count = max(own, default=1)
         if self.split is not None:
-            count = max(1, sum(self.batch((args, kwargs), 1, "example", 1).sizes) // rows)
-        cut = self.batch((args, kwargs), count, "example", 1)
+            count = max(1, sum(self.batch(example, 1, "example", 1).sizes) // rows)
+        cut = self.batch(example, count, "example", 1)
         if rows not in cut.sizes:
             found = ", ".join(map(str, sorted({*cut.sizes})))
             how = "already cut into" if own else f"cut by split= into {counted(count, 'microbatch')} of"
@@ -204,46 +212,39 @@ class Cutting:
         place = cut.sizes.index(rows)
         return CutBatch((cut.pieces[place],), (rows,), None)
 
-    def usual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def usual(self, example: Example) -> int:
         """How many microbatches a whole batch is cut into by default: `MICROBATCHES`, or as many as it yields (one per
         row, or the pieces that it is already cut into) if these are fewer.
 
         `penstock.pipeline` does not use this: it expects batches larger than its example.
         """
-        given = [len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)]
+        given = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
         if given:
             return max(given)
-        self.check(args, kwargs)
-        return len(self.batch((args, kwargs), MICROBATCHES, "example", 1).sizes)
+        self.check(example)
+        return len(self.batch(example, MICROBATCHES, "example", 1).sizes)
 
     def targets(
-        self,
-        target: Any,
-        divided: Sequence[Microbatch] | None,
-        sizes: Sequence[int],
-        device: torch.device | None,
-        labels: bool = False,
+        self, batch: Batch, sizes: Sequence[int], device: torch.device | None, labels: bool = False
     ) -> list[Any]:
-        """Each microbatch's target on `device`.
-
-        Args:
-            labels: whether `target` is the model's own keyword input of that name, and no target was given.
+        """Each microbatch's target on `device`; with `labels`, the model's own keyword input of that name.
 
         Raises:
             ShapeError: the target's rows differ from the inputs'.
         """
-        if divided is None:
+        if batch.pieces is None:
+            target = batch.kwargs.get("labels") if labels else batch.target
             dims = self.inputs.below("[1]['labels']", "target") if labels else self.target
             if target is not None:
                 dims.refuse_unknown(_paths(target))
             return batches.split(target, sizes, "target", device, dims)
-        mine = [piece.rows for piece in divided]
+        mine = [piece.rows for piece in batch.pieces]
         if mine != list(sizes):
             raise ShapeError(
                 f"split= gave microbatches of {mine} rows where the last stage runs, and of {list(sizes)} where the "
                 "first does; it must give the same on both, from what pipe.needs_inputs and pipe.needs_targets ask for"
             )
-        wanted = [piece.kwargs.get("labels") if labels else piece.target for piece in divided]
+        wanted = [piece.kwargs.get("labels") if labels else piece.target for piece in batch.pieces]
         return [
             batches.split(one, (1,), f"target of microbatch {k}", device, replace(_WHOLE, what="target"))[0]
             for k, one in enumerate(wanted)

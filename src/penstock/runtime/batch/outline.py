@@ -26,7 +26,7 @@ ONE_VALUE = "Expected more than 1 value per channel"
 """Torch's message if batch norm cannot compute a variance."""
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword inputs of one microbatch."""
+"""Positional and keyword inputs, of one microbatch or of a whole batch."""
 
 
 @dataclass(frozen=True)  # with slots, Python before 3.11.4 replaces our __getstate__ with its own

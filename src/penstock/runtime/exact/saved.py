@@ -41,11 +41,6 @@ class SavedTensor(NamedTuple):
         """The tensor as it is now."""
         return cls(tensor.detach(), tensor._version)
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether it has been updated in place since."""
-        return self.tensor._version != self.version
-
     def get(self) -> Tensor:
         """The tensor. Raises RuntimeError, as autograd does, if it was updated in place since."""
         check_unchanged(self.tensor, self.version, self.tensor.shape)

@@ -1,4 +1,4 @@
-"""Records when actions ran, on the clock that all processes of a machine share, without delaying anything.
+"""Records when actions ran, on the clock that all processes of a machine share, without delaying anything; and memory.
 
 A GPU lags behind the process that gives it work, so marks are events that are queued with the work, and all are read at
 once after the step. Waiting for the whole device at each mark would also wait for receives that are only posted, on
@@ -8,7 +8,7 @@ NCCL's own streams: two ranks that each posted one would wait for each other.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, Protocol
@@ -139,6 +139,21 @@ class StreamClock:
 def clock_of(device: torch.device) -> Clock:
     """The clock for a rank's work on this device."""
     return StreamClock(device) if has_events(device) else HostClock()
+
+
+Counter = Callable[[], int]
+"""Tells how many bytes are allocated on a device now.
+
+The host makes and frees tensors in the order in which the device will use them, so the allocator's own count at the end
+of an action is what that action leaves, however far the device is behind. Asking takes tens of microseconds."""
+
+
+def counter(device: torch.device) -> Counter | None:
+    """The counter of a device; None if nothing tells, as on the CPU."""
+    if device.type in ("cpu", "meta"):
+        return None
+    count: Callable[[torch.device], int] | None = getattr(torch.get_device_module(device), "memory_allocated", None)
+    return None if count is None else lambda: int(count(device))
 
 
 def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:

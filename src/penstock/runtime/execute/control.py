@@ -25,7 +25,7 @@ from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
-from penstock.runtime.processes.world import World, backend_of, check_backends, check_types, is_accelerator
+from penstock.runtime.processes.world import World, backend_of, check_alike, is_accelerator
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.runtime.transport.staging import Departed, Staging
@@ -76,8 +76,7 @@ class Control:
                 self.groups = Groups(world, backend, group_options)
                 said = self.gather((device.type, backend), "its backend")
             with self.agreed():
-                check_types([said[number][0] for number in world.numbers])
-                check_backends([said[number][1] for number in world.numbers])
+                check_alike([said[number] for number in world.numbers])
                 self.groups.check()
             with self.waiting_for("process groups", self.others):
                 self.groups.open(late=is_accelerator(device))
@@ -89,7 +88,7 @@ class Control:
         """Returns the first process's object on every process of the mesh."""
         if self.groups is None:
             return value
-        return self._given(value, self.groups.everyone, 0, self.others if self.world.is_first else (0,))
+        return self._given(value, self.groups["everyone"], 0, self.others if self.world.is_first else (0,))
 
     @property
     def failed(self) -> bool:
@@ -100,14 +99,14 @@ class Control:
         """Gives all processes that run the same stages the first one's values, in place."""
         if self.groups is not None and len(self.world.column) > 1:
             with self.waiting_for("equal parameters", self.world.partners):
-                copy_from_first(tensors, self.groups.column, self.staging)
+                copy_from_first(tensors, self.groups["column"], self.staging)
 
     def give(self, value: T, source_rank: int = 0) -> T:
         """Returns one rank's object on every rank of the pipeline. Each process calls it once."""
         if self.groups is None:
             return value
         peers = self.line if self.world.rank == source_rank else (self.world.numbers[source_rank],)
-        return self._given(value, self.groups.control, source_rank, peers)
+        return self._given(value, self.groups["control"], source_rank, peers)
 
     def _given(self, value: T, group: dist.ProcessGroup, source: int, peers: tuple[int, ...]) -> T:
         box = [value]
@@ -119,7 +118,7 @@ class Control:
         """Copies a CPU tensor, in place, from one rank to others. Exactly these ranks call it."""
         if self.groups is None:
             return
-        group, here = self.groups.control, self.world.rank
+        group, here = self.groups["control"], self.world.rank
         targets = [rank for rank in target_ranks if rank != source_rank]
         waited = targets if here == source_rank else [source_rank]
         with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in waited)):
@@ -137,7 +136,7 @@ class Control:
         """Starts to sum a small CPU tensor, in place, over all processes."""
         assert self.groups is not None
         self._keep_few()
-        return self._kept(all_reduce([value], self.groups.everyone), self.others)
+        return self._kept(all_reduce([value], self.groups["everyone"]), self.others)
 
     def send_late(
         self, terms: Message, start: Callable[[Groups, Message], Pending], sources: tuple[int, ...]
@@ -146,7 +145,7 @@ class Control:
         on the host.
 
         Args:
-            start: starts what all ranks do together in `Groups.losses`.
+            start: starts what all ranks do together in the group "losses".
             sources: the numbers of the others that the loss comes from.
         """
         assert self.groups is not None
@@ -227,7 +226,7 @@ class Control:
     @property
     def control_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes; None if there is only one."""
-        return None if self.groups is None else self.groups.everyone
+        return None if self.groups is None else self.groups["everyone"]
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Returns every process's object on all of them. Every process calls it.
@@ -237,26 +236,18 @@ class Control:
         """
         if self.groups is None:
             return [value]
-        return self._gathered(value, self.groups.everyone, what, self.others)
+        return self._gathered(value, self.groups["everyone"], what, self.others)
 
-    def gather_line(self, value: Any) -> list[Any]:
+    def gather_line(self, value: Any, what: str = "a connection") -> list[Any]:
         """Like `gather`, for the ranks of this pipeline."""
-        return [value] if self.groups is None else self._gathered(value, self.groups.control, "a connection", self.line)
+        if self.groups is None:
+            return [value]
+        return self._gathered(value, self.groups["control"], what, self.line)
 
     def _gathered(self, value: Any, group: dist.ProcessGroup, what: str, peers: tuple[int, ...]) -> list[Any]:
         values: list[Any] = [None] * (len(peers) + 1)
         with self.waiting_for(what, peers):
             dist.all_gather_object(values, value, group=group)
-        return values
-
-    def gather_alike(self, value: Tensor) -> list[Tensor]:
-        """Returns each rank's CPU tensor on all ranks of this pipeline, which pass tensors of one shape and dtype."""
-        if self.groups is None:
-            return [value]
-        values = [torch.empty_like(value) for _ in range(self.world.ranks)]
-        group = self.groups.control
-        with self.waiting_for("gather", self.line):
-            dist.all_gather(values, value, group=group)
         return values
 
     @contextmanager

@@ -17,8 +17,7 @@ from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.marks import computing
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.allocated import noting_allocated
-from penstock.runtime.execute.clock import Marks, Moment, clock_of, noting_messages, shifted
+from penstock.runtime.execute.clock import Marks, Moment, clock_of, counter, noting_messages, shifted
 from penstock.runtime.execute.control import Arriving, Control
 from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run_actions, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
@@ -159,8 +158,7 @@ class Engine:
                 self.streams.seeds_foreign |= partition.is_foreign
             pipelines = schedule.placement.pipelines
             rank_of = schedule.placement.rank_of
-            shared = self._shares_losses(schedule.placement) and not binding.sharded
-            head = LossHead(binding.loss, partitions, self.streams, needed=training, pipelines=pipelines, shared=shared)
+            head = LossHead(binding.loss, partitions, self.streams, needed=training, pipelines=pipelines)
             here = [stage for stage in stages if rank_of[stage.meta.index] in self.ranks]
             tied = tied_among(stages, here, pipelines) if training else ()
             refuse_hooks(tied)
@@ -222,11 +220,6 @@ class Engine:
         """Releases what a schedule holds if it will not run again. Every rank calls it between the same two steps."""
         for transport in self.transports.values():
             transport.release(bound.number)
-
-    def _shares_losses(self, placement: Placement) -> bool:
-        """Whether other processes compute losses too: replicas, or those with another copy of the last stage."""
-        lasts = {placement.rank_of[copy * placement.depth - 1] for copy in range(1, placement.pipelines + 1)}
-        return self.replicas is not None or (len(lasts) > 1 and not lasts <= {*self.ranks})
 
     def _averages(self, here: Sequence[Stage]) -> dict[int, Average]:
         """The averages of gradients over the replicas, by stage of this process."""
@@ -293,10 +286,9 @@ class Engine:
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
                 marks: dict[int, list[Marks]] = {}
                 if timed:
-                    devices_of = {rank: self.devices[rank] for rank in self.ranks}
-                    actions, self.allocated = noting_allocated(actions, devices_of)
+                    counters = {r: count for r in self.ranks if (count := counter(self.devices[r])) is not None}
                     with noting_messages(self.transports, self._clocks):
-                        marks = run_timed(actions, self._watched, self._clocks)
+                        marks, self.allocated = run_timed(actions, self._watched, self._clocks, counters)
                 else:
                     run_actions(actions, self._watched)
             self._end(bound)

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.assembly import assemble
-from penstock.runtime.execute.clock import Clock, Marks
+from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.features.feature import Features, Start, within
@@ -62,13 +62,17 @@ def run_actions(actions: Sequence[BoundAction], watched: Watched) -> None:
     watched.position = OUTSIDE
 
 
-def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Marks]]:
-    """Runs actions in order. Returns, by rank, marks of when each action waited and ran.
+def run_timed(
+    actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock], counters: Mapping[int, Counter]
+) -> tuple[dict[int, list[Marks]], dict[int, list[int]]]:
+    """Runs actions in order. Returns, by rank, marks of when each action waited and ran, and what its device then had
+    allocated.
 
     Args:
-        clocks: one per rank.
+        clocks, counters: by rank; `counters` for those whose device tells.
     """
     marks: dict[int, list[Marks]] = {rank: [] for rank in clocks}
+    allocated: dict[int, list[int]] = {rank: [] for rank in counters}
     for clock in clocks.values():
         clock.start()
     marking = {rank: clock.mark for rank, clock in clocks.items()}
@@ -86,8 +90,10 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
             watched.position = each.running
             each.work(ready)
         marks[each.rank].append((each.action, began, was_ready, mark()))
+        if each.rank in counters:
+            allocated[each.rank].append(counters[each.rank]())
     watched.position = OUTSIDE
-    return marks
+    return marks, allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +198,9 @@ class Program:
                 work = _around(runner.features, action, runner.weight_backward)
                 return BoundAction(rank, action, None, work, running, running)
             case Op.SEND_F | Op.SEND_B:
-                forward = action.op is Op.SEND_F
-                route = route_of(action, routes.values_out if forward else routes.grads_out)
-                send = runner.send_values if forward else runner.send_grads
+                route = route_of(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
                 blocked = Position(text, (self._numbers[self._placement.rank_of[route.stage]],))
-                return BoundAction(rank, action, None, partial(send, microbatch, route), blocked, blocked)
+                return BoundAction(rank, action, None, partial(runner.send, microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
                 return BoundAction(rank, action, None, partial(route.channel.post, microbatch), running, running)

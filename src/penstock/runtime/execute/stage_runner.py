@@ -55,7 +55,7 @@ class _Kind:
 
 
 Mail = dict[tuple[int, int], list[Tensor | None]]
-"""What waits to be sent, by the stage that gets it and the microbatch."""
+"""What waits to be sent, by the stage that gets it (a later one: values; an earlier one: gradients) and microbatch."""
 
 
 def _dispatch(routes: Sequence[Route], microbatch: int, values: Sequence[Tensor | None], mail: Mail) -> None:
@@ -103,8 +103,7 @@ class StageRunner:
         self._draw_offsets = [stage.draw_offsets(microbatch) for microbatch in range(len(kinds.of))]
         self._saved: dict[int, _Saved] = {}
         self._kept: dict[int, Rerun] = {}
-        self._values: Mail = {}
-        self._grads: Mail = {}
+        self._mail: Mail = {}
         self.batch: list[Mapping[int, Tensor]] = []
         """For each microbatch, the model's inputs by position among the stage's inputs."""
         self.batch_gradients: dict[tuple[int, int], Tensor] = {}
@@ -116,8 +115,7 @@ class StageRunner:
         self.batch_gradients.clear()
         self._saved.clear()
         self._kept.clear()
-        self._values.clear()
-        self._grads.clear()
+        self._mail.clear()
         for split in self.splits:
             split.begin_step()
         self.features.begin_step(start)
@@ -154,7 +152,7 @@ class StageRunner:
             self._saved[microbatch] = saved
         routes = self._kinds[microbatch].routes.values_out
         if routes:
-            _dispatch(routes, microbatch, exact.handed_on(outputs), self._values)
+            _dispatch(routes, microbatch, exact.handed_on(outputs), self._mail)
         elif self._head is not None and rerun is None:
             self._head.keep(microbatch, outputs)
 
@@ -245,7 +243,7 @@ class StageRunner:
                 for position, slot in saved.slots.items():
                     if slot:
                         given[position] = slot.pop()
-                _dispatch(kind.routes.grads_out, microbatch, exact.handed_on(given), self._grads)
+                _dispatch(kind.routes.grads_out, microbatch, exact.handed_on(given), self._mail)
 
     def _run_autograd(self, microbatch: int, roots: Sequence[GradientEdge | None], grads: list[Tensor | None]) -> None:
         """Runs backward from the roots that have a gradient. Empties `grads`."""
@@ -273,13 +271,9 @@ class StageRunner:
         with self.features.weights(microbatch):
             split.weight_gradients(microbatch)
 
-    def send_values(self, microbatch: int, route: Route) -> None:
-        """Sends the outputs of a microbatch to a stage on another rank."""
-        route.channel.send(microbatch, self._values.pop((route.stage, microbatch)))
-
-    def send_grads(self, microbatch: int, route: Route) -> None:
-        """Sends the gradients of a microbatch's inputs to a stage on another rank."""
-        route.channel.send(microbatch, self._grads.pop((route.stage, microbatch)))
+    def send(self, microbatch: int, route: Route) -> None:
+        """Sends the outputs of a microbatch, or the gradients of its inputs, to a stage on another rank."""
+        route.channel.send(microbatch, self._mail.pop((route.stage, microbatch)))
 
     def _learns_from_loss(self, microbatch: int) -> bool:
         """Whether a split is learned from the graph of this microbatch's loss.

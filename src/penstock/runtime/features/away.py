@@ -91,11 +91,6 @@ class Away:
     def __del__(self) -> None:
         self.drop()
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the tensor has been updated in place since."""
-        return self._witness._version != self._version
-
     def wait_until_sent(self) -> None:
         """Lets the device's computation wait for the copy to the host, and for all earlier ones."""
         if self._lanes is not None:

@@ -25,7 +25,6 @@ from penstock.runtime.features import recomputed_layers
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.runtime.features.recompute import Buffers
-from penstock.runtime.kinds import distinct
 
 _REMEDY = "Switch gradient checkpointing off in the model, and choose recompute='always' instead"
 
@@ -47,7 +46,7 @@ class CheckpointedNorms(Feature):
         names = {key: name for key, name in updated.items() if key not in deferred}
         if not stage.training or not names:
             return None
-        around = _around(stage, names)
+        around = stage.stages[0].checkpointed
         if stage.binding.compile is not None:
             for module in around:
                 if (name := _updated_by(module, names)) is not None:
@@ -164,22 +163,6 @@ def _in_checkpoint() -> bool:
 
 def _updated_by(module: nn.Module, names: Mapping[int, str]) -> str | None:
     return next((names[id(buffer)] for buffer in module._buffers.values() if id(buffer) in names), None)
-
-
-def _around(stage: StageContext, names: Mapping[int, str]) -> Sequence[nn.Module]:
-    """The modules in a checkpoint around them, one entry per call.
-
-    Raises:
-        PartitionError: one that updates buffers is there for only some microbatches of the batch.
-    """
-    first, *others = (each.checkpointed for each in distinct(stage.stages))
-    for module in dict.fromkeys(module for other in others for module in (*first, *other)):
-        if any(other.count(module) != first.count(module) for other in others) and _updated_by(module, names):
-            raise PartitionError(
-                f"stage {stage.index} runs a {type(module).__name__} that updates buffers within a checkpoint, but not "
-                f"alike for all microbatches of this batch. {_REMEDY}"
-            )
-    return first
 
 
 def _unknown_order(module: nn.Module) -> PartitionError:

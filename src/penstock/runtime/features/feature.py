@@ -54,7 +54,7 @@ class Rerun(Protocol):
         """The forward's arguments as they were.
 
         Raises:
-            PartitionError: they are no longer known.
+            RuntimeError: one was updated in place since.
         """
 
     def as_before(self) -> Context:

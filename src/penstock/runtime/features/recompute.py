@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
@@ -169,20 +168,18 @@ class RecomputedStage(Feature):
         use = any_use(stages)
         refuse_again(use.meta.index, use.remembered)
         self._index = use.meta.index
-        self._metas = [stage.meta for stage in stages]
         self._microbatches = frozenset(microbatches)
         self._overwritten = overwritten
         self._offload = offload
         self._buffers = Buffers(modules, updated_buffers(use))
-        held = {id(buffer) for buffer in updated_buffers(use)}  # other buffers are not copied
-        self._strays = [(name, b) for module in modules for name, b in module.named_buffers() if id(b) not in held]
+        self._strays = [other for module in modules for other in self._buffers.others(module)]
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
         """Keeps the arguments, and the buffers that the forward updates."""
         if microbatch not in self._microbatches:
             return None
         kept = [self._keep(microbatch, *arg) for arg in enumerate(args)]
-        return _Again(kept, self._buffers.copy(), partial(self._arg, self._metas[microbatch]))
+        return _Again(kept, self._buffers.copy())
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
@@ -207,35 +204,28 @@ class RecomputedStage(Feature):
             return self._offload.send(arg, microbatch)
         return SavedTensor.of(arg)
 
-    def _arg(self, meta: StageMeta, position: int, arg: Any) -> Any:
-        """A kept argument, in the form that the forward takes. Raises PartitionError if it was updated in place since
-        then, which the recording did not show.
-        """
-        if not isinstance(arg, (Away, SavedTensor)):
-            return arg
-        if arg.is_changed:
-            raise PartitionError(
-                f"recompute: value {meta.inputs[position].name!r}, which enters stage {self._index}, was "
-                f"updated in place after its forward; choose recompute={{{self._index}: 'never'}}"
-            )
-        if isinstance(arg, Away):
-            return arg.get()
-        tensor = arg.tensor
-        return exact.on_memory_of(tensor, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-
 
 class _Again(NamedTuple):
-    """One forward to run again: its arguments, the earlier state of the buffers it updates, and how to use both."""
+    """One forward to run again: its arguments, and the earlier state of the buffers it updates."""
 
     kept: Sequence[Any]
     buffers: BufferCopies
-    given: Callable[[int, Any], Any]
 
     def args(self) -> list[Any]:
-        return [self.given(position, arg) for position, arg in enumerate(self.kept)]
+        return [_given(arg) for arg in self.kept]
 
     def as_before(self) -> AbstractContextManager[None]:
         return self.buffers.in_place()
+
+
+def _given(arg: Any) -> Any:
+    """A kept argument, in the form that the forward takes."""
+    if not isinstance(arg, (Away, SavedTensor)):
+        return arg
+    tensor = arg.get()
+    if isinstance(arg, Away):
+        return tensor
+    return exact.on_memory_of(tensor, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
 
 def updated_buffers(stage: Stage) -> list[Tensor]:

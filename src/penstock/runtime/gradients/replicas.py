@@ -44,13 +44,13 @@ class Average:
         self, parameters: Sequence[nn.Parameter], groups: Groups, staging: Staging | None, position: Position
     ) -> None:
         def reduce(tensors: Sequence[Tensor]) -> Pending:
-            return all_reduce(tensors, groups.replicas)
+            return all_reduce(tensors, groups["replicas"])
 
         self.position = position
         self.parameters = tuple(parameters)
         self._open = False
         start = reduce if staging is None else staging.around(reduce)
-        count = dist.get_world_size(groups.replicas)
+        count = dist.get_world_size(groups["replicas"])
         self._sums = [GradientSum(bucket, start, count) for bucket in buckets(parameters)]
 
     def begin_step(self, *, set_aside: bool) -> None:
@@ -139,7 +139,7 @@ class Replicas:
         else:
             self._owed.update(trained)
         watched.position = Position("buffers", self.others)
-        copy_from_first(buffers, self._groups.replicas, self._staging)
+        copy_from_first(buffers, self._groups["replicas"], self._staging)
 
     def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
         """Averages gradients left by steps that did not average, for parameters that this step does not train.
@@ -164,7 +164,7 @@ class Replicas:
         mine = [float(training), float(training and self.active), float(settings)]
         values = torch.tensor([weight, *mine], dtype=torch.float64)
         watched.position = Position("the weights of the batch", self.others)
-        dist.all_reduce(values, group=self._groups.weights)
+        dist.all_reduce(values, group=self._groups["weights"])
         watched.position = OUTSIDE
         total, *said = values.tolist()
         for own, sum_of_all, words in zip(mine, said, _ALIKE, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -16,8 +16,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.of_torch import is_of_torch, may_draw
-from penstock.runtime.loss.parts import loss_in, parts_in
-from penstock.runtime.loss.reads import check_graph, check_own, watching
+from penstock.runtime.loss.reads import check_graph, watching
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""
@@ -122,7 +121,6 @@ class LossHead:
         streams: random streams; the loss function has one for each microbatch.
         needed: whether there must be a loss.
         pipelines: how many copies of the last stage there are.
-        shared: whether several processes compute losses, each for part of the batch.
     """
 
     def __init__(
@@ -133,7 +131,6 @@ class LossHead:
         *,
         needed: bool,
         pipelines: int = 1,
-        shared: bool = False,
     ) -> None:
         self._loss = loss
         apart = distinct(partitions)
@@ -153,12 +150,6 @@ class LossHead:
         self._watched = not self._elsewhere
         # With several copies of the last stage, each calls the loss for a part of the batch.
         self._fixed = {n: b for stage in lasts for n, b in stage.buffers.items() if pipelines > 1}
-        self._shared = shared and needed
-        self._parameters = (
-            {id(p) for each in apart for stage in each.stages for p in stage.parameters.values()}
-            if self._shared
-            else set[int]()
-        )
         self.losses: list[Tensor | None] = []
         self.parts: list[dict[str, Tensor]] = []
         """What each microbatch's loss consists of, if the loss function returns that, too."""
@@ -193,7 +184,6 @@ class LossHead:
         else:
             if self._draws:
                 self._streams.begin_loss(microbatch, foreign=self._draws_foreign)
-            made = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None] if self._shared else []
             loss = None
             if self._targets is not None:
                 target = self._targets[microbatch]
@@ -210,8 +200,6 @@ class LossHead:
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True
-            if self._shared and isinstance(loss, Tensor):
-                check_own(loss, made, self._parameters)
         if loss is None and not self._needed:
             return None
         loss = checked_value(loss, output, self._loss)
@@ -317,3 +305,40 @@ def own_loss(output: Any) -> Tensor | None:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def loss_in(returned: Any) -> Any:
+    """The loss in what a loss function returned: the entry "loss", or else the first."""
+    if isinstance(returned, Tensor):
+        return returned
+    entries = dict(_entries(returned))
+    return entries.get("loss", next(iter(entries.values()))) if entries else returned
+
+
+def parts_in(returned: Any, loss: Any) -> dict[str, Tensor]:
+    """All other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss, ce)`."""
+    return dict(_scalars(returned, loss, (), 2))
+
+
+def _scalars(value: Any, loss: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[str, Tensor]]:
+    if value is loss:
+        return
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, Tensor):
+        if not value.dim() and not value.is_complex():
+            value = value.detach().clone()
+            yield ".".join(path), value if value.is_floating_point() else value.double()
+    elif depth:
+        for key, part in _entries(value):
+            yield from _scalars(part, loss, (*(p for p in path if not p.isdecimal()), key), depth - 1)
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """The entries of a container, and the fields of an object, by name."""
+    if isinstance(value, Mapping):
+        yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, (tuple, list)):
+        yield from zip(getattr(value, "_fields", map(str, range(len(value)))), value, strict=True)
+    else:
+        yield from getattr(value, "__dict__", {}).items()

@@ -6,12 +6,11 @@ or use meta-device stand-ins for those of other ranks. The first loss of a bound
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import ArgumentError
@@ -55,24 +54,6 @@ def check_graph(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
     for leaf in leaves_of([loss]):
         if id(leaf) in elsewhere:
             raise _refusal(elsewhere[id(leaf)])
-
-
-def check_own(loss: Tensor, outputs: Sequence[Node], model: Collection[int]) -> None:
-    """Raises ArgumentError if the loss trains its own parameters although several processes compute losses: each would
-    have only part of their gradient.
-
-    Args:
-        outputs: autograd nodes that the model made.
-        model: the `id` of each of the model's parameters.
-    """
-    for leaf in leaves_of([loss], until=outputs):
-        if leaf.numel() and id(leaf) not in model:
-            raise ArgumentError(
-                f"the loss trains a tensor of shape {list(leaf.shape)} that is not part of the model, but several "
-                "processes compute losses (replicas, or a schedule with two copies of the model): each would get only "
-                "part of its gradient, and nothing would add the parts up. Pass a loss_fn that is a module with the "
-                "tensor as a parameter, or call its requires_grad_(False) if it is not to be trained"
-            )
 
 
 def _refusal(name: str) -> ArgumentError:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -16,6 +16,12 @@ from penstock.runtime.processes.world import World
 
 Way = tuple[int, int]
 """From one rank of the pipeline to another."""
+
+Role = Literal["control", "everyone", "weights", "losses", "up", "down", "replicas", "column"]
+"""What a group is for. Over gloo: all of a pipeline's ranks (control); the whole mesh (everyone); those that hold the
+same stages and train on other data, if there are any (weights); those that share a loss, if ranks compute on
+accelerators (losses). For tensors: a pipeline's ranks, each way (up, down); those with the same stages, on other data
+(replicas), or with a share of each layer, too (column)."""
 
 GROUP_SECONDS = 3600.0
 """How long an operation of a group may take, unless the user says otherwise.
@@ -95,7 +101,7 @@ class Groups:
         self.paired = self._is_part or is_bound()
         self._own: list[dist.ProcessGroup] = []
         self._ways: dict[Way, dist.ProcessGroup | None] = {}  # None: between two other ranks
-        self._roles: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
+        self._roles: dict[Role | tuple[int, ...], dist.ProcessGroup] = {}
         self._made: set[tuple[int, ...]] = set()
         roles = self._roles
         roles["control"] = self._one_of(world.lines, "gloo")
@@ -123,40 +129,10 @@ class Groups:
         if len(world.column) > len(world.replicas):
             roles["column"] = self._one_of(world.columns, self.backend)
 
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """The group of the pipeline's ranks, over gloo."""
-        return self._role("control")
-
-    @property
-    def everyone(self) -> dist.ProcessGroup:
-        """The group of the whole mesh, over gloo."""
-        return self._role("everyone")
-
-    @property
-    def replicas(self) -> dist.ProcessGroup:
-        """The group of those that hold the same stages and train on other data, if there are any."""
-        return self._role("replicas")
-
-    @property
-    def weights(self) -> dist.ProcessGroup:
-        """The same group, over gloo."""
-        return self._role("weights")
-
-    @property
-    def losses(self) -> dist.ProcessGroup:
-        """The group of those that share a loss, over gloo, if ranks compute on accelerators."""
-        return self._role("losses")
-
-    @property
-    def column(self) -> dist.ProcessGroup:
-        """The group of those that run the same stages, if there are any besides this one."""
-        return self._role("column")
-
     def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
         """The group in which one rank of the pipeline sends to another. It carries no other messages of the two."""
         pair = self._ways.get((source_rank, target_rank))
-        return self._role("up" if source_rank < target_rank else "down") if pair is None else pair
+        return self["up" if source_rank < target_rank else "down"] if pair is None else pair
 
     def pair(self, ways: Iterable[Way]) -> None:
         """Gives each of these ways that has none a group of its two ranks.
@@ -172,10 +148,6 @@ class Groups:
                 self._skip(parts)
             else:
                 self._ways[here] = self._one_of(parts, self.backend)
-
-    def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
-        """A group made by `make`; this rank is one of `holders`."""
-        return self._role(tuple(sorted(holders)))
 
     def make(self, holders: Sequence[int]) -> None:
         """Makes the group of some of the pipeline's ranks. All ranks of the pipeline call it in the same order."""
@@ -198,7 +170,8 @@ class Groups:
             if not self._is_part:
                 dist.destroy_process_group(group)
 
-    def _role(self, role: str | tuple[int, ...]) -> dist.ProcessGroup:
+    def __getitem__(self, role: Role | tuple[int, ...]) -> dist.ProcessGroup:
+        """The group in a role, or one of these holders of a parameter, made by `make`."""
         if not self._own:
             raise ClosedError("this pipeline was closed; make a new one")
         return self._roles[role]

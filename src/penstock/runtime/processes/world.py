@@ -251,22 +251,19 @@ def device_of(
     return torch.device(device.type, (rank if world.is_local else int(os.environ.get("LOCAL_RANK", rank))) % count)
 
 
-def check_types(kinds: Sequence[str]) -> None:
-    """Raises ArgumentError if ranks compute on devices of different types, for which their recordings would differ."""
-    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is not None:
-        raise ArgumentError(
-            f"devices: rank 0 computes on {kinds[0]!r}, and rank {other} on {kinds[other]!r}. Without devices= a rank "
-            "computes where its model is, or its example if that is on an accelerator: pass the same devices= on every "
-            "rank"
-        )
-
-
-def check_backends(backends: Sequence[str]) -> None:
-    """Raises ArgumentError if ranks would exchange tensors over different backends."""
-    other = next((rank for rank, backend in enumerate(backends) if backend != backends[0]), None)
-    if other is not None:
-        raise ArgumentError(
-            f"transport: rank 0 exchanges tensors over {backends[0]}, and rank {other} over {backends[other]}; pass "
-            "the same transport= on every rank"
-        )
+def check_alike(said: Sequence[tuple[str, str]]) -> None:
+    """Raises ArgumentError if ranks, by the type of their device and its backend, compute on devices of different
+    types, for which their recordings would differ, or would exchange tensors over different backends.
+    """
+    kind, backend = said[0]
+    for rank, (other, its_backend) in enumerate(said):
+        if other != kind:
+            raise ArgumentError(
+                f"devices: rank 0 computes on {kind!r}, and rank {rank} on {other!r}. Without devices= a rank computes "
+                "where its model is, or its example if that is on an accelerator: pass the same devices= on every rank"
+            )
+        if its_backend != backend:
+            raise ArgumentError(
+                f"transport: rank 0 exchanges tensors over {backend}, and rank {rank} over {its_backend}; pass the "
+                "same transport= on every rank"
+            )

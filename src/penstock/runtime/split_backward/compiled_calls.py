@@ -15,7 +15,7 @@ from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import Form, Term, cast_back, total_of, value_of
-from penstock.runtime.split_backward.weight_uses import Deferral, Waiting, running
+from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, running
 
 
 class Parameter(NamedTuple):
@@ -134,13 +134,10 @@ class TappedCode:
         """Runs the code."""
         parameters = {place: inputs[place] for place in self.parameters}
         uses = running()
-        deferral = (
-            None
-            if uses is None
-            else uses.deferral([tuple(parameters[place] for place in group) for group in self.groups])
-        )
-        waiting = {p for p in self.weights if deferral is not None and deferral.waits(parameters[p])}
-        run = _Run(self, parameters, deferral, waiting)
+        groups = (tuple(parameters[place] for place in group) for group in self.groups)
+        put_off = None if uses is None else uses.begin_compiled(groups)
+        waiting = {p for p in self.weights if uses is not None and put_off is not None and uses.waits(parameters[p])}
+        run = _Run(self, parameters, uses, put_off, waiting)
         now = [inputs[place] for place in self.weights if place not in waiting]
         taps: tuple[Tensor, ...] = _Taps.apply(run, inputs, _ANCHOR, *now)  # type: ignore[no-untyped-call]
         given = list(inputs)
@@ -156,21 +153,23 @@ class _Run:
     """One run of the code: what its backward needs beside what autograd keeps.
 
     Attributes:
-        waiting: the places of the weights whose gradients are put off.
+        put_off: takes the weight gradients that wait.
+        waiting: the places of their weights.
         further: the further results.
     """
 
     code: TappedCode
     parameters: Mapping[int, Tensor]
-    deferral: Deferral | None
+    uses: WeightUses | None
+    put_off: list[Waiting] | None
     waiting: Collection[int]
     further: Sequence[Tensor] = ()
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Puts off the weight gradients that can wait, and returns the others."""
         _refuse_graph_of_gradients()
-        if self.deferral is not None:
-            self.deferral.begin_backward()
+        if self.uses is not None:
+            self.uses.begin_backward(self.put_off)
         terms: defaultdict[int, list[Tensor]] = defaultdict(list)
         with torch.no_grad():
             for product in reversed(self.code.products):  # in autograd's order
@@ -179,8 +178,8 @@ class _Run:
                     continue
                 weights = tuple(self.parameters[place] for place in product.weights)
                 call = Waiting(weights, partial(product.terms, self.parameters), self._kept(product, grads), grad)
-                if self.deferral is not None and product.weights[0] in self.waiting:
-                    self.deferral.put_off(call)
+                if self.put_off is not None and product.weights[0] in self.waiting:
+                    self.put_off.append(call)
                     continue
                 with exact.outside_autocast(grad.device.type):
                     for place, term in zip(product.weights, call.terms(), strict=True):

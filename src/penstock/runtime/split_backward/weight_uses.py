@@ -2,7 +2,7 @@
 
 While a forward runs, weight matrices belong to a subclass of `nn.Parameter`, whose `__torch_function__` sees their
 uses. Unlike a mode, this costs nothing in calls without weights, and nothing in backward. A compiler would compile anew
-for another class; compiled code says by itself which weights it uses (`Deferral`).
+for another class; compiled code says by itself which weights it uses (`begin_compiled`).
 """
 
 from __future__ import annotations
@@ -101,15 +101,20 @@ class WeightUses:
         self._waiting = self._anchor = None
         self._end()
 
-    def deferral(self, groups: Iterable[tuple[Tensor, ...]]) -> Deferral:
-        """Called by compiled code before it runs.
+    def begin_compiled(self, groups: Iterable[tuple[Tensor, ...]]) -> list[Waiting] | None:
+        """Called by compiled code before it runs. Returns what takes the weight gradients that wait; None: none does.
 
         Args:
             groups: the weights whose gradients it can put off, each once; those in one group wait together or not.
         """
         if self._seen is not None:
             self._seen += groups
-        return Deferral(self, self._waiting)
+        return self._waiting
+
+    def begin_backward(self, waiting: list[Waiting] | None) -> None:
+        """Called by compiled code before its first gradient, with what `begin_compiled` returned."""
+        self._note_backward(None)
+        self._refuse_backward(waiting)
 
     def decide(self, roots: Sequence[Node]) -> None:
         """Decides from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
@@ -174,7 +179,7 @@ class WeightUses:
         if form is None or plan is None or not self._is_recorded():
             return self._watch_views(func(*args, **kwargs))
         lowers = _is_lowered(func, plan)
-        if self._waiting is not None and all(map(self._waits, plan.weights)):
+        if self._waiting is not None and all(map(self.waits, plan.weights)):
             deferred = self._lowered_once(func, plan, args, kwargs) if lowers else plan
             result = None if deferred is None else self._put_off(deferred, self._waiting)
             if result is not None:
@@ -223,7 +228,8 @@ class WeightUses:
     def _note_backward(self, _: object) -> None:
         self._went_back = self._went_back or self._seen is not None
 
-    def _waits(self, weight: Tensor) -> bool:
+    def waits(self, weight: Tensor) -> bool:
+        """Whether a weight's gradient waits in a forward that puts off gradients."""
         return weight.requires_grad and self.can_wait.get(id(base_of(weight))) is weight._is_view()
 
     def _watch_views(self, result: Any) -> Any:
@@ -275,32 +281,6 @@ class _Wrapped(NamedTuple):
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-class Deferral:
-    """What becomes of the weight gradients of one run of compiled code.
-
-    Args:
-        uses: those of the stage in whose forward the code runs.
-        waiting: takes what is put off; None: nothing is.
-    """
-
-    def __init__(self, uses: WeightUses, waiting: list[Waiting] | None) -> None:
-        self._uses, self._waiting = uses, waiting
-
-    def begin_backward(self) -> None:
-        """Called before the first gradient. Raises PartitionError if the forward is not over, though it should be."""
-        self._uses._note_backward(None)
-        self._uses._refuse_backward(self._waiting)
-
-    def waits(self, weight: Tensor) -> bool:
-        """Whether a weight's gradient is put off."""
-        return self._waiting is not None and self._uses._waits(weight)
-
-    def put_off(self, call: Waiting) -> None:
-        """Puts off a call's weight gradients."""
-        assert self._waiting is not None, "a weight waits"
-        self._waiting.append(call)
 
 
 def running() -> WeightUses | None:

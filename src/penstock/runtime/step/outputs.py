@@ -56,7 +56,7 @@ def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, cod
     owners = _owners(schedule)
     mine = {} if outputs is None else {k: outputs[k] for k, owner in owners.items() if owner == here}
     heads = {k: map_tensors(_without_memory, output) for k, output in mine.items()}
-    found = {k: head for part in engine.control.gather_line(heads) for k, head in part.items()}
+    found = {k: head for part in engine.control.gather_line(heads, "the outputs") for k, head in part.items()}
     for k, owner in owners.items():
         if here == owner:
             found[k] = map_tensors(partial(_sent, engine, owner, wanted), mine[k])

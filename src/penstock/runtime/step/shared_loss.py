@@ -189,9 +189,9 @@ def _summed(engine: Engine, bound: BoundSchedule, microbatches: int) -> SharedLo
 
 def _broadcast(sources: Sequence[int], shared: SharedLoss, groups: Groups, terms: Message) -> Pending:
     """Starts to give every rank of the pipeline the terms, which are on the host by now."""
-    return broadcast_from(sources, shared.fill(terms), groups.losses)
+    return broadcast_from(sources, shared.fill(terms), groups["losses"])
 
 
 def _sum(shared: SharedLoss, groups: Groups, terms: Message) -> Pending:
     """Starts to give every process the terms of all."""
-    return all_reduce(shared.fill(terms), groups.losses)
+    return all_reduce(shared.fill(terms), groups["losses"])

@@ -1,7 +1,7 @@
 """When each rank's actions ran, given to every rank.
 
-All ranks know all rows, so only times travel, as integers in one tensor: actions that were pickled took longer than
-noting the times.
+All ranks know all rows, so only times travel, as integers in one array: actions that were pickled took longer than
+noting the times, and a tensor takes longer than an array.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from penstock.process import cores
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.engine import Engine
 from penstock.schedule import Schedule
-from penstock.schedule.timeline import Timeline, Times
+from penstock.schedule.timeline import Timeline
 
 
 def share_timeline(
@@ -33,13 +34,5 @@ def share_timeline(
         return Timeline.of_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
     on_cpu, here = engine.devices[engine.ranks[0]].type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     crowded = on_cpu and here * torch.get_num_threads() > cores()
-    return Timeline.of_rows(schedule.rows, _gathered(engine, schedule, times[engine.ranks[0]]), crowded=crowded)
-
-
-def _gathered(engine: Engine, schedule: Schedule, mine: Sequence[Times]) -> list[list[Times]]:
-    """The times of every rank."""
-    lengths = [len(row) for row in schedule.rows]
-    padded = torch.zeros((max(lengths), 3), dtype=torch.int64)
-    padded[: len(mine)] = torch.tensor(mine, dtype=torch.int64).view(-1, 3)
-    everyone = engine.control.gather_alike(padded)
-    return [one[:length].tolist() for one, length in zip(everyone, lengths, strict=True)]
+    everyone = engine.control.gather_line(np.array(times[engine.ranks[0]], dtype=np.int64), "the timeline")
+    return Timeline.of_rows(schedule.rows, [one.tolist() for one in everyone], crowded=crowded)

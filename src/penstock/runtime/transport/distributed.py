@@ -94,12 +94,12 @@ class DistributedTransport:
         return observe
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        return all_reduce(tensors, self._groups.of(holders))
+        return all_reduce(tensors, self._groups[tuple(sorted(holders))])
 
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
             self._broadcasts.popleft().wait()  # finished long ago, but pending work must not be dropped
-        self._broadcasts.append(broadcast_from([source_rank], [value], self._groups.control))
+        self._broadcasts.append(broadcast_from([source_rank], [value], self._groups["control"]))
         return self._broadcasts[-1]
 
     def release(self, program: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.protocol import Message
+from penstock.runtime.transport.routes import Mailbox
 from penstock.stages import Link
 
 
@@ -26,13 +27,13 @@ class LocalHub:
         self.broadcast = _Broadcast()
 
 
-class LocalChannel:
-    """One link's mailbox; sender and receiver hold the same object."""
+class LocalChannel(Mailbox):
+    """One link's mailbox, into which copies go; sender and receiver hold the same object."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
+        super().__init__()
         self.agreement = Agreement(link)
         self._device = device
-        self._mail: dict[int, list[Tensor | None]] = {}
 
     def send(self, microbatch: int, message: Message) -> None:
         layouts = self.agreement.check(microbatch, message)
@@ -40,12 +41,6 @@ class LocalChannel:
             None if tensor is None or layout is None else exact.copy_as(layout, tensor, self._device)
             for layout, tensor in zip(layouts, message, strict=True)
         ]
-
-    def post(self, microbatch: int) -> None:
-        """Nothing to do: the sender copies."""
-
-    def receive(self, microbatch: int) -> list[Tensor | None]:
-        return self._mail.pop(microbatch)
 
     def drop_step(self) -> None:
         self.agreement.drop_step()
