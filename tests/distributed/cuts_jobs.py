@@ -69,11 +69,14 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
             return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 
 
-def overlap(rank: int, turned: bool) -> str:
-    """What is said of a head that has a parameter of its own in the memory of the embedding, or its transpose."""
+def overlap(rank: int, turned: bool, beside: bool = False) -> str:
+    """What is said of a head that has a parameter of its own in the memory of the embedding, or its transpose, or
+    beside it: both are columns of one matrix."""
     layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
     weight = layers[0].weight.data
     layers[2].weight.data = weight.t() if turned else weight
+    if beside:
+        layers[0].weight.data, layers[2].weight.data = torch.cat([weight, weight], 1).chunk(2, 1)
     x, _ = batch(4)
     try:
         with penstock.pipeline(layers, (x,), microbatches=2, loss=F.mse_loss):

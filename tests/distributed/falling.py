@@ -1,4 +1,5 @@
-"""Forks the ranks of a real pipeline, lets one fall at a chosen action of its second step, and reports how each ended.
+"""Forks the ranks of a real pipeline, lets one fall at a chosen action of its second step, or leave before that step,
+and reports how each ended.
 
 Usage: falling.py FOLDER CASES. CASES is JSON, a list. A case is {"name", "victim", "op", "how"}, and, if it is not the
 default, {"schedule", "transport", "replicas"}. They run at the same time, since they mostly wait. Writes
@@ -30,6 +31,8 @@ from scaffolding.tcp import sockets
 
 STAGES = 3
 LIMIT_SECONDS = 60.0
+TOLD_SECONDS = 2.0
+"""Several beats: the others have heard where a rank is by then."""
 
 
 class Tied(nn.Module):
@@ -48,6 +51,7 @@ class Tied(nn.Module):
 
 
 def fall(how: str, mark: Path) -> None:
+    time.sleep(TOLD_SECONDS)
     mark.write_text(str(time.time()))
     if how == "raise":
         raise ValueError("the loss is\nnot a number")
@@ -79,6 +83,9 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
     )
     target = target.view(4, 5)
     pipe.step(ids, target=target)
+    if rank == case["victim"] and case["how"] == "leave":
+        (folder / f"{case['name']}.fell").write_text(str(time.time()))
+        return
     if rank == case["victim"]:
         plant(pipe, case, folder)
     for _ in range(3):

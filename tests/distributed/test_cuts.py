@@ -35,6 +35,7 @@ def test_two_parameters_in_the_same_memory_are_refused_where_processes_would_upd
 ) -> None:
     for said in ranks2.run(overlap, turned):
         assert "'0.weight' on stage 0 and '2.weight' on stage 1 are two parameters in the same memory" in said
+    assert ranks2.run(overlap, turned, True) == ["", ""]
     layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
     layers[2].weight = nn.Parameter(layers[0].weight.data)
     x, y = batch(4)

@@ -1,4 +1,5 @@
-"""Kill, stop or fail a rank at each kind of action of a real pipeline: the others end within seconds and name it."""
+"""Kill, stop or fail a rank at each kind of action of a real pipeline, or let it leave before the others: these end
+within seconds and name it."""
 
 import json
 import re
@@ -49,6 +50,7 @@ LONG = pytest.mark.long
         pytest.param("stop", True, {}, id="stop-every", marks=LONG),
         pytest.param("raise", False, {}, id="raise"),
         pytest.param("raise", True, {}, id="raise-every", marks=LONG),
+        pytest.param("leave", False, {}, id="leave"),
         pytest.param("kill", False, {"transport": "distributed"}, id="kill-gloo"),
         pytest.param("kill", True, {"transport": "distributed"}, id="kill-gloo-every", marks=LONG),
         pytest.param("kill", False, {"transport": "tcp"}, id="kill-own"),
@@ -73,9 +75,13 @@ def test_trap_11_the_others_end_and_name_the_rank_that_fell(
             assert end["seconds"][str(rank)] < SECONDS, about
             assert f"rank {victim} " in log, about
             if how in FALLEN:
-                assert re.search(rf"rank {rank} stops: rank {victim} was lost, last seen .*{FALLEN[how]}", log), about
+                lost = rf"rank {rank} stops: rank {victim} was lost, last seen at \d*{case['op']}\d*: {FALLEN[how]}"
+                assert re.search(lost, log), about
+            if how == "leave":
+                left = rf"rank {victim} has exited: its program ended while rank \d waits for .+ from rank {victim}"
+                assert re.search(f"rank {rank} stops: {left}", log), about
             if how == "raise":
                 assert "the loss is not a number" in log, about
                 assert case["op"] in log, about
-        if how == "raise":
-            assert end["status"][str(victim)] == 1, case["name"]
+        if how in ("raise", "leave"):
+            assert end["status"][str(victim)] == (how == "raise"), case["name"]

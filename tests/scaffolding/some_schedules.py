@@ -21,9 +21,9 @@ NAMES = names()
 
 
 @st.composite
-def generated(draw: st.DrawFn, max_ranks: int = 8, max_microbatches: int = 32) -> Schedule:
-    """A schedule from any generator, with any numbers that it allows."""
-    entry = draw(st.sampled_from(generators()))
+def generated(draw: st.DrawFn, max_ranks: int = 8, max_microbatches: int = 32, name: str | None = None) -> Schedule:
+    """A schedule from any generator, or the named one, with any numbers that it allows."""
+    entry = draw(st.sampled_from([each for each in generators() if name in (None, each.name)]))
     numbers = Numbers(
         draw(st.integers(1, max_ranks)),
         draw(st.integers(1, max_microbatches)),

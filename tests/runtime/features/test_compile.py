@@ -19,7 +19,7 @@ from distributed.jobs import train, train_here
 from penstock.errors import ArgumentError
 from penstock.runtime.features.compiled import notes_of
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
-from scaffolding.models import CASES, Case, gpt
+from scaffolding.models import CASES, TRANSFORMERS, Case, gpt
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch, mlp
@@ -358,6 +358,22 @@ def test_inductor_is_close_and_draws_the_same_masks(schedule: str) -> None:
     report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).check()
     assert not report.exact  # other masks would differ by far more than rounding
     assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_inductor_leaves_most_of_a_transformer_to_w(name: str) -> None:
+    """Another backend, in the short tests: `test_most_of_a_transformer_waits` of `test_compiled_products.py`."""
+    case = TRANSFORMERS[name]()
+    assert isinstance(case.model, nn.Module)
+    kwargs = {key: value for key, value in case.kwargs.items() if key != "attention_mask"}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": "zb-h1", "compile": True}
+    with penstock.pipeline(case.model, case.args, kwargs, loss_fn=case.loss, **options) as pipe:
+        pipe.step(*case.args, **kwargs)
+        assert len(pipe.split_share) == 2
+        assert min(pipe.split_share.values()) > 0.8, pipe.split_share
 
 
 # -- what a forward keeps for its backward, beside compiled code -------------------------------------------------------
