@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.closures import Closure, apart
+from penstock._base.closures import Closure, apart
 
 
 def of_itself() -> Callable[[int], int]:

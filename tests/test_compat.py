@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from penstock import compat, compat_compiler
-from penstock.trees import flatten, unflatten
+from penstock._base import compat, compat_compiler
+from penstock._base.trees import flatten, unflatten
 
 
 class Pair(NamedTuple):

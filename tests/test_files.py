@@ -25,7 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fabric.made_runs import made_run, write_run
-from penstock import files
+from penstock._base import files
 from penstock.balance import MeasuredLink, Profile, Tied, UnitCost, read_profile
 from penstock.cli import app
 from penstock.costs import read_costs, read_links

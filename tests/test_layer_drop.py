@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 from penstock import pipeline
+from penstock._base.stages import ties
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
-from penstock.stages import ties
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from scaffolding.proofs import proven

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock import ArgumentError, owner
+from penstock import ArgumentError
+from penstock._base import owner
 
 REFUSED = (
     rf"^run: process \d+ on {socket.gethostname()}, started at 20[^;]* is writing to it; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.words import a, counted, in_ranges
+from penstock._base.words import a, counted, in_ranges
 
 
 @pytest.mark.parametrize(

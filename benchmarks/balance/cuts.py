@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import penstock
 from penstock import Profile
 from penstock.demo import model as demo
+from penstock.fabric.traffic.measure import stage_seconds
 from penstock.partition.measure import clock
-from penstock.traffic.measure import stage_seconds
 
 STAGES, ALL, FIRST = 4, 20, 8
 CHOOSING, JUDGING = 2, 4

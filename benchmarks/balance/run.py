@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from penstock.fabric.traffic.measure import stage_seconds
 from penstock.partition import Balance
-from penstock.traffic.measure import stage_seconds
 
 STAGES, ROUNDS = 4, 3
 BALANCES: tuple[Balance, ...] = ("parameters", "flops")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock.compat import run_backward
+from penstock._base.compat import run_backward
 from penstock.runtime.exact.rules import receive
 from penstock.schedule import Op
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from common.ranks import Step, gathered, transport_of
 from contest import DIM, MICROBATCHES, ROWS, Contest
 
-from penstock.stages import Link
+from penstock._base.stages import Link
 
 MESSAGES = 2000
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import penstock
-from penstock.stages import Link
+from penstock._base.stages import Link
 
 LAYERS = 8
 HEADS = 4

@@ -6,9 +6,12 @@ load torch.
 
 from __future__ import annotations
 
-from penstock.lazy import TYPE_CHECKING, face
+from penstock._base.lazy import TYPE_CHECKING, face
 
 if TYPE_CHECKING:
+    from penstock._base.marks import current_microbatch as current_microbatch
+    from penstock._base.marks import current_stage as current_stage
+    from penstock._base.marks import cut as cut
     from penstock.balance.profile import Profile as Profile
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
@@ -23,9 +26,6 @@ if TYPE_CHECKING:
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import ShapeError as ShapeError
     from penstock.errors import VerificationError as VerificationError
-    from penstock.marks import current_microbatch as current_microbatch
-    from penstock.marks import current_stage as current_stage
-    from penstock.marks import cut as cut
     from penstock.pipe.build import pipeline as pipeline
     from penstock.pipe.inspection import Inspection as Inspection
     from penstock.pipe.inspection import inspect as inspect
@@ -46,9 +46,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Pipeline": "pipe.pipeline",
     "pipeline": "pipe.build",
-    "cut": "marks",
-    "current_microbatch": "marks",
-    "current_stage": "marks",
+    "cut": "_base.marks",
+    "current_microbatch": "_base.marks",
+    "current_stage": "_base.marks",
     "ArgumentError": "errors",
     "CheckpointError": "errors",
     "ClosedError": "errors",

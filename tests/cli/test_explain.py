@@ -13,7 +13,7 @@ import pytest
 from command_line import as_json, output, refusal
 from rich.console import Console
 
-from penstock import files
+from penstock._base import files
 from penstock.balance import Profile, UnitCost
 from penstock.cli.explain import show
 from penstock.errors import ArgumentError

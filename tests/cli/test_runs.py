@@ -9,7 +9,7 @@ import pytest
 from command_line import as_json, output, refusal
 from test_top import STATE
 
-from penstock.files import write_whole
+from penstock._base.files import write_whole
 from penstock.runs import StepRecord
 from penstock.runs.folder import append_lines
 from scaffolding.run_folders import about, says

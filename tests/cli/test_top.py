@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.files import write_whole
+from penstock._base.files import write_whole
 from penstock.runs import RankState, StepRecord
 from penstock.runs.health import health
 from penstock.runs.progress import Progress, in_time

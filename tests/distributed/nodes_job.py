@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
-from penstock.process import Process
+from penstock._base.process import Process
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -127,8 +127,8 @@ def test_a_trace_beyond_the_limit_is_read_without_its_operations(
     small = tmp_path / "small.json"
     small.write_text(json.dumps(given | {"traceEvents": many}))
     expected = read_run([small])
-    monkeypatch.setattr("penstock.files.MAX_BYTES", len(text) // 4)
-    monkeypatch.setattr("penstock.files._THINNED_BYTES", 1 << 12)
+    monkeypatch.setattr("penstock._base.files.MAX_BYTES", len(text) // 4)
+    monkeypatch.setattr("penstock._base.files._THINNED_BYTES", 1 << 12)
     assert read_run([file]) == expected
     with pytest.raises(ArgumentError, match="more than 0 MiB, the limit for such a file; of a trace, keep only"):
         read_run([file], pattern="(?P<op>fwd|bwd)-(?P<microbatch>[0-9]+)")

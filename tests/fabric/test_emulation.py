@@ -21,7 +21,7 @@ import pytest
 from host_processes import Seen, kill_rank, processes
 from typer.testing import CliRunner
 
-from penstock import owner
+from penstock._base import owner
 from penstock.cli import app
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.algorithms import algorithms

@@ -21,7 +21,7 @@ pytest.importorskip("numba")
 
 from switch_by_hand import Given, Network, Taken
 
-from penstock.compiled import folder
+from penstock._base.compiled import folder
 from penstock.network.model import CORRUPT, LOST, TWICE, Draws
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns, heap, loop

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.stages import MODEL_INPUT
+from penstock._base.trees import flatten, map_tensors
 from penstock.partition import Partition, default_kwargs
-from penstock.stages import MODEL_INPUT
-from penstock.trees import flatten, map_tensors
 from scaffolding.models import Case
 
 

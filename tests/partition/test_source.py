@@ -5,7 +5,8 @@ import torch
 from chained import NoStreams
 from torch import nn
 
-from penstock import compat, demo, trees
+from penstock import demo
+from penstock._base import compat, trees
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner, source
 from penstock.partition.recorder import recorder

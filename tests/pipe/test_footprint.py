@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock._base.stages import TensorMeta
+from penstock._base.trees import flatten, map_tensors
 from penstock.partition import NoStreams, Partition, Partitioner
 from penstock.partition.measure.footprint import Footprint, footprint
-from penstock.trees import flatten, map_tensors
 from scaffolding import models
 
 
@@ -50,7 +51,7 @@ def saved(partition: Partition, case: models.Case) -> Iterator[int]:
 
 def test_a_linear_layer_by_hand() -> None:
     """It keeps its input; its backward has all gradients at once, its parameters' until they are added to `.grad`."""
-    meta = penstock.stages.TensorMeta((5, 3), (3, 1), "float32", True)
+    meta = TensorMeta((5, 3), (3, 1), "float32", True)
     found = footprint(nn.Sequential(nn.Linear(3, 7), Listed()), [meta])
     assert found == Footprint(4 * 5 * 3, 4 * (5 * 7 + 5 * 3 + 7 * 3 + 7), inputs=(4 * 5 * 3,), outputs=(0,))
 
@@ -66,7 +67,7 @@ class Branches(nn.Module):
 
 
 def test_a_stage_that_does_not_run_on_fake_tensors_has_no_footprint() -> None:
-    assert footprint(Branches(), [penstock.stages.TensorMeta((5, 3), (3, 1), "float32", True)]) is None
+    assert footprint(Branches(), [TensorMeta((5, 3), (3, 1), "float32", True)]) is None
 
 
 def test_ranks_add_up_their_stages() -> None:

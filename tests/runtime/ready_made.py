@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from penstock._base.stages import MODEL_INPUT, Input, Output, StageMeta, TensorMeta
 from penstock.partition import RandomSource
-from penstock.stages import MODEL_INPUT, Input, Output, StageMeta, TensorMeta
 
 
 class Returns(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import pipeline
-from penstock.compat import FakeTensor
+from penstock._base.compat import FakeTensor
 from penstock.schedule import kept
 from scaffolding.models import squared_error
 from scaffolding.small import batch

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.files import write_whole
+from penstock._base.files import write_whole
 from penstock.runs import About, RankState, StepRecord
 from penstock.runs.folder import append_lines
 from penstock.schedule import generate

@@ -154,5 +154,5 @@ def test_the_pure_core_never_loads_torch() -> None:
 
 def test_schedules_need_the_standard_library_only() -> None:
     assert "numpy" not in loaded_by(
-        "penstock.schedule", "penstock.simulate.costs", "penstock.schedule.timeline", "penstock.stages"
+        "penstock.schedule", "penstock.simulate.costs", "penstock.schedule.timeline", "penstock._base.stages"
     )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from penstock._base.stages import StageMeta
 from penstock.errors import ArgumentError
 from penstock.schedule import (
     Action,
@@ -24,7 +25,6 @@ from penstock.schedule import (
 )
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training, order_of
 from penstock.schedule.sharding import SHARDING
-from penstock.stages import StageMeta
 from scaffolding.some_schedules import arbitrary, generated
 
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from starlette.testclient import TestClient
 
-from penstock import files
+from penstock._base import files
 from penstock.cli.runs import summaries
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto

@@ -12,9 +12,9 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from penstock._base.files import write_whole
 from penstock.balance import Profile, UnitCost
 from penstock.cli import app
-from penstock.files import write_whole
 from penstock.report import write_perfetto
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate

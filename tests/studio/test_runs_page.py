@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from penstock._base.files import write_whole
 from penstock.errors import ArgumentError
 from penstock.explain import explain, read_run
-from penstock.files import write_whole
 from penstock.report import write_perfetto
 from penstock.runs import RankState, StepRecord
 from penstock.schedule import generate, write_csv

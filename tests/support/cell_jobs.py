@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.gradients import gradient_dtype
+from penstock._base.gradients import gradient_dtype
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from support.features import BY_NAME, FAMILIES, Cell

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from penstock._base.stages import Link
 from penstock.errors import ShapeError
 from penstock.runtime.transport import Agreement, Endpoint, from_bytes, to_bytes
 from penstock.runtime.transport.local import LocalChannel, LocalHub, LocalTransport
-from penstock.stages import Link
 from penstock.testing import check_factory, check_transport
 from penstock.testing.transport_scripts import scripts_for
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset
+from penstock.fabric.traffic import from_model, layers, pipeline
 from penstock.fabric.workload import Workload
 from penstock.schedule import Op, generate
-from penstock.traffic import from_model, layers, pipeline
 from scaffolding import models
 from scaffolding.representatives import representatives
 

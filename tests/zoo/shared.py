@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import penstock
+from penstock._base.trees import flatten
 from penstock.partition import partitioner
 from penstock.partition.stages.partition import describe
 from penstock.partition.units.chain import Chain
@@ -15,7 +16,6 @@ from penstock.proof import verify as verification
 from penstock.proof.twins import twins
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.schedule import Schedule
-from penstock.trees import flatten
 from scaffolding.models import Case
 
 

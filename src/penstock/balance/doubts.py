@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from penstock._base.words import counted
 from penstock.balance.profile import Profile
-from penstock.words import counted
 
 BUSY = 0.25
 """Times that spread by more than this part of their median were not measured on a quiet machine."""

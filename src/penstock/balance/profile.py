@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, Protocol
 
+from penstock._base.files import STRICT, quoted, read_json, validate, write_json
+from penstock._base.words import shortened
 from penstock.errors import ArgumentError
-from penstock.files import STRICT, quoted, read_json, validate, write_json
 from penstock.hardware import Operation
-from penstock.words import shortened
 
 VERSION = 1
 """Of the JSON. A file of another version is refused."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.trees import leaf_tensors
+from penstock._base.words import counted, shortened
 from penstock.blame.data import batch_of
 from penstock.blame.finding import Finding
 from penstock.blame.names import Noted, Part
@@ -24,8 +26,6 @@ from penstock.proof.first_difference import (
     usual_factors,
 )
 from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
-from penstock.trees import leaf_tensors
-from penstock.words import counted, shortened
 
 NOT_ZEROED = "gradients were not set to zero: those of the step before are in it"
 STALE = "the receive buffer is stale"

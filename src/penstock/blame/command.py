@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock._base.words import counted
 from penstock.blame.finding import Blame
 from penstock.blame.judge import judge
 from penstock.blame.names import read
@@ -22,7 +23,6 @@ from penstock.launch.agent import kill_left
 from penstock.launch.processes import QUIET, supervise
 from penstock.launch.target import Target
 from penstock.partition.units.chain import as_module
-from penstock.words import counted
 
 TIMEOUT_SECONDS = 300.0
 _MODULES = {"torchrun": "torch.distributed.run", "penstock": "penstock"}

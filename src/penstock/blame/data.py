@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.trees import leaf_tensors
 from penstock.blame.finding import Finding
 from penstock.blame.names import Part, digest
 from penstock.blame.replay import Data
 from penstock.errors import ArgumentError
 from penstock.launch.target import Target
 from penstock.proof.trail import FORWARD
-from penstock.trees import leaf_tensors
 
 
 def batch_of(given: Target, step: int) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:

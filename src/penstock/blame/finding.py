@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from penstock._base.words import counted
 from penstock.schedule.timeline import Timeline
-from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from penstock._base.words import shortened
 from penstock.blame.causes import Causes
 from penstock.blame.data import batch_of, data_of
 from penstock.blame.finding import Blame, Finding
@@ -28,7 +29,6 @@ from penstock.proof.first_difference import in_reference
 from penstock.proof.trail import Trail
 from penstock.schedule import Action, Op, Row
 from penstock.schedule.timeline import Timeline, Times
-from penstock.words import shortened
 
 
 def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.proof.comparison import compare
 from penstock.proof.term_sizes import TermSizes
 from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
-from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
 
 SCALE = 1e-3
 """How far the scales of two microbatches' losses may be apart."""

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.words import shortened
 from penstock.blame.finding import Finding
 from penstock.blame.names import Noted, Part
 from penstock.blame.replay import Replay, scale_of
 from penstock.launch.target import Target
 from penstock.proof.comparison import compare
-from penstock.words import shortened
 
 _ALIKE = 1e-4
 

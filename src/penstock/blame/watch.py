@@ -21,10 +21,10 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from penstock.compat import in_backward
+from penstock._base.compat import in_backward
+from penstock._base.trees import leaf_tensors
 from penstock.partition.values.memory import same_bits
 from penstock.proof.trail import FORWARD, Place, Trail
-from penstock.trees import leaf_tensors
 
 FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
 """Of the environment: where ranks leave what they saw, and of how many steps."""

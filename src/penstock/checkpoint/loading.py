@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock._base.words import counted
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import on_first, together
 from penstock.checkpoint.averages import Divided
@@ -31,7 +32,6 @@ from penstock.checkpoint.saving import finish
 from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
-from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)

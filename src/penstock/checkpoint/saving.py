@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from penstock import owner
+from penstock._base import owner
 from penstock.checkpoint import folders, storage
 from penstock.checkpoint.all_or_none import OWN_PART, attempt, in_words, on_first, together
 from penstock.checkpoint.averages import Divided, check_shared

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.files import MAX_VALUES, quoted
+from penstock._base.files import MAX_VALUES, quoted
 
 _METADATA = (
     "Metadata TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING ChunkStorageMetadata BytesStorageMetadata "

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
+from penstock._base.second_names import of_peer
+from penstock._base.words import printable
 from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
 from penstock.cli._child import calls_a_target, in_child
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
 from penstock.launch.endings import stopped_by
-from penstock.second_names import of_peer
-from penstock.words import printable
 
 VERBS = (
     *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),

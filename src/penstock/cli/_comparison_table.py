@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from penstock._base.words import counted
 from penstock.report.text import table
-from penstock.words import counted
 
 LONG_TABLE = 24
 """In a table with more rows than this, equal ones are folded by module."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from penstock._base.files import write_json
 from penstock.cli._options import Json, option
 from penstock.errors import ArgumentError
-from penstock.files import write_json
 
 if TYPE_CHECKING:
     from penstock.fabric.samples import Run

@@ -10,10 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+from penstock._base.files import read_text
+from penstock._base.words import counted
 from penstock.cli._as_typed import in_options
 from penstock.cli._options import CUT, USUAL, options_on
 from penstock.errors import ArgumentError, ScheduleError, check_counts
-from penstock.files import read_text
 from penstock.schedule import (
     MICROBATCHES,
     Generator,
@@ -26,7 +27,6 @@ from penstock.schedule import (
 )
 from penstock.schedule.check import require_legal
 from penstock.schedule.generators import Numbers
-from penstock.words import counted
 
 ALL = "all"
 """Instead of a name: every schedule that the numbers allow."""

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock._base.words import sized
 from penstock.costs import Outcome
 from penstock.report.text import print_unbroken, table
 from penstock.simulate import Cause
 from penstock.simulate.figures import WORK, chunks, title
-from penstock.words import sized
 
 Written = Callable[[float], str]
 """Writes numbers of one table alike."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._outcome import format_of
 from penstock.report.text import pairs, print_unbroken, table
 from penstock.simulate import Cause
-from penstock.words import counted, in_ranges, sized
 
 if TYPE_CHECKING:
     from penstock.plan import Choice, Cluster, Lost, Plan, Planned

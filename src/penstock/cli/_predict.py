@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock._base.words import counted
 from penstock.cli._options import Json, option
 from penstock.errors import ArgumentError
 from penstock.fabric.steps import Collective
@@ -19,7 +20,6 @@ from penstock.fabric.units import size_text, sizes_of
 from penstock.fabric.views.facts import rate_of
 from penstock.fabric.views.numbers import digits, seconds
 from penstock.report.text import table
-from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.fabric.forecast import Fitted, Forecast

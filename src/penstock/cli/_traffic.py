@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from penstock._base.words import counted
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError, check_counts
@@ -14,7 +15,6 @@ from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_of, sizes_of
 from penstock.fabric.workload import BYTES, Workload, dtype_of, op_of
-from penstock.words import counted
 
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
@@ -130,9 +130,9 @@ class TrafficOptions:
                 raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")
 
     def _of_model(self, target: str, hosts: int) -> Workload:
+        from penstock._base.trees import unflatten
+        from penstock.fabric.traffic import from_model
         from penstock.runtime.batch.cutting import Cutting
-        from penstock.traffic import from_model
-        from penstock.trees import unflatten
 
         ranks = self._ranks(hosts)
         compute = self._compute()

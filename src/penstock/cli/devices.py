@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock._base.words import sized
 from penstock.cli._options import option
 from penstock.report.text import print_unbroken, table
-from penstock.words import sized
 
 if TYPE_CHECKING:
     from penstock.hardware import Cable, Device

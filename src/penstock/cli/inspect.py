@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import Json, option, spread
 from penstock.cli._target import Microbatches, SplitOptions, TargetName, loaded
 from penstock.report.text import table
 from penstock.schedule import generator
-from penstock.words import counted, in_ranges, sized
 
 if TYPE_CHECKING:
     from penstock.pipe.inspection import Crossing, Inspection, StageFound

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from penstock._base.files import write_text
 from penstock.cli._options import option, output_option, spread
 from penstock.cli.explain import PredictionOptions, folder_of
-from penstock.files import write_text
 
 EPILOG = """\
 The page is one file without references: send it, or open it from disk. What it says of idle time and of changes is \

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.text import Text
 
+from penstock._base.files import write_text
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import Json, output_option, spread
@@ -20,7 +21,6 @@ from penstock.cli._outcome import format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, slots
 from penstock.costs import Outcome, with_one_model
 from penstock.errors import ArgumentError
-from penstock.files import write_text
 from penstock.report.svg import WIDTH, panel_of, unit_of
 from penstock.report.svg import svg as draw
 from penstock.schedule import Schedule, add_communication

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from rich.console import Console
 
+from penstock._base.words import counted
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import Json, output_option, spread
@@ -21,7 +22,6 @@ from penstock.report import write_perfetto
 from penstock.report.text import pairs, print_unbroken, table
 from penstock.schedule import Schedule
 from penstock.simulate.figures import chunks
-from penstock.words import counted
 
 EPILOG = f"""\
 Costs are for one microbatch on one stage. With --schedule all they are for one rank instead, divided evenly among its \

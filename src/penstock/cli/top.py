@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import Json, option, spread
 from penstock.report.text import print_unbroken, table
-from penstock.words import counted, in_ranges, sized
 
 if TYPE_CHECKING:
     from penstock.runs import RankState, RunRead

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 
+from penstock._base.files import finite
+from penstock._base.words import counted
 from penstock.cli._comparison_table import show
 from penstock.cli._options import CUT, USUAL_OF_BATCH, Json, option, output_option, spread
 from penstock.cli._order import ALL, weigh
@@ -27,11 +29,9 @@ from penstock.errors import (
     VerificationError,
     check_counts,
 )
-from penstock.files import finite
 from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
 from penstock.schedule.generators import Numbers
-from penstock.words import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -223,8 +223,8 @@ def _mesh(case: Case, given: Target) -> DeviceMesh:
 
 def _part(given: Target, replicas: int, replica: int) -> Microbatch:
     """A replica's part of the batch, cut by the same rule as a pipeline cuts its batch."""
+    from penstock._base.trees import unflatten
     from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
-    from penstock.trees import unflatten
 
     cutting = Cutting.of(given.cutting.get("batch_dims"), given.cutting.get("split"))
     batch = cutting.divide(Batch(given.args, given.kwargs, given.target), replicas, "batch", 1)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
 from typing import Any
 
+from penstock._base.words import counted
 from penstock.costs.links import MeasuredLinks
 from penstock.costs.units import UnitsToCut
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import OF_MICROBATCH, LinkCost, OfStage, StageCost, divided, each_of
-from penstock.words import counted
 
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
 """The options for how long a stage works, and the ops they stand for."""

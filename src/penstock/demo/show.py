@@ -13,9 +13,9 @@ from statistics import fmean, median
 from rich.console import Console
 from rich.markup import escape
 
+from penstock._base.process import cores
 from penstock.demo.model import VOCABULARY
 from penstock.demo.settings import Settings
-from penstock.process import cores
 from penstock.runs.folder import STEPS
 from penstock.schedule import Op, Schedule, generators
 from penstock.schedule.timeline import Timeline

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.explain.case import Case
 from penstock.explain.factors import Factors
@@ -17,7 +18,6 @@ from penstock.explain.predicted import Predicted
 from penstock.explain.schedules import Idea, Price, another, other_schedules, twice_the_microbatches
 from penstock.explain.stragglers import slow_ranks
 from penstock.simulate.columns import COMPUTE, Floats
-from penstock.words import counted
 
 _WORDS = {"F": "forwards", "B": "backwards", "I": "input gradients", "W": "weight gradients"}
 LEAST_GAIN = 0.005

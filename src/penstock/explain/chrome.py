@@ -11,10 +11,10 @@ from itertools import groupby
 from re import Pattern
 from typing import Any
 
+from penstock._base.files import quoted
 from penstock.errors import ArgumentError
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import Named, read_name
-from penstock.files import quoted
 from penstock.report.perfetto import STAGES_SAID_BY
 from penstock.schedule import Action, Op
 

@@ -9,12 +9,12 @@ from functools import cache
 from itertools import zip_longest
 from typing import Any
 
+from penstock._base.files import MAX_QUOTED, parse_csv, quoted
+from penstock._base.words import line_of
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import field_named, numbers_of, read_name
-from penstock.files import MAX_QUOTED, parse_csv, quoted
 from penstock.schedule import Action, Op
-from penstock.words import line_of
 
 _OP = ("op", "name", "type", "event", "action")
 _TIME = re.compile(

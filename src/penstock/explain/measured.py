@@ -10,6 +10,7 @@ from itertools import islice
 
 import numpy as np
 
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.explain.clocks import Messages, shifts, tolerance_of
 from penstock.explain.event import Event, Recording
@@ -18,7 +19,6 @@ from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import Numbers, generators
 from penstock.schedule.timeline import Timeline, refuse_far_numbers
 from penstock.simulate.columns import Columns, Floats
-from penstock.words import counted
 
 _MAX_PROCESSES = 10_000
 _MAX_TRIED = 200_000

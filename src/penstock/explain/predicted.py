@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock._base.words import counted
 from penstock.balance import Profile, UnitCost, best_starts
 from penstock.errors import ArgumentError
 from penstock.explain.schedules import Price
@@ -15,7 +16,6 @@ from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
 from penstock.simulate.columns import Floats
-from penstock.words import counted
 
 _LEAST = 1e-12
 _ALIKE = 1.5

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from penstock._base.files import quoted, read_json, read_text
 from penstock.errors import ArgumentError
 from penstock.explain.chrome import IN_TURNS, read_chrome, without_operations
 from penstock.explain.columns import read_columns, read_lists
 from penstock.explain.event import Event, Recording, numbered
 from penstock.explain.names import OPS, own_pattern
-from penstock.files import quoted, read_json, read_text
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.explain.factors import SLOW, Factors, factors_of
 from penstock.explain.measured import Run, Step
 from penstock.explain.traced import Traced, traced
 from penstock.schedule import Op
 from penstock.simulate.job import Slowdowns, balanced, slowdowns, usual
-from penstock.words import counted
 
 _MAX_SIMULATED = 5_000_000
 """Actions that are simulated to tell slowdowns, at most."""

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock._base.files import replacing, write_json
 from penstock.errors import ArgumentError
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
-from penstock.files import replacing, write_json
 
 VERSION = "0.0.4"
 

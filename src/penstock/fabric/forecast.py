@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import generate
 from penstock.fabric.algorithms.volume import is_even
@@ -28,7 +29,6 @@ from penstock.fabric.statistics import fewest
 from penstock.fabric.terms import Terms, busbw_factor, closed_form, known_algorithms
 from penstock.fabric.times import iterations_of, rate_key
 from penstock.schedule.placement import MAX_RANKS
-from penstock.words import counted
 
 FEWEST_SIZES = 3
 """With fewer sizes of a collective, the residuals of a fit mean nothing."""

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
+from penstock._base.files import STRICT
 from penstock.fabric.workload import MAX_SECONDS, Workload
-from penstock.files import STRICT
 from penstock.network import MAX_HOSTS
 from penstock.network.director import Happened
 

@@ -21,11 +21,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock._base.files import MAX_QUOTED, MAX_VALUES, quoted, read_bytes, read_json, validate
+from penstock._base.words import all_printable, line_of
 from penstock.errors import ArgumentError
 from penstock.fabric.ports import topology_of
 from penstock.fabric.record_file import RecordFile
-from penstock.files import MAX_QUOTED, MAX_VALUES, quoted, read_bytes, read_json, validate
-from penstock.words import all_printable, line_of
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, get_args
 
+from penstock._base.files import STRICT, validate
 from penstock.errors import ArgumentError
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text
-from penstock.files import STRICT, validate
 
 BYTES = {
     "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,

@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock._base.files import STRICT
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
-from penstock.files import STRICT
 from penstock.hardware.specs import Device
-from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from penstock._base.files import quoted
 from penstock.errors import ArgumentError, require
-from penstock.files import quoted
 from penstock.pipe.result import StepResult
 
 

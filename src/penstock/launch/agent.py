@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from penstock._base.process import environments
 from penstock.launch.endings import FAILURES, RankFailure
-from penstock.process import environments
 
 AGENT_SECONDS = 4
 """What the agent gives the ranks to end after a signal or a failure, before it kills them."""

@@ -20,11 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from penstock._base.process import cores
 from penstock.errors import ArgumentError, check_counts
 from penstock.launch.agent import TAG, agent_command, kill_left, left
 from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, write_failure_to_runs
 from penstock.launch.user import User
-from penstock.process import cores
 
 VERIFY = "PENSTOCK_VERIFY"
 """Of the environment: set if pipelines are to be verified in their first step."""

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock._base.files import parse_csv, quoted, read_text
 from penstock.errors import ArgumentError
-from penstock.files import parse_csv, quoted, read_text
 from penstock.network import quantities as q
 
 FRAME_BYTES = 1514

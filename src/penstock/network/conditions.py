@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from penstock._base.process import cores
 from penstock.network.keeper import tool
-from penstock.process import cores
 
 _IPV4 = Path("/proc/sys/net/ipv4")
 _SIOCGIFMTU, _SIOCETHTOOL = 0x8921, 0x8946

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock._base.files import read_toml
+from penstock._base.words import line_of
 from penstock.errors import ArgumentError
-from penstock.files import read_toml
 from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
-from penstock.words import line_of
 
 _MAX_MESSAGE = 300
 KEYS = ("at", "host", "link", "gone", "background", "for")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._base.words import counted
 from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
@@ -25,7 +26,6 @@ from penstock.partition.measure.units import units_held
 from penstock.partition.recording.recording import Recording
 from penstock.plan.stage_costs import crossing_seconds, priced, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost, StageCost
-from penstock.words import counted
 
 LEAST_WORK = 500_000_000
 """Models whose microbatch is less work than this (see `work_of`; 5 to 20 ms on a core) are not measured: their stages

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.compat import autocast_kinds, autocast_state
+from penstock._base.marks import computing
+from penstock._base.trees import Flat, flatten, unflatten
 from penstock.balance import Profile
-from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError, check_counts
-from penstock.marks import computing
 from penstock.partition.cut.balance import candidates, cut_at
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
@@ -36,7 +37,6 @@ from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Grain, find_units, public_name, refuse_compiled, refuse_lazy
 from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.objects import input_path
-from penstock.trees import Flat, flatten, unflatten
 
 Division = tuple[Decision, Opening]
 """Where a model is cut, and which modules are opened for it."""

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from penstock._base.words import counted
 from penstock.partition.cut.balance import candidates
 from penstock.partition.obstacle import ELSEWHERE, OUTSIDE, Obstacle
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.units import has_forward
-from penstock.words import counted
 
 TRIALS = 12
 """The most times that a model is re-recorded."""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.second_names import OF_PIPELINE, also
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, PartitionError, check_counts, warn
 from penstock.launch.processes import VERIFY
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
@@ -49,9 +51,7 @@ from penstock.runtime.step.example import is_whole, shared
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
-from penstock.second_names import OF_PIPELINE, also
 from penstock.simulate import LinkCost
-from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.plan import Plan

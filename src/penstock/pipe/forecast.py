@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock._base.gradients import gradient_bytes
+from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
 from penstock.balance import OPTIMIZER_VALUES
-from penstock.gradients import gradient_bytes
 from penstock.partition import Partition
 from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.values.memory import meta_bytes
@@ -25,7 +26,6 @@ from penstock.runs.reading import Predicted
 from penstock.schedule import Schedule, drop_backward
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, memory, simulate
-from penstock.stages import MODEL_INPUT, StageMeta, needs_backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.gradients import checked_dtype, gradient_bytes
+from penstock._base.second_names import OF_PIPELINE, also
+from penstock._base.stages import MODEL_INPUT, gradient_routes, ties
+from penstock._base.trees import leaf_tensors
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, PenstockError, check_counts
-from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
 from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.units.chain import as_module
@@ -35,11 +39,7 @@ from penstock.runtime.model.overlaps import refuse_overlaps
 from penstock.runtime.processes.world import World
 from penstock.schedule import Schedule, generator
 from penstock.schedule.lowering import order_of
-from penstock.second_names import OF_PIPELINE, also
 from penstock.simulate import LinkCost
-from penstock.stages import MODEL_INPUT, gradient_routes, ties
-from penstock.trees import leaf_tensors
-from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock._base.stages import Link
 from penstock.balance import MeasuredLink
 from penstock.partition.measure.clock import settle
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.transports import TransportChoice, transport_of
 from penstock.runtime.transport.protocol import Channel, Transport
-from penstock.stages import Link
 
 UNCOUNTED, COUNTED = 3, 12
 """The trips of each size. The first one agrees on layouts."""

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from penstock._base.second_names import nearest
+from penstock._base.stages import StageMeta
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import public_name
@@ -31,9 +34,6 @@ from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.step.outputs import Wanted
 from penstock.schedule import check, summary
-from penstock.second_names import nearest
-from penstock.stages import StageMeta
-from penstock.words import counted
 
 
 class Pipeline:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._base.words import counted
 from penstock.balance import first_difference
 from penstock.errors import ArgumentError, PlanError, warn
 from penstock.partition.measure.costs import identity
@@ -17,7 +18,6 @@ from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
 from penstock.plan.plan import VARIABLE, MadeFor
 from penstock.runtime.processes.world import World
-from penstock.words import counted
 
 USUAL: Mapping[str, Any] = {
     "schedule": "1f1b",

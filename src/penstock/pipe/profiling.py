@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.trees import Flat, map_tensors, unflatten
 from penstock.balance import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
 from penstock.errors import ArgumentError, check_counts, check_seconds
 from penstock.hardware import Device, Efficiency
@@ -32,7 +33,6 @@ from penstock.runtime.execute.control import Control
 from penstock.runtime.processes.world import World, device_named, device_of, join
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.schedule import generate
-from penstock.trees import Flat, map_tensors, unflatten
 
 USUAL_MESSAGE_BYTES = 2**20
 """Of messages by which links are measured, for a model that cannot be cut."""

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock._base.files import write_whole
 from penstock.errors import warn
-from penstock.files import write_whole
 from penstock.launch.endings import register_run
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import passed

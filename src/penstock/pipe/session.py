@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from penstock import owner
+from penstock._base import owner
 from penstock.errors import ArgumentError, ClosedError
 from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options

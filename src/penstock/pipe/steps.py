@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock._base.marks import computing
+from penstock._base.trees import unflatten
 from penstock.errors import ArgumentError, warn
 from penstock.launch.step_file import announcer
-from penstock.marks import computing
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
@@ -40,7 +41,6 @@ from penstock.runtime.step.shared_loss import LossParts, share_loss
 from penstock.runtime.step.shared_timeline import share_timeline
 from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
-from penstock.trees import unflatten
 
 
 class _Prepared(NamedTuple):

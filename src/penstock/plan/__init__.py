@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazy import face
+from penstock._base.lazy import face
 
 if TYPE_CHECKING:
     from penstock.plan.choice import Choice as Choice

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock._base.files import STRICT
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, check_counts
-from penstock.files import STRICT
 from penstock.plan.cluster import Cluster
 from penstock.plan.sizes import Sizes
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Generator, Numbers
-from penstock.words import counted
 
 _NEAR = 3
 """How many combinations are named that work instead of the one that was asked for."""

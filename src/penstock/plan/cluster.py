@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, check_seconds
 from penstock.simulate.costs import NO_COST, LinkCost
-from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)

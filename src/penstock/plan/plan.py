@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from penstock._base.files import STRICT, quoted, read_json, validate, write_json
+from penstock._base.words import shortened
 from penstock.balance import Profile
 from penstock.errors import ArgumentError, ScheduleError
-from penstock.files import STRICT, quoted, read_json, validate, write_json
 from penstock.plan.choice import Choice
 from penstock.schedule import Schedule
-from penstock.words import shortened
 
 VERSION = 2
 """Of the file. Others are refused."""

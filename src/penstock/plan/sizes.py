@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock._base.words import counted
 from penstock.balance import SPLIT_SECONDS, Profile, UnitCost
 from penstock.errors import ArgumentError
-from penstock.words import counted
 
 GROWING = (
     "forward_seconds",

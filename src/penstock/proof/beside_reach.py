@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.closures import EMPTY, contents
+from penstock._base.closures import EMPTY, contents
 from penstock.partition.state.library import is_library
 from penstock.partition.state.reach import Holder, Reach
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.trees import leaf_tensors
 from penstock.proof.comparison import Comparison, Difference, compare
 from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
-from penstock.trees import leaf_tensors
 
 Named = Mapping[str, Tensor]
 NONE: Named = {}

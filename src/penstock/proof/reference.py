@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.gradients import gradient_dtype
-from penstock.marks import NOW, computing
+from penstock._base.gradients import gradient_dtype
+from penstock._base.marks import NOW, computing
+from penstock._base.stages import needs_backward, ties
+from penstock._base.trees import flatten, leaf_tensors
 from penstock.partition.values.memory import same_bits
 from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
@@ -37,8 +39,6 @@ from penstock.runtime.model.state_dicts import evaluating
 from penstock.runtime.processes.world import World
 from penstock.runtime.split_backward.weight_gradients import adds_in_place
 from penstock.schedule import generate
-from penstock.stages import needs_backward, ties
-from penstock.trees import flatten, leaf_tensors
 
 IN_EVALUATION = " in evaluation"
 OWNER = "the unsplit model"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.trees import leaf_tensors
+from penstock._base.trees import leaf_tensors
 
 FORWARD = ("what enters {}", "what leaves {}", "what leaves {} when it runs again")
 BACKWARD = "the gradient that reaches {}"

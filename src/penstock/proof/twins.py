@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
+from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
+from penstock._base.words import a, in_a_line
 from penstock.errors import ArgumentError
 from penstock.partition.run.loan import generators
 from penstock.partition.units.chain import as_module
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
 from penstock.proof.beside_reach import held_by, reach_of
-from penstock.words import a, in_a_line
 
 _REMEDY = (
     "pass a function that makes the model in place of the model, penstock.verify(lambda: MyModel(...), ...); it may "

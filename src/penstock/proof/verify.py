@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.second_names import OF_PIPELINE, also, nearest
+from penstock._base.stages import ties
+from penstock._base.trees import leaf_tensors, map_tensors
 from penstock.errors import PartitionError
 from penstock.partition.chance.gate import Gate
 from penstock.pipe import verified
@@ -40,9 +43,6 @@ from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
 from penstock.schedule.lowering import order_of
-from penstock.second_names import OF_PIPELINE, also, nearest
-from penstock.stages import ties
-from penstock.trees import leaf_tensors, map_tensors
 
 STEPS = 3
 """The first step agrees on layouts, and its messages take a different path from all later ones. The second finds what

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock._base.marks import NOW, computing
+from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
+from penstock._base.words import shortened
 from penstock.errors import ArgumentError
-from penstock.marks import NOW, computing
 from penstock.partition.state.reach import Reach
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.comparison import WholeBatch
@@ -28,8 +30,6 @@ from penstock.runtime.batch.microbatches import Microbatches, split
 from penstock.runtime.loss.loss import Loss, Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
 from penstock.runtime.loss.of_torch import advice, padding
 from penstock.runtime.model.state_dicts import evaluating
-from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
-from penstock.words import shortened
 
 _WHOLE = Dims("batch", (("", None),))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.files import write_text
+from penstock._base.files import write_text
 from penstock.report.marks import chunks
 from penstock.report.said import said_of
 from penstock.schedule.action import OPS, Op

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
 
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
 from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Action, Schedule
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Timeline
-from penstock.words import counted
 
 Background = Literal["auto", "light", "dark"]
 """What a picture is made for; `auto` follows what the reader's system asks for."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock._base.words import counted
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.order import earliest_times
-from penstock.words import counted
 
 WORK = {
     Op.F: "runs the forward of",

@@ -25,7 +25,7 @@ The files, all text:
                         predicted.json what the schedule and the stages' bytes say, for ranks without such a device
     ranks/0.json        what process 0 does: written several times a second while it lives, and once at its end
     earlier/1/          what an earlier run left in this folder, if a new one began here
-    .owner.json         the process that writes here, while it does: see `penstock.owner`
+    .owner.json         the process that writes here, while it does: see `penstock._base.owner`
 
 Every file but steps.jsonl is replaced as a whole, so that no reader sees a half of one; a line of steps.jsonl that has
 no end yet is left out. A run that is resumed adds to its folder: of a step that ran twice, the last counts.
@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazy import face
+from penstock._base.lazy import face
 
 if TYPE_CHECKING:
     from penstock.runs.about import About as About

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from penstock._base.files import MAX_QUOTED, STRICT, quoted, validate
+from penstock._base.words import all_printable, printable
 from penstock.errors import ArgumentError
-from penstock.files import MAX_QUOTED, STRICT, quoted, validate
 from penstock.schedule import Placement
-from penstock.words import all_printable, printable
 
 FORMAT = "penstock run"
 VERSION = 1

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.files import remove_leftovers
+from penstock._base.files import remove_leftovers
 
 ABOUT = "run.json"
 PREDICTED = "predicted.json"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from penstock.process import lives
+from penstock._base.process import lives
 from penstock.runs.records import RankState
 
 Health = Literal["computes", "waits", "between steps", "ended", "interrupted", "failed", "silent", "gone"]

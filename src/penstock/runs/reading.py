@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock._base.files import MAX_BYTES, json_or_none, read_bytes, read_json, validate
 from penstock.errors import ArgumentError
-from penstock.files import MAX_BYTES, json_or_none, read_bytes, read_json, validate
 from penstock.runs.about import FORMAT, About
 from penstock.runs.folder import ABOUT, MEMORY, PREDICTED, PREDICTED_MEMORY, RANKS, STEPS, TIMELINES, numbered
 from penstock.runs.records import RankState, StepRecord

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock._base.files import MAX_QUOTED
+from penstock._base.words import in_a_line, line_of
 from penstock.errors import PenstockError
-from penstock.files import MAX_QUOTED
 from penstock.runs.about import About
 from penstock.runs.health import health
 from penstock.runs.progress import Progress
 from penstock.runs.reading import RunRead, read_run
 from penstock.runs.records import RankState, StepRecord
-from penstock.words import in_a_line, line_of
 
 State = Literal["training", "ended", "interrupted", "failed", "silent", "unknown"]
 

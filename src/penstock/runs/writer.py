@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock._base.files import read_json, read_text, remove_leftovers, write_whole
+from penstock._base.words import in_a_line
 from penstock.errors import ArgumentError
-from penstock.files import read_json, read_text, remove_leftovers, write_whole
 from penstock.runs.about import About
 from penstock.runs.folder import (
     ABOUT,
@@ -30,7 +31,6 @@ from penstock.runs.folder import (
     set_aside,
 )
 from penstock.runs.records import StepRecord
-from penstock.words import in_a_line
 
 BEAT_SECONDS = 0.25
 """From one look at what the process does to the next."""

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from penstock._base.stages import StageMeta
 from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings
-from penstock.stages import StageMeta
 
 
 class Stage(Protocol):

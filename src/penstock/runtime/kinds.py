@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from penstock._base.stages import StageMeta, traffic
 from penstock.runtime.front_end import Partition, Stage
-from penstock.stages import StageMeta, traffic
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import enum
 import re
 from dataclasses import dataclass
 
+from penstock._base.files import quoted
 from penstock.errors import ScheduleError
-from penstock.files import quoted
 
 
 class Op(enum.Enum):

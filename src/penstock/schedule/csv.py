@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, TextIO, TypeAlias, get_args
 
-from penstock import files
+from penstock._base import files
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, parse_item
 from penstock.schedule.communication import add_communication

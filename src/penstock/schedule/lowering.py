@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
+from penstock._base.second_names import schedule_of_peer
+from penstock._base.stages import StageMeta, backward_links, forward_links, links_of, needs_backward
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     MICROBATCHES,
@@ -23,9 +26,6 @@ from penstock.schedule import (
     summary,
     whole_last_backward,
 )
-from penstock.second_names import schedule_of_peer
-from penstock.stages import StageMeta, backward_links, forward_links, links_of, needs_backward
-from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)

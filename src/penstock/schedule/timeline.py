@@ -14,13 +14,13 @@ from itertools import compress
 from operator import sub
 from typing import Any
 
+from penstock._base.files import STRICT, validate
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
-from penstock.files import STRICT, validate
 from penstock.schedule.action import Action, Op
 from penstock.schedule.drawn import Drawn
 from penstock.schedule.placement import MAX_RANKS
 from penstock.schedule.row import Row
-from penstock.words import counted
 
 Times = Sequence[int]
 """When an action began to wait, was ready, and ended, in nanoseconds."""

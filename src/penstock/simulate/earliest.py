@@ -33,7 +33,7 @@ def loop(nodes: int) -> Callable[..., int] | None:
 @cache
 def _compiled() -> Callable[..., int] | None:
     try:
-        from penstock.compiled import compiler
+        from penstock._base.compiled import compiler
     except ImportError:
         return None
     return compiler((Path(__file__),))(run)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from penstock._base.words import counted
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.columns import Columns
@@ -14,7 +15,6 @@ from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, each_of
 from penstock.simulate.memory_use import Peaks, peaks
 from penstock.simulate.simulator import timed
 from penstock.simulate.waits import Cause, CriticalPath, Waits
-from penstock.words import counted
 
 WORK = (Op.F, Op.B, Op.I, Op.W)
 

@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock._base.files import finite
 from penstock.errors import ArgumentError, PenstockError
-from penstock.files import finite
 from penstock.report.frame import base_style
 from penstock.studio import answers, background, exports, live
 from penstock.studio.guard import ENTER, HEADERS, Guard

@@ -10,9 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock._base.files import read_json
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
-from penstock.files import read_json
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
 from penstock.runs.summary import Summary

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock._base.words import counted
 from penstock.errors import ScheduleError
 from penstock.report.walkthrough import WORK
 from penstock.runs import About, RankState, RunRead, StepRecord, read_run
@@ -18,7 +19,6 @@ from penstock.runs.progress import Progress
 from penstock.runs.reading import joined
 from penstock.runs.records import with_text_loss
 from penstock.schedule import Action
-from penstock.words import counted
 
 _MAX_STEPS = 5_000
 """In one answer."""

@@ -8,11 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from penstock._base.files import read_json, read_text
 from penstock.errors import ArgumentError
 from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
 from penstock.explain.reading import SUFFIXES
-from penstock.files import read_json, read_text
 from penstock.plan import Plan
 from penstock.runs import read_run
 from penstock.runs.folder import ABOUT

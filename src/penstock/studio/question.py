@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Generator, generator
 from penstock.schedule.generators import Numbers
-from penstock.words import counted
 
 MAX_SIZES = {"ranks": 64, "microbatches": 512, "chunks": 8}
 MAX_ACTIONS = 300_000

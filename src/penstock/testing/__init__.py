@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazy import face
+from penstock._base.lazy import face
 
 if TYPE_CHECKING:
     from penstock.testing.nccl import nccl_rules as nccl_rules

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compat import bound_to, is_bound
+from penstock._base.compat import bound_to, is_bound
 from penstock.errors import ArgumentError
 from penstock.runtime.execute import clock
 from penstock.runtime.transport.courier import Courier, Operation

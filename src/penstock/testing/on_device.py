@@ -8,9 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.runtime.exact.rules import Layout, copy_as
 from penstock.runtime.transport.protocol import Channel, Message, Pending, PointToPoint, Transport
-from penstock.stages import Link
 
 
 class OnDevice:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.errors import ShapeError
 from penstock.runtime.transport.protocol import Channel
-from penstock.stages import Link
 from penstock.testing.transport_steps import (
     LINK,
     Rank,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.runtime.transport.protocol import Channel, Pending, Transport
-from penstock.stages import Link
 
 LINK = Link(0, 1, ((0, "a"), (0, "b")))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from penstock._base.words import did_you_mean
 from penstock.errors import ArgumentError
 from penstock.transformer.model import Transformer
-from penstock.words import did_you_mean
 
 NAMED = {
     # Radford et al. 2019, and the checkpoint's configuration.

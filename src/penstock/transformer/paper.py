@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock._base.words import counted
 from penstock.plan import Cluster, Plan, Sizes
 from penstock.transformer.job import OPTIMIZER_BYTES, Job
 from penstock.transformer.machine import Machine
 from penstock.transformer.step import optimizer_seconds
 from penstock.transformer.units import profile_of
-from penstock.words import counted
 
 ROWS = (1, 2, 4, 8)
 """Of microbatches. Estimates cost nothing, so each size has its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock._base.words import counted
 from penstock.explain import Explanation
 from penstock.report.text import TURNS
 from penstock.schedule.timeline import Timeline
@@ -12,7 +13,6 @@ from penstock.simulate import Memory, StageCost, memory
 from penstock.simulate.figures import title
 from penstock.web.page_data import band, curve
 from penstock.web.shown import Figure, Held, Idle, Shown, duration
-from penstock.words import counted
 
 PREDICTED = "pipeline, predicted"
 """The figure of a prediction."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.resources import files
 
+from penstock._base.files import finite
+from penstock._base.words import sized
 from penstock.errors import require
-from penstock.files import finite
 from penstock.report.frame import frame
 from penstock.web.assets import asset, bundle, embedded
 from penstock.web.page_data import timeline_data
 from penstock.web.shown import Idle, Shown, duration
-from penstock.words import sized
 
 _MAX_RANKS = 32
 """Ranks of which each has a line."""

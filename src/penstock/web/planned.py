@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from penstock._base.words import counted, sized
 from penstock.plan import Plan
 from penstock.plan.predict import order_of_plan
 from penstock.schedule import Schedule
@@ -14,7 +15,6 @@ from penstock.simulate import StageCost, memory, simulate
 from penstock.simulate.figures import title
 from penstock.web.page_data import band, curve
 from penstock.web.shown import Figure, Held, Idle, Shown, duration
-from penstock.words import counted, sized
 
 _NOTE = (
     "A plan keeps what each stage takes, not its parts: the timeline divides that evenly into F, I and W, and has no "

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock._base.words import counted, sized
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation
 from penstock.runs import Predicted, RunRead, StepRecord
@@ -26,7 +27,6 @@ from penstock.web.measured import (
 )
 from penstock.web.page_data import band
 from penstock.web.shown import Course, Figure, Held, Shown, date_text, duration
-from penstock.words import counted, sized
 
 _MEMORY_NOTES = {
     "measured": "Measured: what the rank's device had allocated after each action.",

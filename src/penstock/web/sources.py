@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock._base.files import json_or_none
 from penstock.errors import ArgumentError
 from penstock.explain import Predicted, Run, explain, read_run, run_of
-from penstock.files import json_or_none
 from penstock.plan import Plan
 from penstock.runs import read_run as read_folder
 from penstock.schedule.timeline import Timeline

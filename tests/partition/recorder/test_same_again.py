@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import fake_mode, storage_of
+from penstock._base.compat import fake_mode, storage_of
 from penstock.partition.run.known_values import KnownValues, Restart
 from penstock.partition.watch.observer import Observer
 from scaffolding.proofs import proven

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 
+from penstock._base.stages import MODEL_INPUT
 from penstock.partition import Partition, Partitioner, default_kwargs
-from penstock.stages import MODEL_INPUT
 from scaffolding.models import CASES, Case, convnet, dicts, gpt, in_place, llama, mlp, squared_error
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import PartitionError, inspect
-from penstock.compat import FakeTensor
+from penstock._base.compat import FakeTensor
 from penstock.partition.recorder.attempts import record
 from scaffolding.proofs import proven
 from scaffolding.representatives import representatives

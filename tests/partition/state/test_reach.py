@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import fake_mode
+from penstock._base.compat import fake_mode
 from penstock.partition.run.loan import Loan
 from penstock.partition.state.reach import Reach
 

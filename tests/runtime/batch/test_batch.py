@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock._base.trees import flatten
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch.batch_dims import Dims
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import Microbatches, cut, kind_of, rows_of, sizes_of, split
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
-from penstock.trees import flatten
 
 
 @given(st.integers(1, 200), st.integers(1, 200))

@@ -15,9 +15,9 @@ import transformers
 from torch import Tensor, nn
 
 from penstock import pipeline, verify
+from penstock._base.trees import flatten
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
-from penstock.trees import flatten
 from scaffolding.models import squared_error
 from scaffolding.proofs import proven
 from test_layer_drop import Dropping, check

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import checkpoint
-from penstock.compat import FakeTensor
+from penstock._base.compat import FakeTensor
 from scaffolding import models
 from scaffolding.stand_in import DEVICE
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock._base.process import Process, ProcessState
 from penstock.errors import PipelineFailure
-from penstock.process import Process, ProcessState
 from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, long_action, wait_chain
 from penstock.runtime.processes.failure_detector import FailureDetector, Patience
 from penstock.runtime.processes.heartbeat_server import Connection, HeartbeatServer, join

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock import process
+from penstock._base import process
 from penstock.errors import ArgumentError, PipelineFailure
 from penstock.runtime.processes import joining, rendezvous
 from penstock.runtime.processes.failure_detector import Patience

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from penstock._base.process import Process
 from penstock.errors import PipelineFailure
-from penstock.process import Process
 from penstock.runtime.processes import heartbeat_server
 from penstock.runtime.processes.failure import Failure, Position, Sighting, wait_chain
 from penstock.runtime.processes.failure_detector import Patience

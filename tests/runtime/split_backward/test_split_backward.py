@@ -18,13 +18,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from penstock._base.stages import StageMeta
 from penstock.errors import PartitionError, ScheduleError
 from penstock.runtime.execute.assembly import _splits
 from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.split_backward.weight_uses import WeightUses
 from penstock.schedule import Action, Op
-from penstock.stages import StageMeta
 from scaffolding.models import GPT, ConvNet
 
 MICROBATCHES = 3

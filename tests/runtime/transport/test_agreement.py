@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.errors import ShapeError
 from penstock.runtime.transport.agreement import Agreement, is_channels_last
-from penstock.stages import Link
 
 
 def agreed(*first: Tensor) -> Agreement:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.shared_memory import SLOTS, Neighbors, _Lane
-from penstock.stages import Link
 
 pytestmark = pytest.mark.skipif(not Neighbors.supported(), reason="this system has no such shared memory")
 

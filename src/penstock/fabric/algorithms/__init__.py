@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
+from penstock._base.words import did_you_mean
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import bruck, direct, halving, ring, rooted, tree
 from penstock.fabric.steps import Collective, StepList
-from penstock.words import did_you_mean
 
 ENGINE = "engine"
 """The algorithm name for torch.distributed's own collectives, which have no step list."""

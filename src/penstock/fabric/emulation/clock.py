@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from penstock.process import kernel
+from penstock._base.process import kernel
 
 FEWEST_EXCHANGES, MAX_EXCHANGES = 8, 40
 EXCHANGE_SECONDS = 0.2

@@ -13,12 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock import owner
+from penstock._base import owner
+from penstock._base.files import read_bytes, read_json, write_json
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.start_board import VARIABLE as BOARD
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
-from penstock.files import read_bytes, read_json, write_json
 from penstock.launch.agent import agent_command
 from penstock.launch.endings import FAILURES, RankFailure, how_it_ended
 from penstock.launch.processes import QUIET, Ended, Patience, memory, supervise
@@ -28,7 +29,6 @@ from penstock.network.director import playing
 from penstock.network.machines import Machines
 from penstock.network.nodes import agent_commands
 from penstock.network.scenario import Event
-from penstock.words import counted
 
 EMULATION = "penstock.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock._base.files import write_json
 from penstock.errors import FabricError
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.joining import Members, first_line, hosts_text, joined
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.samples import RUN
-from penstock.files import write_json
 from penstock.network.conditions import environment
 
 

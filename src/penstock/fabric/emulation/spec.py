@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from penstock._base.files import STRICT, read_json, validate, write_json
 from penstock.errors import ArgumentError, check_counts
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.samples import SPEC
 from penstock.fabric.workload import Workload
-from penstock.files import STRICT, read_json, validate, write_json
 
 BACKENDS = ("gloo", "nccl")
 """Backends of torch.distributed."""

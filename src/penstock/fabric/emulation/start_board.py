@@ -11,8 +11,8 @@ import os
 import time
 from typing import Self
 
+from penstock._base.process import lives
 from penstock.errors import FabricError
-from penstock.process import lives
 
 VARIABLE = "PENSTOCK_START_BOARD"
 """The environment variable that names the file, which is empty at first."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from penstock._base.words import counted
 from penstock.fabric.algorithms import ENGINE
 from penstock.fabric.autocorrelation import FEWEST
 from penstock.fabric.ports import changed
@@ -16,7 +17,6 @@ from penstock.fabric.times import iterations_of, rate_key, runs_ahead
 from penstock.fabric.views.network import network_facts, saturated
 from penstock.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.network.director import Happened
-from penstock.words import counted
 
 TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """Column headings of times, by their name in the results."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from penstock._base.words import sized
 from penstock.fabric.views.numbers import seconds
-from penstock.words import sized
 
 MAX_LATE_SECONDS = 1e-3
 """If the 99th percentile of lateness exceeds this, the switch is saturated."""

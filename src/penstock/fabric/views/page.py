@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from penstock._base.files import write_text
 from penstock.errors import require
 from penstock.fabric.samples import Run
 from penstock.fabric.views.facts import (
@@ -24,7 +25,6 @@ from penstock.fabric.views.facts import (
 from penstock.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.fabric.views.plots import draw
 from penstock.fabric.views.template import BODY, STYLE
-from penstock.files import write_text
 from penstock.report.frame import frame
 
 CAPTIONS = {

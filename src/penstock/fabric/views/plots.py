@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock._base.words import counted
 from penstock.fabric.grouped import groups
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import outliers
@@ -31,7 +32,6 @@ from penstock.fabric.views.facts import rate_unit
 from penstock.fabric.views.numbers import cut, cut_apart, seconds
 from penstock.fabric.workload import Workload
 from penstock.report.marks import Axis
-from penstock.words import counted
 
 Floats = NDArray[np.float64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.compiled import compiler
+from penstock._base.compiled import compiler
 from penstock.network.switch.columns import DUE_NS, TURN, TURNS, WAITING, WHAT, Tables
 
 compiled = compiler((*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "model.py"))

@@ -20,7 +20,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compat import FakeTensor
+from penstock._base.compat import FakeTensor
+from penstock._base.trees import Leaf
 from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.chance import foreign
@@ -29,7 +30,6 @@ from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.recording import Ask
 from penstock.partition.units.units import Learned
 from penstock.partition.watch.observer import Observer
-from penstock.trees import Leaf
 
 REMEDY = (
     "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaves=[...] names, or switch "

@@ -10,14 +10,14 @@ from typing import Literal
 
 from torch import fx, nn
 
+from penstock._base.compat import any_autocast
+from penstock._base.words import counted
 from penstock.balance import Problem, best_starts
-from penstock.compat import any_autocast
 from penstock.errors import PartitionError
 from penstock.partition.cut.places import is_mark, named_calls, position_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording
 from penstock.partition.units.chain import unwrapped
-from penstock.words import counted
 
 Weighed = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""

@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from penstock._base.words import named
 from penstock.balance import Profile, read_profile
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Weighed
-from penstock.words import named
 
 BalanceName = Literal["time", "flops", "memory", "parameters", "layers"]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
+from penstock._base.words import counted
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
-from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock._base.stages import MODEL_INPUT, Input, TensorMeta
+from penstock._base.trees import flatten
 from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Profile, Tied, UnitCost
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate, cut_at
@@ -23,8 +25,6 @@ from penstock.partition.stages.split import CutRecording
 from penstock.partition.units.chain import public_names
 from penstock.partition.values.memory import meta_bytes
 from penstock.partition.values.objects import input_path
-from penstock.stages import MODEL_INPUT, Input, TensorMeta
-from penstock.trees import flatten
 
 
 class UnmeasurableError(Exception):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compat import size_of
+from penstock._base.compat import size_of
 from penstock.hardware import Operation
 from penstock.partition.state.provenance import tensors_of
 from penstock.partition.watch.observer import argument_names

@@ -19,14 +19,14 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock._base.compat import fake_mode, quiet, size_of, storage_of
+from penstock._base.stages import TensorMeta
+from penstock._base.trees import flatten
 from penstock.balance import Operations
-from penstock.compat import fake_mode, quiet, size_of, storage_of
 from penstock.hardware import Operation
 from penstock.partition.measure.counting import Counting
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
-from penstock.stages import TensorMeta
-from penstock.trees import flatten
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.stages import MODEL_INPUT
+from penstock._base.trees import flatten
+from penstock._base.words import in_a_line
 from penstock.balance import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.costs import (
@@ -36,9 +39,6 @@ from penstock.partition.run.loan import untouched_generators
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.state.reach import Reach
-from penstock.stages import MODEL_INPUT
-from penstock.trees import flatten
-from penstock.words import in_a_line
 
 BUDGET_SECONDS = 1.0
 """How long measuring may take unless somebody says. One run of each kind of unit is made even if it takes longer."""

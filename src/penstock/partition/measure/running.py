@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
-from penstock.compat import cpu_allocations, size_of, storage_of
+from penstock._base.compat import cpu_allocations, size_of, storage_of
 from penstock.errors import PartitionError
 from penstock.partition.measure.clock import Clock
 from penstock.partition.measure.costs import SplitTimes, Times

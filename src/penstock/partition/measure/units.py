@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock._base.stages import MODEL_INPUT
+from penstock._base.words import in_a_line
 from penstock.balance import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate, candidates
 from penstock.partition.measure.costs import (
@@ -26,8 +28,6 @@ from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.values.memory import meta_bytes
-from penstock.stages import MODEL_INPUT
-from penstock.words import in_a_line
 
 NOTHING = Footprint(0, 0)
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
-from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, has_global_backward_hooks, quiet
+from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, has_global_backward_hooks, quiet
+from penstock._base.marks import calling_at_marks
+from penstock._base.trees import Flat, flatten, unflatten
 from penstock.errors import PartitionError
-from penstock.marks import calling_at_marks
 from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
@@ -40,7 +41,6 @@ from penstock.partition.units.chain import Chain
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Grain, Learned, Unit, canonical_names, intercepted
 from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path, leaves_of, tensors_in
-from penstock.trees import Flat, flatten, unflatten
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from penstock.compat import flex_attention
+from penstock._base.compat import flex_attention
 from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.recorder.recorder import Recorder

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.closures import apart
-from penstock.compat import DATA_DEPENDENT, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.closures import apart
+from penstock._base.compat import DATA_DEPENDENT, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.marks import cut
+from penstock._base.trees import flatten, leaf_tensors
+from penstock._base.words import in_ranges
 from penstock.errors import PartitionError
-from penstock.marks import cut
 from penstock.partition import source
 from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.obstacle import Obstacle
@@ -45,8 +47,6 @@ from penstock.partition.values.objects import hides_tensors, holds_tensors, tens
 from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
 from penstock.partition.watch.seeds import Seeds
-from penstock.trees import flatten, leaf_tensors
-from penstock.words import in_ranges
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""

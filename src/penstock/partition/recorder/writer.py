@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compat import FakeTensor, in_checkpoint, storage_of
+from penstock._base.compat import FakeTensor, in_checkpoint, storage_of
+from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
 from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.chance.draws import node_of_drawn
@@ -39,7 +40,6 @@ from penstock.partition.values.objects import (
 )
 from penstock.partition.values.passed import Passed, kept_by
 from penstock.partition.watch.observer import Observer
-from penstock.trees import LEAF, Flat, flatten, leaf_tensors
 
 Seen = tuple[Tensor, fx.Node, bool]
 """A tensor that the forward handles (kept alive so that its id is not reused), its node, and its requires_grad."""

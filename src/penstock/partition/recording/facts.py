@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from penstock.stages import TensorMeta
+from penstock._base.stages import TensorMeta
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.compat import autocast_state
+from penstock._base.compat import autocast_state
 from penstock.partition.recording.facts import Modes
 
 

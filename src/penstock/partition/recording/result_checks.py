@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from penstock._base.trees import LEAF, flatten
 from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact, Pattern
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Learned
-from penstock.trees import LEAF, flatten
 
 CONTAINERS = ("items", "keys", "leaves")
 LITERALS = (bool, int, float, str, type(None))

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.run.loan import fake_value
 from penstock.partition.state.provenance import Call
 from penstock.partition.values.memory import extent, same_bits
 from penstock.partition.values.objects import holds_tensors
 from penstock.partition.watch.observer import Observer
-from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
 
 
 class Restart(BaseException):

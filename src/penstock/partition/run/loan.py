@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from penstock.partition.state.containers import is_container, refill
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from penstock.compat import FakeTensor, generator_of, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, generator_of, storage_of, unset_fake_temporarily
+from penstock._base.trees import map_tensors
 from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
 from penstock.partition.state.attribute_outputs import attributes_of
@@ -24,7 +25,6 @@ from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import tensors_in
 from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
-from penstock.trees import map_tensors
 
 PLAIN = (bool, int, float, complex, str)
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import FakeTensor, quiet, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, quiet, storage_of, unset_fake_temporarily
+from penstock._base.trees import flatten, map_tensors
+from penstock._base.words import shortened
 from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.state.assumptions import words_of_class
@@ -26,8 +28,6 @@ from penstock.partition.units.units import Learned, Unit
 from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Observer
-from penstock.trees import flatten, map_tensors
-from penstock.words import shortened
 
 Run = Callable[[Any, Any], Any]
 

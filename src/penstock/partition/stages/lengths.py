@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from penstock._base.stages import TensorMeta
 from penstock.partition.stages.partition import Leaf, Partition
 from penstock.partition.stages.stage import with_arguments
-from penstock.stages import TensorMeta
 
 Dims = tuple[tuple[int, ...], ...]
 """For each leaf of the inputs, the dimensions that have the length."""

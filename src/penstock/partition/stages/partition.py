@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock._base.trees import unflatten
 from penstock.errors import ShapeError
 from penstock.partition.recording.guards import Guard
 from penstock.partition.recording.recording import Constant
@@ -17,7 +18,6 @@ from penstock.partition.stages.stage import Stage
 from penstock.partition.state.assumptions import contents_of
 from penstock.partition.state.left_behind import Left, in_place
 from penstock.simulate.costs import LinkCost, StageCost
-from penstock.trees import unflatten
 
 Leaf = tuple[object, ...]
 

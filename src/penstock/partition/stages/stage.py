@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from penstock._base.stages import StageMeta
 from penstock.partition.chance.gate import Gate
 from penstock.partition.recording.facts import Branch, Fact, Modes
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
@@ -22,7 +23,6 @@ from penstock.partition.stages.split import CutRecording, StagePlan
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.chain import public_names
 from penstock.partition.values.objects import free_name
-from penstock.stages import StageMeta
 
 INPUT_OVERWRITTEN = "input overwritten"
 """In the `meta` of a stage's node that calls a module: this call or a later one updates its input in place."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.closures import EMPTY, contents
+from penstock._base.closures import EMPTY, contents
 from penstock.partition.state.library import is_library
 from penstock.partition.values.objects import hides_tensors
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compat import WeakStorage, size_of, storage_of, unset_fake_temporarily
+from penstock._base.compat import WeakStorage, size_of, storage_of, unset_fake_temporarily
 from penstock.partition.source import is_ours
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.closures import contents
+from penstock._base.closures import contents
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.names_in_classes import CachedFunctions, named_by

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock._base.words import shortened
 from penstock.errors import ArgumentError
-from penstock.words import shortened
 
 
 class Chain(nn.Module):

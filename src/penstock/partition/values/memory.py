@@ -8,8 +8,8 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from penstock.compat import storage_of
-from penstock.stages import TensorMeta
+from penstock._base.compat import storage_of
+from penstock._base.stages import TensorMeta
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from penstock.compat import FakeTensor, FakeTensorMode
-from penstock.trees import flatten, unflatten
+from penstock._base.compat import FakeTensor, FakeTensorMode
+from penstock._base.trees import flatten, unflatten
 
 CONSTANTS = (
     *(type(None), bool, int, float, complex, str, EllipsisType),

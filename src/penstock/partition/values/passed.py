@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock._base.trees import LEAF, Flat, TreeSpec, flatten, overwrite
 from penstock.partition.values.objects import CONSTANTS
-from penstock.trees import LEAF, Flat, TreeSpec, flatten, overwrite
 
 
 class Passed:

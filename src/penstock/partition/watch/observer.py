@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compat import storage_of
-from penstock.marks import cut
+from penstock._base.compat import storage_of
+from penstock._base.marks import cut
+from penstock._base.trees import flatten
 from penstock.partition.state.provenance import OVERWRITES, Provenance, is_seeded, is_view, tensors_of
 from penstock.partition.watch.seeds import Seeds
 from penstock.partition.watch.work import Operation, work_of
-from penstock.trees import flatten
 
 RUNNING = ("running_mean", "running_var")
 """Arguments of batch norm that are updated only in training, whatever the schema says."""

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock._base.trees import flatten
 from penstock.errors import ArgumentError
 from penstock.partition.values.memory import overlap
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.cutting import Batch
 from penstock.runtime.batch.microbatches import Microbatches
-from penstock.trees import flatten
 
 Named = tuple[str, Tensor]
 """A tensor with its path, as a caller would write it."""

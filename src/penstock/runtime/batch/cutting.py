@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.compat import is_block_mask
+from penstock._base.compat import is_block_mask
+from penstock._base.trees import flatten, unflatten
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse, plain
@@ -19,8 +21,6 @@ from penstock.runtime.batch.microbatches import CutBatch, Microbatches
 from penstock.runtime.batch.outline import Example
 from penstock.runtime.exact.rules import outside_autocast
 from penstock.schedule import MICROBATCHES
-from penstock.trees import flatten, unflatten
-from penstock.words import counted
 
 
 class Microbatch(NamedTuple):

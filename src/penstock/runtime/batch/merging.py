@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.trees import flatten, unflatten
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch.batch_dims import Dim, Dims, checked
 from penstock.runtime.exact import rules as exact
-from penstock.trees import flatten, unflatten
 
 _FIRST = Dims("output")
 

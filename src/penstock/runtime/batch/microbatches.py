@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compat import is_block_mask
+from penstock._base.compat import is_block_mask
+from penstock._base.trees import Flat, Leaf, flatten, map_tensors, unflatten
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, ShapeError
 from penstock.partition.stages.partition import describe
 from penstock.runtime.batch import block_masks
 from penstock.runtime.batch.batch_dims import FIRST, Dims
 from penstock.runtime.exact import rules as exact
-from penstock.trees import Flat, Leaf, flatten, map_tensors, unflatten
-from penstock.words import counted
 
 LISTS = (list, tuple, range, deque)
 """What may have one entry per row."""

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.trees import Flat, flatten, map_tensors, unflatten
+from penstock._base.words import counted
 from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition.recording.guards import is_readable
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import CutBatch
-from penstock.trees import Flat, flatten, map_tensors, unflatten
-from penstock.words import counted
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """Torch's message if batch norm cannot compute a variance."""

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.compat import any_autocast, holders, run_backward, storage_of
-from penstock.gradients import CACHE_LINE_BYTES
+from penstock._base.compat import any_autocast, holders, run_backward, storage_of
+from penstock._base.gradients import CACHE_LINE_BYTES
 from penstock.partition.values.memory import extent
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.compat import generator_of
+from penstock._base.compat import generator_of
 
 _MASK = (1 << 64) - 1
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from penstock._base.words import named
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.features.checkpointed_norm import CheckpointedNorms
@@ -31,7 +32,6 @@ from penstock.runtime.kinds import distinct
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import RouteBuilder
 from penstock.schedule import Op
-from penstock.words import named
 
 
 def _never(_: StageContext) -> None:

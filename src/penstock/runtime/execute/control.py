@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.compat import default_store
+from penstock._base.compat import default_store
 from penstock.errors import PipelineFailure
 from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT

@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import autocast_kinds
+from penstock._base.compat import autocast_kinds
+from penstock._base.marks import computing
 from penstock.errors import PartitionError
-from penstock.marks import computing
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Marks, Moment, clock_of, counter, noting_messages, shifted
 from penstock.runtime.execute.control import Arriving, Control

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.errors import ScheduleError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.assembly import assemble
@@ -30,7 +31,6 @@ from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import Route, RouteBuilder, route_of
 from penstock.schedule import Action, Op
-from penstock.stages import MODEL_INPUT, StageMeta
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP

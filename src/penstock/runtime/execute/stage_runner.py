@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.compat import gradient_edge
+from penstock._base.compat import gradient_edge
+from penstock._base.marks import NOW
+from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
 from penstock.errors import PartitionError
-from penstock.marks import NOW
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Features, Forward, Rerun, Start, within
@@ -25,7 +26,6 @@ from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import no_gradient
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
-from penstock.stages import MODEL_INPUT, StageMeta, needs_backward
 
 
 class _Saved(NamedTuple):

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from penstock._base.process import Process
+from penstock._base.words import named
 from penstock.errors import ArgumentError
-from penstock.process import Process
 from penstock.runtime.execute.control import Control
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import is_accelerator
@@ -29,7 +30,6 @@ from penstock.runtime.transport.protocol import (
 from penstock.runtime.transport.shared_memory import Neighbors, SharedMemoryTransport
 from penstock.runtime.transport.staged import StagedTransport
 from penstock.runtime.transport.staging import HOST
-from penstock.words import named
 
 TransportName = Literal["auto", "distributed", "staged"]
 TransportChoice = TransportName | TransportFactory

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compat_compiler import backend_named, compiled, inductor_options, noticing_hooks
+from penstock._base.compat_compiler import backend_named, compiled, inductor_options, noticing_hooks
 from penstock.errors import ArgumentError
 from penstock.partition.recording.calls import hooked
 from penstock.partition.recording.modes import enter_autocast, leave_autocast

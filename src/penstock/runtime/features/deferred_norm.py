@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the public classes' common base
 from torch.utils.hooks import RemovableHandle
 
-from penstock.compat_compiler import compiled as compiled_as
+from penstock._base.compat_compiler import compiled as compiled_as
 from penstock.errors import ArgumentError
 from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.feature import Feature

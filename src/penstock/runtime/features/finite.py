@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from penstock._base.trees import flatten
 from penstock.errors import NonFiniteError
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start
@@ -23,7 +24,6 @@ from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import LossHead
 from penstock.schedule import Action, Op
-from penstock.trees import flatten
 
 NAN, INF = "NaN", "Inf"
 

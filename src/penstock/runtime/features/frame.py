@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from penstock.compat import reduction_dtype
+from penstock._base.compat import reduction_dtype
+from penstock._base.gradients import gradient_dtype
 from penstock.errors import ArgumentError
-from penstock.gradients import gradient_dtype
 from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import is_distributed, parallelized_by

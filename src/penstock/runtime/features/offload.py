@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.compat import WeakStorage, storage_of
+from penstock._base.compat import WeakStorage, storage_of
+from penstock._base.words import in_ranges
 from penstock.errors import ArgumentError
 from penstock.runtime.exact.saved import Saved, SavedTensor
 from penstock.runtime.features.away import Away, lanes_of
@@ -29,7 +30,6 @@ from penstock.runtime.features.feature import Feature, Start
 from penstock.runtime.gradients.distribution import local
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.kept import NEAR, Trips, trips
-from penstock.words import in_ranges
 
 _Refs = list[weakref.ref[Away]]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.runtime.features.context import Recompute
 from penstock.runtime.features.feature import Feature
-from penstock.words import counted
 
 RecomputeChoice = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
 """One for all stages; one for each stage; or by stage number, with "never" for the rest."""

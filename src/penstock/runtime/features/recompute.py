@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from penstock._base.stages import StageMeta
+from penstock._base.words import in_ranges, named
 from penstock.errors import PartitionError
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
@@ -24,8 +26,6 @@ from penstock.runtime.front_end import Stage
 from penstock.runtime.kinds import any_use
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.kept import run_again
-from penstock.stages import StageMeta
-from penstock.words import in_ranges, named
 
 Keeping = Callable[[Sequence[int]], Collection[int]]
 """From a stage's microbatches, in the order in which they run, chooses those that keep their forward."""

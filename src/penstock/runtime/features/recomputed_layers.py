@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock._base.trees import flatten, map_tensors, unflatten
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.remembered import refuse_again
@@ -26,7 +27,6 @@ from penstock.runtime.features.forward_attributes import AttributeCopies
 from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
 from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Stage
-from penstock.trees import flatten, map_tensors, unflatten
 
 
 class RecomputedLayers(Feature):

@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import generator_of
+from penstock._base.compat import generator_of
 from penstock.errors import PartitionError
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start

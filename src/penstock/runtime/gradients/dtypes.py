@@ -1,4 +1,4 @@
-"""Sets the dtype in which gradients accumulate (`gradient_dtype=`); `penstock.gradients` says what follows from it."""
+"""Sets the dtype in which gradients accumulate (`gradient_dtype=`); `_base.gradients` says what follows from it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from penstock._base.gradients import gradient_dtype
 from penstock.errors import ArgumentError
-from penstock.gradients import gradient_dtype
 from penstock.runtime.gradients.distribution import mesh_dimensions
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock._base.gradients import buckets
 from penstock.errors import ArgumentError
-from penstock.gradients import buckets
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import mesh_dimensions
 from penstock.runtime.gradients.sums import GradientSum

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.compat import has_accumulation_hooks, has_gradient_hooks
+from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks
+from penstock._base.stages import ties
 from penstock.errors import PartitionError
 from penstock.runtime.front_end import Stage
-from penstock.stages import ties
 
 
 class Tied(NamedTuple):

@@ -11,10 +11,10 @@ from functools import partial
 
 from torch import nn
 
+from penstock._base.stages import ties_across_ranks
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.processes.failure import Position
 from penstock.runtime.transport.protocol import Pending, Transport
-from penstock.stages import ties_across_ranks
 
 
 @dataclass(frozen=True, slots=True)

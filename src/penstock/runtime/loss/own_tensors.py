@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.closures import contents, globals_named
+from penstock._base.closures import contents, globals_named
 from penstock.partition.state.library import is_library
 from penstock.runtime.front_end import Partition
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock._base.stages import shifted
 from penstock.errors import PartitionError
 from penstock.partition.state.remembered import refuse_copies
 from penstock.runtime.front_end import Partition
-from penstock.stages import shifted
 
 
 def with_copies(partition: Partition, pipelines: int) -> Partition:

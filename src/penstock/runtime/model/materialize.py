@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import generator_of
+from penstock._base.compat import generator_of
 from penstock.errors import ArgumentError
 from penstock.runtime.exact.streams import key_of, mix
 

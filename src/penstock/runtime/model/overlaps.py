@@ -10,7 +10,7 @@ from itertools import combinations
 
 from torch import Tensor
 
-from penstock.compat import storage_of
+from penstock._base.compat import storage_of
 from penstock.errors import ArgumentError
 from penstock.partition.values.memory import overlap
 from penstock.runtime.front_end import Stage

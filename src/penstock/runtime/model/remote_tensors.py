@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import plain_tensors
+from penstock._base.compat import plain_tensors
 from penstock.errors import ArgumentError
 from penstock.partition import tensors_in
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import autocast_kinds, autocast_state, plain_tensors
+from penstock._base.compat import autocast_kinds, autocast_state, plain_tensors
+from penstock._base.marks import computing
+from penstock._base.stages import ties
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
-from penstock.marks import computing
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
@@ -30,7 +31,6 @@ from penstock.runtime.model.originals import Originals
 from penstock.runtime.model.overlaps import refuse_overlaps
 from penstock.runtime.model.taking_over import holders_of, move_together, refuse_held_elsewhere, take_over
 from penstock.schedule import Placement
-from penstock.stages import ties
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Frames, Parallelize, Sharded

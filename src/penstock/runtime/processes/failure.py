@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from penstock.words import in_a_line, line_of
+from penstock._base.words import in_a_line, line_of
 
 Kind = Literal["raised", "lost", "left", "stalled"]
 

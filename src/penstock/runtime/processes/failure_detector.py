@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.process import Process, ProcessState
+from penstock._base.process import Process, ProcessState
 from penstock.runtime.processes.failure import Failure, Sighting
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from penstock.compat import bound_to, is_bound, set_limit
+from penstock._base.compat import bound_to, is_bound, set_limit
 from penstock.errors import ArgumentError, ClosedError
 from penstock.runtime.processes.world import World
 

@@ -30,8 +30,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock._base.process import Process
 from penstock.errors import PipelineFailure
-from penstock.process import Process
 from penstock.runtime.processes import host_clock
 from penstock.runtime.processes.failure import Failure, Sighting
 from penstock.runtime.processes.failure_detector import GONE, FailureDetector, Patience, silence

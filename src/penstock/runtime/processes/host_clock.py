@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 
-from penstock.process import kernel
+from penstock._base.process import kernel
 
 now_ns = time.perf_counter_ns
 

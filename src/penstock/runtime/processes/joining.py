@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from penstock._base.process import Process
+from penstock._base.words import line_of
 from penstock.errors import PipelineFailure
-from penstock.process import Process
 from penstock.runtime.processes.failure import name_ranks
 from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.launcher import Launcher
-from penstock.words import line_of
 
 _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.process import environments
+from penstock._base.process import environments
 
 
 class Launcher:

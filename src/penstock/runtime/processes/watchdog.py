@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock._base.process import Process
+from penstock._base.words import in_a_line
 from penstock.errors import PipelineFailure
 from penstock.launch.endings import FAILURES, await_culprit, exit_status, note
-from penstock.process import Process
 from penstock.runtime.processes import heartbeat_server, host_clock
 from penstock.runtime.processes.failure import (
     OUTSIDE,
@@ -36,7 +37,6 @@ from penstock.runtime.processes.heartbeat_server import Address, Connection, Hea
 from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
 from penstock.runtime.processes.launcher import Launcher
-from penstock.words import in_a_line
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.compat_compiler import compiled as compiled_as
+from penstock._base.compat_compiler import compiled as compiled_as
+from penstock._base.gradients import gradient_dtype
 from penstock.errors import PartitionError, ScheduleError
-from penstock.gradients import gradient_dtype
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper

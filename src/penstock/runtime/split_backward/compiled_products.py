@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compat_compiler import add_input, copy_of_recorded, size_in
+from penstock._base.compat_compiler import add_input, copy_of_recorded, size_in
 from penstock.runtime.split_backward.compiled_calls import (
     Kept,
     Parameter,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.gradients import gradient_dtype
+from penstock._base.gradients import gradient_dtype
 from penstock.runtime.exact import rules as exact
 from penstock.schedule import Op, Schedule
 

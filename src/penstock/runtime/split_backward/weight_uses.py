@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from penstock.compat import holders, saved_tensors_hooks
+from penstock._base.compat import holders, saved_tensors_hooks
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper, Saved, SavedTensor

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.compat import gradient_edge
+from penstock._base.compat import gradient_edge
+from penstock._base.trees import Flat, flatten
 from penstock.errors import ArgumentError, ShapeError, warn
 from penstock.partition.state.remembered import refuse_samples
 from penstock.runtime.batch.microbatches import CutBatch, kind_of
@@ -28,7 +29,6 @@ from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
-from penstock.trees import Flat, flatten
 
 CACHED_SCHEDULES = 32
 """How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""

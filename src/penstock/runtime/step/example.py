@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock._base.trees import flatten
 from penstock.errors import ArgumentError
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import Microbatches
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control
-from penstock.trees import flatten
 
 
 def is_whole(example: Example) -> bool:

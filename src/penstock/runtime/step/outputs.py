@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from penstock._base.trees import map_tensors
 from penstock.errors import ArgumentError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.engine import Engine
 from penstock.schedule import Schedule
-from penstock.trees import map_tensors
 
 Wanted = bool | int | Literal["all"]
 """Who gets a step's outputs: True, the rank of the last stage; "all" ranks; or the rank with that number."""

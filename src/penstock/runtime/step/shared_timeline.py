@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from penstock.process import cores
+from penstock._base.process import cores
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.engine import Engine
 from penstock.schedule import Schedule

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from penstock._base.gradients import CACHE_LINE_BYTES
+from penstock._base.stages import Link
 from penstock.errors import ShapeError
-from penstock.gradients import CACHE_LINE_BYTES
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.protocol import Message
-from penstock.stages import Link
 
 Layouts = list[Layout | None]
 """The layouts of a message's tensors; None where there is no tensor."""

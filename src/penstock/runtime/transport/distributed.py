@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.errors import ShapeError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
@@ -28,7 +29,6 @@ from penstock.runtime.transport.agreement import Agreement, Layouts, describe
 from penstock.runtime.transport.protocol import Begun, Message, Observer, Pending
 from penstock.runtime.transport.receive_order import ReceiveOrder
 from penstock.schedule import Action, Op
-from penstock.stages import Link
 
 SENDS_IN_FLIGHT = 2
 """How many sends of a channel may be in flight; the third waits for the first, so that its memory is freed."""

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.protocol import Message
 from penstock.runtime.transport.routes import Mailbox
-from penstock.stages import Link
 
 
 class LocalHub:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.runtime.transport.protocol import Channel, Collectives, Pending, PointToPoint
-from penstock.stages import Link
 
 
 class Paired:

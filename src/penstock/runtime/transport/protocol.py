@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.schedule import Action
-from penstock.stages import Link
 
 Message = Sequence[Tensor | None]
 """What is sent for one microbatch: a tensor or None for each value of the link."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from penstock._base.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, links_of
 from penstock.runtime.transport.protocol import Channel, Message, Transport
 from penstock.schedule import Action, Placement
-from penstock.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, links_of
 
 Value = tuple[int, str]
 """A value, as its producing stage and its name."""

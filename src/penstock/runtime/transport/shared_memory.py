@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.process import Process
+from penstock._base.process import Process
+from penstock._base.stages import Link
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly
@@ -33,7 +34,6 @@ from penstock.runtime.transport.distributed import DistributedChannel, Distribut
 from penstock.runtime.transport.paired import Paired
 from penstock.runtime.transport.protocol import Channel, Message, Pending
 from penstock.schedule.communication import BUFFERS_PER_LINK
-from penstock.stages import Link
 
 SLOTS = BUFFERS_PER_LINK
 """How many messages of a channel fit in shared memory; the next one waits until the first has been taken out.

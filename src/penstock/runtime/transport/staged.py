@@ -12,13 +12,13 @@ from functools import partial
 
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.courier import Operation
 from penstock.runtime.transport.distributed import SENDS_IN_FLIGHT
 from penstock.runtime.transport.paired import Paired
 from penstock.runtime.transport.protocol import Channel, Message, Pending, Transport
 from penstock.runtime.transport.staging import Staging
-from penstock.stages import Link
 
 
 class StagedTransport(Paired):

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from penstock._base.second_names import schedule_of_peer
+from penstock._base.words import did_you_mean
 from penstock.errors import ArgumentError, check_counts
 from penstock.schedule.generators.chimera import chimera
 from penstock.schedule.generators.dualpipe import dualpipe, dualpipe_v
@@ -24,8 +26,6 @@ from penstock.schedule.generators.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.generators.zero_bubble_v import zb_v
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from penstock.second_names import schedule_of_peer
-from penstock.words import did_you_mean
 
 __all__ = [
     "Generator",

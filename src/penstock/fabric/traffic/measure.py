@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.stages import MODEL_INPUT
+from penstock._base.trees import flatten, leaf_tensors
 from penstock.errors import ArgumentError
+from penstock.fabric.traffic.layers import Layer, record
 from penstock.partition.measure.clock import settle
 from penstock.partition.measure.running import RunningUnit, seeded
 from penstock.partition.run.loan import untouched_generators
-from penstock.stages import MODEL_INPUT
-from penstock.traffic.layers import Layer, record
-from penstock.trees import flatten, leaf_tensors
 
 REPETITIONS = 5
 """Follows an uncounted run, in which memory is allocated and kernels are chosen."""

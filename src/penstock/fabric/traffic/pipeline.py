@@ -16,15 +16,24 @@ from math import prod
 import torch
 from torch import nn
 
+from penstock._base.gradients import BUCKET_BYTES, buckets, by_gradient_dtype, summed_bytes
+from penstock._base.stages import (
+    Link,
+    StageMeta,
+    TensorMeta,
+    backward_links,
+    forward_links,
+    shifted,
+    ties,
+    ties_across_ranks,
+)
 from penstock.fabric.steps import Collective
+from penstock.fabric.traffic.layers import sharded_bytes, type_name
 from penstock.fabric.workload import Transfer
-from penstock.gradients import BUCKET_BYTES, buckets, by_gradient_dtype, summed_bytes
 from penstock.partition import Partition
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
 from penstock.schedule.order import earliest_times, runnable_order
-from penstock.stages import Link, StageMeta, TensorMeta, backward_links, forward_links, shifted, ties, ties_across_ranks
-from penstock.traffic.layers import sharded_bytes, type_name
 
 Seconds = tuple[float, float]
 """The times of a stage's forward and whole backward for one microbatch."""

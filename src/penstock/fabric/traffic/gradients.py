@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from penstock._base.gradients import gradient_bytes
+from penstock.fabric.traffic.layers import Layer, Recorded, bytes_of, sharded_bytes
 from penstock.fabric.workload import Transfer
-from penstock.gradients import gradient_bytes
 from penstock.schedule import Placement
-from penstock.traffic.layers import Layer, Recorded, bytes_of, sharded_bytes
 
 
 @dataclass(frozen=True)

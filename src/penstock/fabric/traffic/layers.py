@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.compat import FakeTensor
+from penstock._base.compat import FakeTensor
+from penstock._base.trees import flatten, leaf_tensors
 from penstock.partition import NoStreams, Partition, Partitioner
-from penstock.trees import flatten, leaf_tensors
 
 Named = tuple[str, nn.Parameter]
 """A parameter and its name in the model; tied ones appear once, under their first name."""

@@ -30,7 +30,7 @@ def face(
         if name in subpackages:
             return _imported(f"{package}.{name}")
         if name not in homes:
-            from penstock.second_names import of_peer
+            from penstock._base.second_names import of_peer
 
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}{of_peer(name) and f'; {of_peer(name)}'}"

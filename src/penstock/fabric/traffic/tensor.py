@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.fabric.grouped import like_as_one
+from penstock.fabric.traffic.layers import Product
 from penstock.fabric.workload import Transfer
-from penstock.traffic.layers import Product
 
 
 @dataclass(frozen=True, slots=True)

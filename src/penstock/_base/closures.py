@@ -1,6 +1,6 @@
 """Take functions apart into code, closure variables and globals: a mask function of FlexAttention, say.
 
-`penstock.trees` opens a `Closure`, so these tensors are cut, sent and replayed as others are, and makes the function.
+`trees` opens a `Closure`, so these tensors are cut, sent and replayed as others are, and makes the function.
 """
 
 from __future__ import annotations

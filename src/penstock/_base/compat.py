@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from penstock.closures import Closure, apart
+from penstock._base.closures import Closure, apart
 
 __all__ = [
     "DATA_DEPENDENT",

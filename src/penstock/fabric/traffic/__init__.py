@@ -15,16 +15,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from penstock._base.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
+from penstock._base.stages import MODEL_INPUT
+from penstock._base.words import counted
 from penstock.errors import ArgumentError
+from penstock.fabric.traffic import gradients, measure, pipeline, tensor
+from penstock.fabric.traffic.layers import Recorded, record
 from penstock.fabric.workload import Transfer, Workload
-from penstock.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
 from penstock.partition.units.chain import as_module
 from penstock.schedule import Schedule
 from penstock.schedule.lowering import order_of
-from penstock.stages import MODEL_INPUT
-from penstock.traffic import gradients, measure, pipeline, tensor
-from penstock.traffic.layers import Recorded, record
-from penstock.words import counted
 
 __all__ = ["Compute", "Traffic", "from_model"]
 

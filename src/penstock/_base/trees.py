@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import opened
+from penstock._base.compat import opened
 
 PLAIN = frozenset(
     {
