@@ -103,6 +103,12 @@ def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_pa
     assert f"{predicted.makespan_seconds / pipeline - 1:+.1%}" in page.inner_text(".figures")
 
 
+def test_runs_are_explained_one_at_a_time(tmp_path: Path) -> None:
+    folder = str(a_run(tmp_path / "run", measured()))
+    assert "one at a time" in refusal("explain", folder, folder)
+    assert "this step has 4 stages on 4 ranks" in refusal("explain", folder, "--what-if", "cut=7:0.1")
+
+
 def test_a_plan_is_compared_with_the_run_that_followed_it(tmp_path: Path) -> None:
     """The figure is the plan's own; with a plan of other cuts or microbatches the run has nothing to do."""
     folder, file = a_run(tmp_path / "run", measured()), tmp_path / "plan.json"

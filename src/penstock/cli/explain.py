@@ -143,12 +143,12 @@ def explain(
     from penstock.explain import explain as explained
     from penstock.explain import read_run, run_of
 
-    known = run_of(read_run(run, pattern))
+    folder, known = folder_of(run), run_of(read_run(run, pattern))
     every = step == "all"
     if step is not None and not every and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = None if step is None or every else int(step)
-    predicted = prediction.of(known, folder_of(run))
+    predicted = prediction.of(known, folder)
     found = explained(known, step=number, predicted=predicted, what_ifs=what_if or ())
     if as_json:
         print(json.dumps(found.to_dict()))
@@ -162,6 +162,8 @@ def folder_of(paths: Sequence[Path]) -> RunRead | None:
     """The folder of a run, if that is what was given."""
     from penstock.runs import is_run, read_run
 
+    if len(paths) > 1 and (runs := [str(path) for path in paths if is_run(path)]):
+        raise ArgumentError(f"{runs[0]} is the folder of a run: pass one at a time, or several to penstock compare")
     return read_run(paths[0]) if len(paths) == 1 and is_run(paths[0]) else None
 
 

@@ -308,7 +308,7 @@ def what_if(trial: Trial, text: str, error: float = 0.0) -> tuple[Change, Case]:
 
 def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:
     """One change more, and what it assumes."""
-    (case,), slow = idea.cases[:1], trial.factors.rank
+    (case,), slow, placement = idea.cases[:1], trial.factors.rank, trial.slowest.schedule.placement
     note, measured = "", True
     match name, value:
         case "schedule", _ if value:
@@ -316,13 +316,13 @@ def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:
             return _with(idea, found.cases, found.note, measured=found.measured)
         case "cut", "even":
             made, measured = _even(trial, case), False
-        case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < trial.slowest.schedule.placement.depth:
+        case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < placement.depth:
             made, note = _recut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
         case "stragglers", "none":
             made = trial.scaled(case, 1 / slow[..., None])
-        case "rank", _ if value.isdigit() and int(value) < trial.slowest.schedule.ranks:
+        case "rank", _ if value.isdigit() and int(value) < placement.ranks:
             of_rank = np.ones_like(slow)
-            stages = list(trial.slowest.schedule.placement.by_rank[int(value)])
+            stages = list(placement.by_rank[int(value)])
             of_rank[:, :, stages] = slow[:, :, stages]
             made = trial.scaled(case, 1 / of_rank[..., None])
         case "microbatches", "equal":
@@ -334,7 +334,8 @@ def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:
         case "host", "none":
             made, measured = case.without_host(), False
         case _:
-            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}")
+            size = f"this step has {counted(placement.depth, 'stage')} on {counted(placement.ranks, 'rank')}"
+            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}; {size}")
     return _with(idea, (made,), note, measured=measured)
 
 
