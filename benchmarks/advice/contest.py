@@ -24,7 +24,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)
 WARM_UP, RECORDED = 4, 7
 LEAST_ROUNDS, MAX_SECONDS = 15, 40.0
-"""Rounds of a run, unless they take longer."""
+"""At least so many rounds of a run; more while they fit into these seconds."""
 
 
 @dataclass(frozen=True)

@@ -86,3 +86,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         checkpoint.weights(tmp_path, model())
     with penstock.pipeline(model(), batch()[:1], loss=squared_error, ranks=2, microbatches=2) as pipe, damaged:
         checkpoint.import_safetensors(tmp_path, pipe)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ArgumentError, match="save_file"):
+        checkpoint.weights(tmp_path / "pytorch_model.bin", model())
+    index = tmp_path / "model.safetensors.index.json"
+    for text, words in (
+        ('{"weight_map"', "copy the whole folder"),
+        ('{"weight_map": {"w": "a.safetensors"}}', "lacks"),
+    ):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=words):
+            checkpoint.weights(tmp_path, model())

@@ -116,9 +116,10 @@ def test_a_plan_is_compared_with_the_run_that_followed_it(tmp_path: Path) -> Non
     plan = Plan(choice, ("a", "b", "c"), (), (0.03,) * 4, 0.5, 0.0, {}, (1.0,) * 4, (2.0,) * 4)
     file.write_text(json.dumps(plan.to_dict()))
     assert as_json("explain", str(folder), "--plan", str(file))["predicted_seconds"] == 0.5
-    for other in (replace(plan, cuts=("a", "b", "x")), replace(plan, choice=replace(choice, microbatches=4))):
+    others = replace(choice, microbatches=4), replace(choice, schedule="gpipe")
+    for other in (replace(plan, cuts=("a", "b", "x")), *(replace(plan, choice=one) for one in others)):
         file.write_text(json.dumps(other.to_dict()))
-        assert "the run did not follow it" in refusal("explain", str(folder), "--plan", str(file))
+        assert "did not follow it" in refusal("explain", str(folder), "--plan", str(file))
     given = profile(tmp_path, [0.01] * 4)
     assert "was cut at a,b,c" in refusal("explain", str(folder), "--profile", given, "--cuts", "a,b,x")
 

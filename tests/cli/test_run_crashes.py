@@ -47,10 +47,11 @@ def loss(output, target):
 
 with penstock.pipeline(layers, (x,), microbatches=2, loss_fn=loss, run="run") as pipe:
     while True:
-        if pipe.step_count == last and how == "between steps" and not pipe.is_first:
+        if pipe.step_count == last and how in ("between steps", "left") and not pipe.is_first:
+            time.sleep(1.5)
+            if how == "left":
+                break
             raise ValueError("no batch")
-        if pipe.step_count == last and how == "left" and not pipe.is_first:
-            break
         pipe.step(x, target=x)
 """
 

@@ -15,7 +15,7 @@ from command_line import as_json, output, refusal
 
 from penstock._base.files import write_whole
 from penstock.runs import RankState, StepRecord
-from penstock.runs.health import health
+from penstock.runs.health import health, troubles
 from penstock.runs.progress import Progress, in_time
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
@@ -54,8 +54,11 @@ def test_a_rank_is_judged_by_what_it_said_and_whether_its_process_lives(stopped_
     assert judged(STATE, lives=False, host="elsewhere") == "computes"  # nobody here can tell
     assert judged(replace(STATE, ended=True), NOW + 60, lives=False) == "ended"
     assert judged(replace(STATE, failure="rank 1 failed"), NOW + 60, lives=False) == "failed"
-    for how in ("rank 1 failed at 1B2: KeyboardInterrupt", "stopped by SIGTERM"):
+    for how in ("rank 1 failed at 1B2: KeyboardInterrupt", "stopped by SIGTERM", "stopped by Ctrl-C"):
         assert judged(replace(STATE, failure=how), NOW + 60, lives=False) == "interrupted"
+    for how in ("rank 1 failed at 1B2: ValueError: signal SIGINT has no handler", "a KeyboardInterrupt in a worker"):
+        assert judged(replace(STATE, failure=how), NOW + 60, lives=False) == "failed"
+        assert how in troubles([(replace(STATE, failure=how), "failed")])[0]
     assert health(replace(STATE, host=socket.gethostname(), pid=os.getpid())) == "computes"
     assert health(replace(STATE, host=socket.gethostname(), pid=2**22 + 1)) == "gone"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,11 @@ def test_an_example_does_what_the_page_says(number: int) -> None:
     assert " ".join(REFUSED[example].text.split()) in said
 
 
-def test_there_are_ten() -> None:
+def test_examples_are_numbered_as_the_text_refers_to_them() -> None:
+    text = (ROOT / "docs" / "recording.md").read_text()
+    assert [int(number) for number in re.findall(r"^\*\*(\d+)\. ", text, re.MULTILINE)] == [
+        *range(1, len(EXAMPLES) + 1)
+    ]
+    assert {int(number) for number in re.findall(r"\(example (\d+)\)", text)} <= {*range(1, len(EXAMPLES) + 1)}
     assert len(EXAMPLES) == 10
     assert len(REFUSED) == 3

@@ -1,1 +1,1 @@
-"""What every other package rests on, and no user imports: torch's private parts, nested values, files, words."""
+"""What every other package rests on: torch's private parts, nested values, files, words. Not for users."""

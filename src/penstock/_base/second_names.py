@@ -61,7 +61,8 @@ _PEERS = {
     "omit it: gradients are those of the whole batch's loss": "scale_grads",
     "omit it: batches have their size; pass microbatches=, the number of their pieces": "batch_size global_batch_size "
     "train_batch_size local_batch_size per_device_train_batch_size gbs",
-    "omit it: optimizers are yours, made from pipe.parameters()": "optimizer grad_scaler",
+    "omit it: optimizers are yours, made from pipe.parameters()": "optimizer",
+    "make a penstock.GradScaler(pipe), and pass loss_scale= to step()": "grad_scaler",
     "call clip_grad_norm_ after step()": "gradient_clipping gradient_clip_val max_grad_norm clip_grad clip_grad_norm",
     "call evaluate(*inputs) or predict(*inputs)": "forward_only eval_batch inference_batch validation_step",
     "call step(*inputs, target=...), forward and backward of a whole batch": "train_batch forward_backward "

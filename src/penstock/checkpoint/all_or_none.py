@@ -57,7 +57,7 @@ def attempt(act: Callable[[], T]) -> Future[T]:
 
 
 def in_words(error: BaseException, rank: int) -> tuple[type[PenstockError] | None, str]:
-    """An error's kind if it is one of Penstock's, and its text. If torch collected several ranks', the first one's."""
+    """The kind of an ArgumentError or CheckpointError, or None; and the text. Of several ranks' errors, the first's."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
     for kind in (ArgumentError, CheckpointError):

@@ -97,8 +97,9 @@ class Reader:
         files = {stored.relative_path for stored in (self.metadata.storage_data or {}).values()}
         missing = [name for name in sorted(files) if not (path / name).is_file()]
         if missing or REST not in self.metadata.state_dict_metadata:
-            what = f"it lacks {missing[0]}" if missing else "it was not written by penstock.checkpoint.save"
-            raise CheckpointError(f"{path} cannot be loaded: {what}; take another checkpoint, or copy the whole folder")
+            lacks = f"it lacks {missing[0]}; take another checkpoint, or copy the whole folder" if missing else ""
+            why = lacks or "it was not written by penstock.checkpoint.save"
+            raise CheckpointError(f"{path} cannot be loaded: {why}")
 
     def read(self, state: dict[str, Any]) -> None:
         """Reads into the tensors in `state`, and replaces each None with the stored value.

@@ -141,6 +141,7 @@ def _initialize(name: str, module: nn.Module, otherwise: Materialize | None) -> 
 
 # -- where weights come from: files, or a checkpoint, read one tensor at a time ----------------------------------------
 
+_COPY = "copy the whole folder again"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """The `transformers` library's names for a single file of weights, and for the index of several."""
 
@@ -174,9 +175,15 @@ def source_of(path: str | Path) -> Source:
         return SafetensorsFiles([path / _SINGLE])
     if (path / _INDEX).is_file():
         what = str(path / _INDEX)
-        index = validate(dict[str, Any], read_json(path / _INDEX), what)
-        files = validate(dict[str, str], index.get("weight_map"), f"{what}: weight_map")
-        return SafetensorsFiles([path / name for name in sorted(set(files.values()))])
+        try:
+            index = validate(dict[str, Any], read_json(path / _INDEX), what)
+            files = validate(dict[str, str], index.get("weight_map"), f"{what}: weight_map")
+        except ArgumentError as error:
+            raise CheckpointError(f"{error}; {_COPY}") from None
+        paths = [path / name for name in sorted(set(files.values()))]
+        if missing := [one for one in paths if not one.is_file()]:
+            raise CheckpointError(f"{path} lacks {missing[0].name}, which {_INDEX} names; {_COPY}")
+        return SafetensorsFiles(paths)
     checkpoint = folders.find(path)
     if checkpoint is None:
         raise ArgumentError(
@@ -226,4 +233,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+        what = f"{path} is not a safetensors file: {error}"
+        if path.suffix != ".safetensors":
+            raise ArgumentError(f"{what}; safetensors.torch.save_file makes one of a state_dict") from None
+        raise CheckpointError(f"{what}; {_COPY}") from None

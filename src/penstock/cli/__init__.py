@@ -30,6 +30,9 @@ VERBS = (
 """In the order of `--help`."""
 
 
+_NOTHING_LEFT = "no process is left running"
+
+
 class _Verbs(Commands):
     """Imports a verb's module when its command is looked up, and reports Penstock's own errors in one line."""
 
@@ -58,7 +61,7 @@ class _Verbs(Commands):
             text, status = "user code exited before the command finished (SystemExit)", 2
         except KeyboardInterrupt as stopped:
             number = stopped.args[0] if stopped.args and isinstance(stopped.args[0], int) else signal.SIGINT
-            text, status = stopped_by(number), 128 + number
+            text, status = f"{stopped_by(number)}; {_NOTHING_LEFT}", 128 + number
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends without a word
         except (PenstockError, OSError) as error:
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
@@ -123,7 +126,7 @@ def _run() -> int:
     except SystemExit as ended:
         status = ended.code
         if isinstance(getattr(ended.__context__, "__cause__", None), KeyboardInterrupt):  # outside of any verb
-            print(f"penstock: {stopped_by(signal.SIGINT)}", file=sys.stderr)
+            print(f"penstock: {stopped_by(signal.SIGINT)}; {_NOTHING_LEFT}", file=sys.stderr)
     except OSError as error:  # of a page of help
         lost = error
     if lost := _flush() or lost:

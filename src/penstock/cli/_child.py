@@ -15,7 +15,7 @@ from collections.abc import Callable
 from penstock.launch.agent import end_with_parent
 from penstock.launch.endings import shell_status
 
-_VERBS = {"verify", "blame", "inspect", "profile", "simulate", "plan", "fabric"}
+_VERBS = {"verify", "blame", "inspect", "profile", "simulate", "show", "search", "plan", "fabric"}
 _WAITED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 

@@ -18,6 +18,7 @@ from penstock.cli._options import Json, option, spread
 from penstock.cli._outcome import Written, format_of
 from penstock.errors import ArgumentError
 from penstock.report.text import pairs, print_unbroken, table
+from penstock.schedule import names
 from penstock.simulate.figures import title
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class PredictionOptions:
         if folder is not None:
             known, rows, threads = folder.about.cuts, folder.about.microbatch_rows, folder.about.threads
             if self.cuts is not None and self.cuts.split(",") != [*known]:
-                raise ArgumentError(f"--cuts {self.cuts}: the run was cut at {','.join(known)}; leave --cuts out")
+                raise ArgumentError(
+                    f"--cuts {self.cuts}: the run was cut at {','.join(known) or 'nothing'}; leave --cuts out"
+                )
         return Predicted.of_profile(
             read_profile(self.profile),
             order.placement.depth,
@@ -90,15 +93,24 @@ class PredictionOptions:
 def _check_plan(plan: Plan, run: Run, folder: RunRead | None, file: Path) -> None:
     """Raises ArgumentError if a run did not follow this plan, as far as one can see."""
     order, choice = run.typical.slowest.schedule, plan.choice
+    known = {order.name} & {*names()} if folder is None else {folder.about.schedule}
     ran = [order.ranks, order.placement.depth, order.microbatches]
     planned = [choice.ranks, choice.stages, choice.microbatches]
-    same = ran == planned and (folder is None or folder.about.cuts is None or [*folder.about.cuts] == [*plan.cuts])
-    if not same:
+    cuts = None if folder is None else [*folder.about.cuts]
+    if ran != planned or not known <= {choice.schedule} or cuts not in (None, [*plan.cuts]):
         raise ArgumentError(
-            f"--plan {file}: the run did not follow it: {choice.schedule} on {counted(choice.ranks, 'rank')}, "
-            f"{counted(choice.microbatches, 'microbatch')}, cut at {', '.join(plan.cuts) or 'nothing'}. Pass the plan "
-            "of the run, or leave --plan out"
+            f"--plan {file}: the run, {_what(order.name, ran, cuts)}, did not follow it: "
+            f"{_what(choice.schedule, planned, plan.cuts)}. Pass the plan of the run, or leave --plan out"
         )
+
+
+def _what(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -> str:
+    ranks, stages, microbatches = sizes
+    where = "" if cuts is None else f", cut at {', '.join(cuts) or 'nothing'}"
+    return (
+        f"{schedule} with {counted(ranks, 'rank')}, {counted(stages, 'stage')}, "
+        f"{counted(microbatches, 'microbatch')}{where}"
+    )
 
 
 @spread

@@ -28,7 +28,7 @@ class Predicted:
 
     Attributes:
         stage_seconds: F + I + W of each stage.
-        pipeline_seconds: of a step of the pipeline, if a plan says so; 0: the stages' costs say it.
+        pipeline_seconds: of a step, as the plan or the run's folder predicted it; 0: simulated from the stages' costs.
         units: the model's units, in order; empty if only stages are known.
         costs: of each stage; empty if only its seconds are known.
         link: what a message costs.
@@ -104,9 +104,10 @@ class Predicted:
         return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note)
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """A step by these costs; if only sums of stages are known, F, I and W are taken as equally long."""
+        """A step by these costs. If only sums of stages are known, F, I and W are taken as equally long: roughly, and
+        without messages."""
         costs = self.costs or [StageCost(one / 3, one / 3, one / 3) for one in self.stage_seconds]
-        return simulate(schedule, [*costs] * schedule.placement.pipelines, self.link)
+        return simulate(schedule, costs, self.link)
 
     def unlikely(self, measured: Sequence[float]) -> bool:
         """Whether the starts are guessed, and what stages took says that they were others."""

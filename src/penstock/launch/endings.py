@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ FAILURES = "PENSTOCK_FAILURES"
 _FOLDER = "folder"
 _MAX_CHARACTERS = 500
 _MAX_BYTES = 1 << 20
+_INTERRUPTED = re.compile(r"^stopped by (Ctrl-C|SIG\w+)$|(^|: )KeyboardInterrupt(:|$)")
 _CULPRIT_SECONDS = 3.0
 
 
@@ -134,9 +136,13 @@ def how_it_ended(exitcode: int) -> str:
 
 
 def stopped_by(number: int) -> str:
-    """What a command says last that a signal has ended."""
-    what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    return f"stopped by {what}; no process is left running"
+    """Which signal ended a job, in words."""
+    return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
+
+
+def was_interrupted(failure: str) -> bool:
+    """Whether these words, of a rank or of `stopped_by`, say that somebody stopped the job, and not that it failed."""
+    return _INTERRUPTED.search(failure) is not None
 
 
 def _add(path: str, value: object) -> None:

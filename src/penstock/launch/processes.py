@@ -23,7 +23,15 @@ from typing import IO, Any
 from penstock._base.process import cores
 from penstock.errors import ArgumentError, check_counts
 from penstock.launch.agent import TAG, agent_command, kill_left, left
-from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, write_failure_to_runs
+from penstock.launch.endings import (
+    FAILURES,
+    RankFailure,
+    how_it_ended,
+    shell_status,
+    stopped_by,
+    was_interrupted,
+    write_failure_to_runs,
+)
 from penstock.launch.user import User
 
 VERIFY = "PENSTOCK_VERIFY"
@@ -98,8 +106,8 @@ def explain_end(ended: Ended, failures: str, agents: Sequence[str], user: User |
     first = RankFailure.first(failures)
     status = ended.status
     if ended.received:
-        failed = first is not None and first.message and "KeyboardInterrupt" not in first.message
-        message = str(first) if failed else f"stopped by {signal.Signals(ended.received).name}"
+        failed = first is not None and first.message and not was_interrupted(first.message)
+        message = str(first) if failed else stopped_by(ended.received)
     elif ended.agent is None:
         return Outcome(status)
     elif ended.exitcode < 0 or first is None:

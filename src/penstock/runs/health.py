@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from penstock._base.process import lives
+from penstock.launch.endings import stopped_by, was_interrupted
 from penstock.runs.records import RankState
 
 Health = Literal["computes", "waits", "between steps", "ended", "interrupted", "failed", "silent", "gone"]
 
-_INTERRUPTED = re.compile(r"^stopped by SIG|\bKeyboardInterrupt\b")
 SILENT_SECONDS = 5.0
 """A process says several times in this that it lives."""
 
@@ -34,7 +34,7 @@ def health(
     """
     now = time.time() if now is None else now
     if state.failure is not None:
-        return "interrupted" if _INTERRUPTED.search(state.failure) else "failed"
+        return "interrupted" if was_interrupted(state.failure) else "failed"
     if state.ended:
         return "ended"
     here = bool(state.pid) and state.host == (socket.gethostname() if host is None else host)
@@ -55,7 +55,8 @@ def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
     """What ended a run, or seems to have, a sentence each: failures, then ranks that are gone or silent."""
     found = []
     for failure in dict.fromkeys(state.failure for state, _ in ranks if state.failure is not None):
-        why = "stopped by Ctrl-C" if "KeyboardInterrupt" in failure or "SIGINT" in failure else failure
+        is_key = was_interrupted(failure) and "KeyboardInterrupt" in failure
+        why = stopped_by(signal.SIGINT) if is_key else failure
         found.append(f"ended{_at([state for state, _ in ranks if state.failure == failure])}: {why}")
     for how, words in (("gone", "process exited without closing the pipeline"), ("silent", "silent")):
         if those := [state for state, judged in ranks if judged == how]:

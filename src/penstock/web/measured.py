@@ -75,13 +75,14 @@ def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[s
         ]
     if found.predicted is not None:
         held = memory(schedule, costs, found.predicted) if costs else []
+        rough = "" if found.predicted_seconds == found.predicted.makespan_seconds else "; roughly, without messages"
         return [
             band(
                 "predicted",
                 found.predicted,
                 schedule,
                 memory=_curves(held),
-                note="by what the plan or profile said of each stage",
+                note=f"by what the plan or profile said of each stage{rough}",
             )
         ]
     return [band("if all were even", found.even, schedule, note="stages, ranks and microbatches alike")]

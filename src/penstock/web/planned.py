@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from penstock._base.words import counted, sized
+from penstock.explain import Predicted
 from penstock.plan import Plan
 from penstock.plan.predict import order_of_plan
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import StageCost, memory, simulate
+from penstock.simulate import StageCost, memory
 from penstock.simulate.figures import title
 from penstock.web.page_data import band, curve
 from penstock.web.shown import Figure, Held, Idle, Shown, duration
@@ -35,9 +36,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
         name: of its file.
     """
     choice, schedule = plan.choice, order_of_plan(plan)
-    parts = [seconds / 3 for seconds in plan.stage_seconds]
-    costs = [StageCost(part, part, part) for part in parts] * schedule.placement.pipelines
-    timeline = simulate(schedule, costs)
+    timeline = Predicted(plan.stage_seconds).timeline(schedule)
     curves = _memory(plan, schedule, timeline)
     limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
     held = tuple(
