@@ -15,6 +15,7 @@ from test_report_command import numbers, report, seconds
 from test_top import ABOUT, STATE
 
 from penstock.plan import Choice, Plan
+from penstock.plan.plan import MadeFor
 from penstock.runs import StepRecord
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
@@ -120,6 +121,11 @@ def test_a_plan_is_compared_with_the_run_that_followed_it(tmp_path: Path) -> Non
     for other in (replace(plan, cuts=("a", "b", "x")), *(replace(plan, choice=one) for one in others)):
         file.write_text(json.dumps(other.to_dict()))
         assert "did not follow it" in refusal("explain", str(folder), "--plan", str(file))
+    about = json.loads((folder / "run.json").read_text()) | {"parameters": 72}
+    (folder / "run.json").write_text(json.dumps(about))
+    file.write_text(json.dumps(replace(plan, made_for=MadeFor({"a.weight": (8, 8)}, "cpu", "float32")).to_dict()))
+    assert "of 64 parameters, and the run's, GPT, has 72" in refusal("explain", str(folder), "--plan", str(file))
+    assert "is a plan" in refusal("explain", str(file))
     given = profile(tmp_path, [0.01] * 4)
     assert "was cut at a,b,c" in refusal("explain", str(folder), "--profile", given, "--cuts", "a,b,x")
 

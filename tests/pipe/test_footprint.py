@@ -49,6 +49,26 @@ def saved(partition: Partition, case: models.Case) -> Iterator[int]:
         yield sum(t.untyped_storage().nbytes() for number, t in kept.items() if number not in own)
 
 
+def test_what_an_lstm_keeps_is_estimated() -> None:
+    """Its workspace is empty on fake tensors, and the most of what it keeps."""
+    model, x = Recurrent(), torch.randn(16, 50, 64)
+    partition = Partitioner(model, 1, streams=NoStreams())((x,), {})
+    found = footprint(partition.stages[0].module, [each.meta for each in partition.stages[0].meta.inputs])
+    assert found is not None
+    assert found.kept == pytest.approx(next(saved(partition, models.Case(model, (x,), {}, None, None))), rel=0.1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(64, 128, 2, batch_first=True)
+        self.second = nn.LSTM(128, 64, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(self.first(x)[0])[0]
+        return made
+
+
 def test_a_linear_layer_by_hand() -> None:
     """It keeps its input; its backward has all gradients at once, its parameters' until they are added to `.grad`."""
     meta = TensorMeta((5, 3), (3, 1), "float32", True)

@@ -33,6 +33,7 @@ IDLE_NOTE = (
     "waits for; link, until that has arrived; cool-down, after its last action."
 )
 PEAK_NOTE = "Peak: the most activations that a rank holds at once; 1 is one microbatch on all its stages."
+MEMORY_NOTE = "Memory counts neither the batch nor what an action takes while it runs; penstock plan does."
 
 
 def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = None) -> None:
@@ -58,7 +59,8 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
     if outcome.costs.has_memory:
         console.print()
         print_unbroken(console, _memory(outcome))
-    console.print(f"\n{IDLE_NOTE}\n{PEAK_NOTE}", style="dim")
+    kept = f"\n{MEMORY_NOTE}" if outcome.costs.has_memory else ""
+    console.print(f"\n{IDLE_NOTE}\n{PEAK_NOTE}{kept}", style="dim")
 
 
 def _times(outcome: Outcome) -> list[float]:

@@ -99,6 +99,8 @@ def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
         return read_chrome(given, {}, file.name, number, own)
     if (found := read_lists(given, str(file), own)) is not None:
         return found
+    if isinstance(given, dict) and "pipeline_seconds" in given:
+        raise ArgumentError(f"{file} is a plan: pass a recorded run, and this as --plan; penstock report draws a plan")
     raise ArgumentError(
         f"{file}: expected a timeline (ranks), a trace in Chrome's format (traceEvents), or lists of rows or columns"
     )

@@ -103,9 +103,10 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
         raise ArgumentError(f"global_batch={global_batch}: expected the rows of a step, at least 1")
     for name, number in (("replicas", wanted.replicas), ("pipeline", wanted.pipeline)):
         if number and cluster.devices % number:
+            both = (wanted.replicas or 0) * (wanted.pipeline or 0)
             raise ArgumentError(
                 f"{name}={number}: {counted(cluster.devices, 'device')} cannot be divided by {number}; pass "
-                f"{_multiples(cluster.devices, number)} devices, or one of {divisors(cluster.devices)} in its place"
+                f"{both or _multiples(cluster.devices, number)} devices, or one of {divisors(cluster.devices)} in its place"
             )
     units, found = len(sizes.units), []
     for replicas in divisors(cluster.devices):

@@ -44,6 +44,7 @@ class About:
         memory_limit: the bytes that a rank may need, if the run was given that.
         total_steps: how many steps the run will have, if it was said.
         threads: that each rank computed with on a CPU; 0: not known.
+        parameters: of the whole model, each tensor once, in numbers; 0: not known.
         verified: the fingerprint of model, schedule and options, if they had passed `verify` when it began; else empty.
     """
 
@@ -74,6 +75,7 @@ class About:
     total_steps: int | None
     verified: str = ""
     threads: int = 0
+    parameters: int = 0
 
     @property
     def stages(self) -> Placement:
