@@ -164,9 +164,9 @@ def test_no_choice_is_better_than_the_best(name: str) -> None:
         fitting[key] = min(plan.step_seconds, fitting.get(key, math.inf))
     found = make_plans(sizes, cluster, 8, best=3)
     for plan, least in zip(found.best, sorted(fitting.values()), strict=False):
-        assert plan.step_seconds <= EQUAL * least
+        assert plan.step_seconds <= (1 + EQUAL) * least
     assert len(found.best) == min(3, len(fitting))
-    assert min(plan.step_seconds for plan in found.best) <= EQUAL * min(fitting.values())
+    assert min(plan.step_seconds for plan in found.best) <= (1 + EQUAL) * min(fitting.values())
     assert {each.choice for each in (*found.lost, *found.best)} == {p.choice for p in tried}
     for lost in found.lost:
         assert lost.step_seconds <= max(plan.step_seconds for plan in tried if plan.choice == lost.choice)
@@ -221,9 +221,19 @@ def test_of_equal_plans_the_simplest_comes_first() -> None:
     plan = predict(choice, ALIKE.at(1), cluster, _cut(choice, cluster))
     other = replace(plan, choice=replace(choice, schedule="chimera"))
     twice = replace(other, pipeline_seconds=plan.pipeline_seconds * 0.997)
-    assert simplest_first([twice, plan]) == [plan, twice]
+    assert simplest_first([twice, plan], EQUAL) == [plan, twice]
     faster = replace(twice, pipeline_seconds=plan.pipeline_seconds * 0.99)
-    assert simplest_first([plan, faster]) == [faster, plan]
+    assert simplest_first([plan, faster], EQUAL) == [faster, plan]
+
+
+def test_times_that_vary_make_more_plans_equal() -> None:
+    """What a busy machine measured does not tell a schedule that splits backwards from one that does not."""
+    quiet = ALIKE.profiles[1]
+    busy = replace(quiet, units=tuple(replace(unit, spread=0.8) for unit in quiet.units))
+    wanted = Wanted(["1f1b", "zb-h1"], replicas=1, microbatches=16)
+    found = [make_plans(Sizes({1: one}), Cluster(4), 16, wanted) for one in (quiet, busy)]
+    assert [one.best[0].choice.schedule for one in found] == ["zb-h1", "1f1b"]
+    assert [one.equal for one in found] == pytest.approx([EQUAL, 0.2])
 
 
 def test_a_better_order_is_searched_for_and_goes_through_a_file(tmp_path: Path) -> None:
@@ -233,7 +243,7 @@ def test_a_better_order_is_searched_for_and_goes_through_a_file(tmp_path: Path) 
     named = make_plans(sizes, cluster, 6, best=1)
     found = make_plans(sizes, cluster, 6, best=1, search_seconds=0.3).best[0]
     assert found.choice.schedule == "search"
-    assert found.step_seconds < named.best[0].step_seconds / EQUAL
+    assert found.step_seconds < named.best[0].step_seconds / (1 + EQUAL)
     found.save(tmp_path / "plan.json")
     read = read_plan(tmp_path / "plan.json")
     assert read == found

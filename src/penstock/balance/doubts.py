@@ -17,9 +17,8 @@ def doubts(profile: Profile) -> tuple[str, ...]:
         return ()
     found = []
     sizes = profile.each_size
-    spread = max(map(_spread, sizes))
-    if spread > BUSY:
-        found.append(f"times vary by {spread:.0%} from run to run; measure again while the machine does nothing else")
+    if (varies := spread(profile)) > BUSY:
+        found.append(f"times vary by {varies:.0%} from run to run; measure again while the machine does nothing else")
     for smaller, larger in pairwise(sizes):
         if _seconds(larger) < _seconds(smaller):
             found.append(
@@ -33,7 +32,11 @@ def _seconds(size: Profile) -> float:
     return sum(unit.seconds for unit in size.units)
 
 
+def spread(profile: Profile) -> float:
+    """How much its times vary from run to run, as a fraction: of its sizes the most, of units by the time of each."""
+    return max(map(_spread, profile.each_size))
+
+
 def _spread(size: Profile) -> float:
-    """Of its units, by the time that each takes."""
     seconds = _seconds(size)
     return sum(unit.seconds * unit.spread for unit in size.units) / seconds if seconds else 0.0

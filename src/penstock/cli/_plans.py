@@ -37,7 +37,7 @@ _MAX_RANKS = 16
 
 def show(found: Planned, console: Console, cluster: Cluster) -> None:
     """Prints the best plans, what each rank of the first does, and why others lost."""
-    from penstock.plan.planner import EQUAL, Lost
+    from penstock.plan.planner import Lost
 
     best = found.best[0]
     tried = counted(len(found.best) + len(found.lost), "plan")
@@ -71,8 +71,9 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
         console.print("\nIdle time by cause, % of rank time")
         print_unbroken(console, _idle(shown))
     console.print()
-    equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in shown)
-    tie = f" The first {equal} are as good as equal (within 0.5%): the simplest is first." if equal > 1 else ""
+    least = min(plan.step_seconds for plan in shown)
+    equal = sum(plan.step_seconds <= (1 + found.equal) * least for plan in shown)
+    tie = f" The first {equal} are as good as equal (within {found.equal:.1%}): the simplest is first." * (equal > 1)
     update = (
         f" A step of the first ends with {best.optimizer_seconds:.2g} s of AdamW." if best.optimizer_seconds else ""
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,7 +103,7 @@ def _check_plan(plan: Plan, run: Run, folder: RunRead | None, file: Path) -> Non
             f"{_what(choice.schedule, planned, plan.cuts)}. Pass the plan of the run, or leave --plan out"
         )
     if plan.made_for is not None and folder is not None and folder.about.parameters:
-        size = sum(math.prod(shape) for shape in plan.made_for.parameters.values())
+        size = sum(prod(shape) for shape in plan.made_for.parameters.values())
         if size != folder.about.parameters:
             raise ArgumentError(
                 f"--plan {file}: it is for a model of {size:,} parameters, and the run's, {folder.about.model}, has "
@@ -257,7 +257,7 @@ def _times_predicted(stage: StageTime) -> float:
     """Infinite where nothing was predicted to take any time."""
     if stage.predicted_seconds:
         return stage.seconds / stage.predicted_seconds
-    return math.inf if stage.seconds else 1.0
+    return inf if stage.seconds else 1.0
 
 
 def _worst(slower: Mapping[Any, float]) -> list[tuple[Any, float]]:
@@ -295,7 +295,7 @@ def _show_head(found: Explanation, console: Console, written: Written) -> None:
         console.print(text)
     if found.predicted_seconds is not None:
         times, wrong = max(((_times_predicted(one), one) for one in found.stages), key=lambda pair: abs(pair[0] - 1))
-        much = f"{times:.2f} times what was predicted" if math.isfinite(times) else f"{written(wrong.seconds)} instead of 0"
+        much = f"{times:.2f} times what was predicted" if isfinite(times) else f"{written(wrong.seconds)} instead of 0"
         console.print(
             f"predicted {written(found.predicted_seconds)} for the pipeline; most wrong at stage {wrong.stage}, which "
             f"takes {much}"

@@ -106,7 +106,8 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
             both = (wanted.replicas or 0) * (wanted.pipeline or 0)
             raise ArgumentError(
                 f"{name}={number}: {counted(cluster.devices, 'device')} cannot be divided by {number}; pass "
-                f"{both or _multiples(cluster.devices, number)} devices, or one of {divisors(cluster.devices)} in its place"
+                f"{both or _multiples(cluster.devices, number)} devices, or one of {divisors(cluster.devices)} in its "
+                "place"
             )
     units, found = len(sizes.units), []
     for replicas in divisors(cluster.devices):

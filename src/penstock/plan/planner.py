@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.balance import UnitCost
+from penstock.balance import UnitCost, spread
 from penstock.errors import ArgumentError
 from penstock.plan.bounds import Shape, least_seconds, least_seconds_anyhow
 from penstock.plan.choice import ANY, Choice, Wanted, choices
@@ -35,8 +35,10 @@ from penstock.search import search
 BEST = 5
 """How many plans to list."""
 
-EQUAL = 1.005
-"""Times that differ by less are taken as equal: no profile tells them apart. The simplest such plan comes first."""
+EQUAL, OF_SPREAD = 0.005, 0.25
+"""Times that differ by less are taken as equal, since no profile tells them apart: by this fraction, or, if that is
+more, by this part of the spread of the profile's times. The simplest such plan comes first.
+"""
 
 ROUNDING = 1e-9
 """So much lower is a bound, relatively: sums in another order differ."""
@@ -76,11 +78,13 @@ class Planned:
         best: the plans that fit, the fastest first; of those as good as equal to it, the simplest first.
         lost: the other choices, the fastest first.
         nearest: if nothing fits, the plan that lacks least.
+        equal: the fraction by which steps may differ to be as good as equal.
     """
 
     best: tuple[Plan, ...]
     lost: tuple[Lost, ...]
     nearest: Plan | None = None
+    equal: float = EQUAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +143,10 @@ def make_plans(
     nearest: Plan | None = None
     candidates = sorted(open_candidates(sizes, cluster, global_batch, wanted), key=lambda one: one.at_least)
     kept: dict[int, Candidate] = {}
+    equal = max(EQUAL, OF_SPREAD * max(map(spread, sizes.profiles.values())))
     for number, candidate in enumerate(candidates):
-        if len(found) >= best and candidate.at_least >= EQUAL * sorted(map(_seconds, found))[best - 1]:
+        times = sorted(map(_seconds, found))
+        if len(found) >= best and candidate.at_least >= max((1 + equal) * times[0], (1 + EQUAL) * times[best - 1]):
             lost += [Lost(one.choice, one.at_least) for one in candidates[number:]]
             break
         plan, where = candidate.best(cluster)
@@ -150,15 +156,16 @@ def make_plans(
         else:
             found.append(plan)
             kept[id(plan)] = replace(candidate, where=where)
-    ranked = simplest_first(found)
+    ranked = simplest_first(found, equal)
     if search_seconds > 0:
-        ranked = simplest_first([*found, *_finer(ranked, kept, cluster, search_seconds)])
+        ranked = simplest_first([*found, *_finer(ranked, kept, cluster, search_seconds)], equal)
     lost += map(_as_lost, ranked[best:])
     made_for = MadeFor.of(next(iter(sizes.profiles.values())))
     return Planned(
         tuple(replace(plan, made_for=made_for) for plan in ranked[:best]),
         tuple(sorted(lost, key=lambda one: one.step_seconds)),
         None if found or nearest is None else replace(nearest, made_for=made_for),
+        equal,
     )
 
 
@@ -230,11 +237,11 @@ def _order(plan: Plan) -> tuple[float, float]:
     return plan.lacking_bytes, plan.step_seconds
 
 
-def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
+def simplest_first(plans: Sequence[Plan], equal: float) -> list[Plan]:
     """The fastest first; of those as good as equal to the fastest, the simplest."""
     ranked = sorted(plans, key=_seconds)
-    equal = [plan for plan in ranked if plan.step_seconds <= EQUAL * ranked[0].step_seconds]
-    return [*sorted(equal, key=_complexity), *ranked[len(equal) :]]
+    alike = [plan for plan in ranked if plan.step_seconds <= (1 + equal) * ranked[0].step_seconds]
+    return [*sorted(alike, key=_complexity), *ranked[len(alike) :]]
 
 
 def _complexity(plan: Plan) -> tuple[float, ...]:

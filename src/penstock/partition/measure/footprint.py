@@ -28,7 +28,6 @@ from penstock.partition.measure.counting import Counting
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
 
-
 _LSTM_VALUES = 17
 """What `nn.LSTM` keeps on the CPU for each value of its result (measured: 15.6 to 17.6)."""
 
