@@ -263,7 +263,8 @@ def test_steps_of_ops_that_are_only_named_end_where_all_is_run_back(name: str, t
     file = str(write(tmp_path / "trace.json", events))
     found = [as_json("explain", file, "--step", str(step)) for step in range(3)]
     assert [one["microbatches"] for one in found] == sizes
-    assert found[0]["notes"] == []
+    (note,) = found[0]["notes"]
+    assert "steps differ: step 0 is 1f1b with 8 microbatches, step 1 1f1b with 4" in note
 
 
 def test_names_that_are_not_read_are_counted(tmp_path: Path) -> None:
@@ -323,6 +324,11 @@ def test_timelines_of_several_steps(tmp_path: Path) -> None:
         assert (found["step"], found["notes"]) == (2, [])
         times = [measured(seconds).makespan_seconds for seconds in (0.01, 0.03, 0.02)]
         assert list(found["steps"].values()) == pytest.approx(times)
+
+
+def test_steps_of_two_schedules_are_noted(tmp_path: Path) -> None:
+    one, other = (str(write(tmp_path / f"{name}.json", measured(0.01, name).to_dict())) for name in ("1f1b", "gpipe"))
+    assert "step 0 is 1f1b with 8 microbatches, step 1 gpipe with 8" in as_json("explain", one, other)["notes"][0]
 
 
 def test_a_line_for_each_step(tmp_path: Path) -> None:

@@ -165,6 +165,14 @@ def run_of(recording: Recording) -> Run:
         notes.append(
             f"left out {counted(len(lacking), 'pipeline')}, the first in step {number}, replica {replica}: {wrong}"
         )
+    shapes = {(one.slowest.schedule.name, one.slowest.schedule.microbatches): one.number for one in reversed(steps)}
+    if len(shapes) > 1:
+        (name, many), *others = sorted(shapes, key=lambda shape: shapes[shape])
+        theirs = ", ".join(f"step {shapes[shape]} {shape[0]} with {shape[1]}" for shape in others)
+        notes.append(
+            f"steps differ: step {shapes[name, many]} is {name} with {counted(many, 'microbatch')}, {theirs}; if they "
+            "are of several runs, explain each alone"
+        )
     return Run(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
 
 
