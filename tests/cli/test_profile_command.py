@@ -48,6 +48,10 @@ def test_a_profile_of_a_busy_machine_says_so() -> None:
     assert doubts(sized(4, 2.0, spread=0.2).with_others([sized(1, 1.0)])) == ()
     (varies,) = doubts(sized(4, 2.0, spread=0.3))
     assert "times vary by 30% from run to run" in varies
+    slow = sized(4, 2.0)
+    slow = replace(slow, units=tuple(replace(u, split_forward_seconds=5 * u.forward_seconds) for u in slow.units))
+    (differs,) = doubts(slow)
+    assert "where backwards are split" in differs
     (shrinks,) = doubts(sized(4, 2.0).with_others([sized(2, 3.0), sized(1, 1.0)]))
     assert "microbatches of 4 rows took less time than those of 2" in shrinks
     assert doubts(replace(sized(4, 2.0, spread=0.3), source="estimate")) == ()

@@ -9,6 +9,8 @@ from penstock.balance.profile import Profile
 
 BUSY = 0.25
 """Times that spread by more than this part of their median were not measured on a quiet machine."""
+TWICE, LEAST = 2.0, 1e-3
+"""A forward does much the same where backwards are split: it does not take so many times as long and seconds more."""
 
 
 def doubts(profile: Profile) -> tuple[str, ...]:
@@ -19,6 +21,14 @@ def doubts(profile: Profile) -> tuple[str, ...]:
     sizes = profile.each_size
     if (varies := spread(profile)) > BUSY:
         found.append(f"times vary by {varies:.0%} from run to run; measure again while the machine does nothing else")
+    for size in sizes:
+        plain = sum(unit.forward_seconds for unit in size.units)
+        split = sum(unit.split.forward_seconds for unit in size.units)
+        if max(plain, split) > TWICE * min(plain, split) + LEAST:
+            found.append(
+                f"forwards took {split * 1e3:.3g} ms where backwards are split, and {plain * 1e3:.3g} ms otherwise: "
+                "something else ran; measure again"
+            )
     for smaller, larger in pairwise(sizes):
         if _seconds(larger) < _seconds(smaller):
             found.append(
