@@ -64,6 +64,13 @@ def test_what_needs_shapes_alone_makes_no_weights(tmp_path: Path) -> None:
     assert "an estimate" in output("profile", f"{target}:4x2048", "--device", "h100")
 
 
+def test_weights_larger_than_memory_are_refused(tmp_path: Path) -> None:
+    wide = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 128, "num_attention_heads": 64}
+    said = refusal("inspect", written(tmp_path, LLAMA | wide), "-n", "2")
+    assert "its weights take 8.8 TB" in said
+    assert "inspect --balance flops needs none" in said
+
+
 def test_a_device_that_is_here_measures(tmp_path: Path) -> None:
     found = output("profile", written(tmp_path, LLAMA), "--device", "cpu", "--budget-seconds", "0.01")
     assert "1 run each" in found

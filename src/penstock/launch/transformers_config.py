@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock._base.words import sized
 from penstock.errors import ArgumentError, require
 
 PREFIX = "hf:"
@@ -30,7 +32,7 @@ def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
 
     Raises:
         MissingExtraError: transformers is not installed.
-        ArgumentError: there is no such file, or no batch is known for such a model.
+        ArgumentError: there is no such file, no batch is known for such a model, or its weights are larger than memory.
     """
     require("transformers", "transformers", for_what=f"TARGET {text!r}")
     import transformers
@@ -44,8 +46,18 @@ def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
     kind: Any = transformers.AutoModelForCausalLM if name is None else getattr(transformers, name, None)
     if name is not None and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ArgumentError(f"TARGET {text!r}: transformers {transformers.__version__} has no architecture {name!r}")
-    with torch.device("cpu" if weights else "meta"):
-        model = kind.from_config(config) if name is None else kind(config)
+    make = kind if name is not None else kind.from_config
+    with torch.device("meta"):
+        model = make(config)
+    if weights:
+        needed = sum(parameter.nbytes for parameter in model.parameters())
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > there:
+            raise ArgumentError(
+                f"TARGET {text!r}: its weights take {sized(needed)}, and this machine has {sized(there)} of memory. "
+                "inspect --balance flops needs none, and neither do profile and plan with --device h100"
+            )
+        model = make(config)
     rows = int(found["rows"]) if found else _ROWS
     length = int(found["length"]) if found and found["length"] else None
     return model, ((), _batch(text, model, rows, length)), None, None
