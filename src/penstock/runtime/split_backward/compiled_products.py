@@ -3,34 +3,29 @@
 A compiler makes one backward of all that it compiles. So before it does, each product whose weight gradient can wait
 gets its weight without the weight's graph and, as further inputs of the compiled code, two *taps*: values that nobody
 reads, but whose gradients are what W needs, the gradient of the product's result and the product's input (which the
-compiler saves or computes anew, as for a whole backward). Autograd carries both from the compiled backward to
-`compiled_calls.py`, which keeps them for W or, in a whole backward, computes the weight gradients at once. So both
-kinds of backward run the same compiled code, whatever the backend.
+compiler saves or computes anew, as for a whole backward). Autograd carries both from the compiled backward to a
+function around the code, which keeps them for W or, in a whole backward, computes the weight gradients at once. So
+both kinds of backward run the same compiled code, whatever the backend.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from penstock._base.compat_compiler import add_input, copy_of_recorded, size_in
-from penstock.runtime.split_backward.compiled_calls import (
-    Kept,
-    Parameter,
-    Product,
-    ResultOf,
-    Source,
-    Tap,
-    TapOf,
-    TappedCode,
-    tapped,
-)
-from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall, Form
+from penstock.errors import PartitionError
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.saved import SavedTensor
+from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall, Term, cast_back, total_of, value_of
+from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, running
 
 Compiler = Callable[..., Callable[..., Any]]
 """A backend of `torch.compile`: takes a graph and examples of its inputs."""
@@ -62,6 +57,184 @@ class SplittingBackend:
         return TappedCode(compiled, products, weights, tuple(tapping.taps), results)
 
 
+# -- compiled code that runs ------------------------------------------------------------------------------------------
+
+
+class Tap(NamedTuple):
+    """An input that exists for its gradient; a size may depend on the code's other inputs."""
+
+    sizes: tuple[int | Callable[[Sequence[Any]], int], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self, inputs: Sequence[Any]) -> Tensor:
+        """The tap: a tensor with the memory of one element."""
+        sizes = [size if isinstance(size, int) else size(inputs) for size in self.sizes]
+        return torch.empty_strided(sizes, [0] * len(sizes), dtype=self.dtype, device=self.device)
+
+
+class Source(NamedTuple):
+    """Something that W needs: a weight, the gradient of a tap, or a further result of the code, and its number."""
+
+    kind: Literal["weight", "tap", "result"]
+    place: int
+
+
+class Product(NamedTuple):
+    """A tapped product.
+
+    Attributes:
+        gradients: see `DeferredCall`.
+        weights: its weights, by their places among the code's inputs.
+        tap: the number of the tap whose gradient is that of its result.
+        kept: where what W needs of the forward comes from: its input, and more.
+        contiguous: whether the input is contiguous; compiled code may hand it out in another order.
+    """
+
+    gradients: Callable[..., Sequence[Term]]
+    weights: tuple[int, ...]
+    tap: int
+    kept: tuple[Source, ...]
+    contiguous: bool
+
+    def terms(self, weights: Sequence[Tensor], grad: Tensor, input: Tensor, *more: Tensor) -> Sequence[Term]:
+        """The gradients of the weights."""
+        kept = (input.contiguous() if self.contiguous else input, *more)
+        same = [one.to(grad.dtype) if one.is_floating_point() else one for one in kept]  # autocast casts kernels
+        return cast_back(self.gradients(grad, *same), weights, grad.dtype)
+
+
+@dataclass(frozen=True)
+class TappedCode:
+    """Compiled code with taps.
+
+    Attributes:
+        compiled: takes the inputs, with weights without their graph, and taps; gives the results and further ones.
+        weights: the places of the weights among the inputs.
+        results: the number of results, without further ones.
+    """
+
+    compiled: Callable[..., Any]
+    products: tuple[Product, ...]
+    weights: tuple[int, ...]
+    taps: tuple[Tap, ...]
+    results: int
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        """Runs the code."""
+        weights, uses, waiting = {place: inputs[place] for place in self.weights}, running(), set[int]()
+        put_off = None
+        if uses is not None:  # weights that share a call wait together or not at all
+            groups = dict.fromkeys(product.weights for product in self.products)
+            put_off = uses.begin_compiled(tuple(map(weights.__getitem__, group)) for group in groups)
+            waiting = {p for p, weight in weights.items() if uses.waits(weight)} if put_off is not None else waiting
+        run = _Run(self, weights, uses, put_off, waiting)
+        now = [weight for place, weight in weights.items() if place not in waiting]
+        taps: tuple[Tensor, ...] = _Taps.apply(run, inputs, _ANCHOR, *now)  # type: ignore[no-untyped-call]
+        given = [weights[place].detach() if place in weights else value for place, value in enumerate(inputs)]
+        results: Sequence[Any] = self.compiled(*given, *taps)
+        run.further = results[self.results :]
+        return results[: self.results]
+
+
+@dataclass
+class _Run:
+    """One run of the code: what its backward needs beside what autograd keeps.
+
+    Attributes:
+        weights: by their places.
+        put_off: takes the weight gradients that wait.
+        waiting: the places of their weights.
+        further: the further results.
+    """
+
+    code: TappedCode
+    weights: Mapping[int, Tensor]
+    uses: WeightUses | None
+    put_off: list[Waiting] | None
+    waiting: Collection[int]
+    further: Sequence[Tensor] = ()
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Puts off the weight gradients that can wait, and returns the others."""
+        _refuse_graph_of_gradients()
+        if self.uses is not None:
+            self.uses.begin_backward(self.put_off)
+        terms: defaultdict[int, list[Tensor]] = defaultdict(list)
+        given: Mapping[str, Any] = {"weight": self.weights, "tap": grads, "result": self.further}
+        with torch.no_grad():
+            for product in reversed(self.code.products):  # in autograd's order
+                if (grad := grads[product.tap]) is None:
+                    continue
+                weights = tuple(self.weights[place] for place in product.weights)
+                kept = [SavedTensor.of(given[kind][place]) for kind, place in product.kept]
+                call = Waiting(weights, partial(product.terms, weights), kept, grad)
+                if self.put_off is not None and product.weights[0] in self.waiting:
+                    self.put_off.append(call)
+                    continue
+                with exact.outside_autocast(grad.device.type):
+                    for place, term in zip(product.weights, call.terms(), strict=True):
+                        terms[place].append(value_of(term))
+            sums = {place: total_of(self.weights[place], values) for place, values in terms.items()}
+        return [sums.get(place) for place in self.code.weights if place not in self.waiting]
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""Makes taps take a gradient where all weights wait. (A weight must not be among the inputs then: autograd would call
+its hooks without a gradient.)"""
+
+
+class _Taps(torch.autograd.Function):
+    """Makes the taps of a run, and passes their gradients to it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, inputs: Sequence[Any], anchor: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        return tuple(tap.make(inputs) for tap in run.code.taps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, None, *ctx.run.backward(grads)
+
+
+class Tapped(torch.autograd.Function):
+    """Within the code: a product's result, as it is. In backward, the taps get the result's gradient and the input."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, tap: Tensor, input: Tensor | None, input_tap: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*(() if input is None else (input,)))
+        return result.clone()  # not a view, which could not be updated in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_graph_of_gradients()
+        given = grads[0]
+        kept = ctx.saved_tensors
+        return given, given, None, kept[0] if kept else None
+
+
+def tapped(result: Tensor, tap: Tensor, input: Tensor | None = None, input_tap: Tensor | None = None) -> Tensor:
+    """The call that compiled graphs have of `Tapped`."""
+    value: Tensor = Tapped.apply(result, tap, input, input_tap)  # type: ignore[no-untyped-call]
+    return value
+
+
+def _refuse_graph_of_gradients() -> None:
+    """Raises PartitionError in a backward that is itself recorded: weights without their graph would be constants in
+    it, and what they owe to it would be lost.
+    """
+    if torch.is_grad_enabled():
+        raise PartitionError(
+            "the forward of a compiled stage takes a gradient with create_graph=True, which leads to its weights, and "
+            "the schedule splits its backward; leave compile= out, or pass a schedule that does not split it: "
+            "penstock.schedule.merge_backward makes one"
+        )
+
+
+# -- taps in a graph before it is compiled ----------------------------------------------------------------------------
+
+
 class _Found(NamedTuple):
     """A product whose weights are parameters.
 
@@ -71,7 +244,6 @@ class _Found(NamedTuple):
         nodes: the tensors among its arguments, by the id of the fake ones.
     """
 
-    form: Form
     plan: DeferredCall
     weights: tuple[fx.Node, ...]
     nodes: Mapping[int, fx.Node]
@@ -123,7 +295,7 @@ def _product(node: fx.Node, trained: set[fx.Node]) -> _Found | None:
         return None
     nodes = {id(value): arg for arg, value in values.items()}
     weights = tuple(nodes[id(weight)] for weight in plan.weights)
-    return _Found(form, plan, weights, nodes) if trained.issuperset(weights) else None
+    return _Found(plan, weights, nodes) if trained.issuperset(weights) else None
 
 
 def _can_be_tapped(node: fx.Node, product: _Found, symbols: Mapping[Any, int]) -> bool:
@@ -160,27 +332,22 @@ class _Tapping:
     def tap(self, node: fx.Node, found: _Found) -> Product:
         """Taps a product."""
         result: Tensor = node.meta["example_value"]
-        given, named = node.args, node.kwargs
         of_result, own = self._new(result.shape, result)
-        taps, kept, places = [own], list[Source](), dict[fx.Node, Parameter | Kept]()
+        taps, kept = [own], list[Source]()
         for value in found.plan.kept:
             input = found.nodes[id(value)]
-            places[input] = Kept(len(kept))
             if input in found.weights:
-                kept.append(Parameter(self._places[input]))
+                kept.append(Source("weight", self._places[input]))
             elif value.is_floating_point():
                 of_input, other = self._new(value.shape, result)
                 taps += [self._cast(node, input, result.dtype), other]
                 kept.append(of_input)
             else:
                 kept.append(self._returned(node, input))
-        places |= {arg: Parameter(self._places[arg]) for arg in node.all_input_nodes if self._is_parameter(arg)}
-        args, kwargs = fx.node.map_arg(given, places.get), fx.node.map_arg(named, places.get)
         with self._graph.inserting_after(node):
             self._tapped[node] = self._graph.call_function(tapped, (node, *taps))
         weights = tuple(self._places[weight] for weight in found.weights)
-        contiguous = found.plan.input.is_contiguous()
-        return Product(found.form, args, kwargs, weights, of_result.place, tuple(kept), contiguous)
+        return Product(found.plan.gradients, weights, of_result.place, tuple(kept), found.plan.input.is_contiguous())
 
     def end(self, products: Sequence[Product]) -> tuple[tuple[int, ...], int]:
         """Puts what is tapped in place, takes the weights' graph from the examples, and lets the graph return integers.
@@ -197,17 +364,14 @@ class _Tapping:
         output.args = ((*results, *self._further),)
         return weights, len(results)
 
-    def _is_parameter(self, node: fx.Node) -> bool:
-        return node in self._places and isinstance(self.examples[self._places[node]], nn.Parameter)
-
-    def _new(self, sizes: Sequence[int], like: Tensor) -> tuple[TapOf, fx.Node]:
+    def _new(self, sizes: Sequence[int], like: Tensor) -> tuple[Source, fx.Node]:
         """A new tap, like a fake tensor but for its sizes."""
         example = like.detach().new_empty(()).expand(tuple(sizes)).requires_grad_()
         node = add_input(self._graph, f"tap_{len(self.taps)}")
         found = [size_in(size, self._symbols) for size in sizes]
         self.taps.append(Tap(tuple(size for size in found if size is not None), like.dtype, like.device))
         self.examples.append(example)
-        return TapOf(len(self.taps) - 1), node
+        return Source("tap", len(self.taps) - 1), node
 
     def _cast(self, node: fx.Node, input: fx.Node, dtype: torch.dtype) -> fx.Node:
         """A product's input in the precision in which autocast runs the product."""
@@ -218,8 +382,8 @@ class _Tapping:
         node.replace_input_with(input, low)
         return low
 
-    def _returned(self, node: fx.Node, input: fx.Node) -> ResultOf:
+    def _returned(self, node: fx.Node, input: fx.Node) -> Source:
         """Lets the graph return a copy of integers."""
         with self._graph.inserting_before(node):
             self._further.append(self._graph.call_function(torch.clone, (input,)))
-        return ResultOf(len(self._further) - 1)
+        return Source("result", len(self._further) - 1)
