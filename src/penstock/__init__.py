@@ -6,7 +6,7 @@ load torch.
 
 from __future__ import annotations
 
-from penstock._base.lazy import TYPE_CHECKING, face
+from penstock._base.lazy import TYPE_CHECKING, face, lent
 
 if TYPE_CHECKING:
     from penstock._base.marks import current_microbatch as current_microbatch
@@ -83,6 +83,8 @@ _SUBPACKAGES = frozenset(
         *("plan", "report", "runs", "schedule", "search", "simulate", "testing"),
     )
 )
+
+lent.update(drawing="penstock.report.plot", verification="penstock.proof.verify")
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
 

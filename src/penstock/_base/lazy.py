@@ -1,4 +1,4 @@
-"""Package interfaces whose names are loaded on first use (PEP 562).
+"""What is loaded on first use: the names of package interfaces (PEP 562), and what the face lends to lower floors.
 
 Imports next to nothing itself: until `penstock.__main__` runs, a Ctrl-C ends in a traceback.
 """
@@ -43,6 +43,15 @@ def face(
         return sorted({*vars(sys.modules[package]), *homes, *subpackages})
 
     return get, names
+
+
+lent: dict[str, str] = {}
+"""The modules that do what a lower floor offers, by task. `penstock/__init__.py`, which knows all floors, fills it."""
+
+
+def lender(task: str) -> ModuleType:
+    """The module that does a task of `lent`, loaded now."""
+    return _imported(lent[task])
 
 
 def _imported(module: str) -> ModuleType:
