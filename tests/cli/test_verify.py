@@ -437,15 +437,6 @@ def test_file_does_not_hide_a_module_of_its_name(folder: Path) -> None:
 OPTIONS = ("cases.py:good", "--json", "--ranks", "2", "--microbatches", "3")
 
 
-@pytest.mark.long  # the next test shows it over another transport
-@pytest.mark.distributed
-@pytest.mark.usefixtures("one_thread")  # as each process has: with another number, sums come in another order
-def test_processes_give_the_report_that_one_process_gives() -> None:
-    done = in_process(*OPTIONS, "--transport", "distributed")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads(verify(*OPTIONS).stdout)
-
-
 @pytest.mark.parametrize("processes", ["of a pool", pytest.param("launched", marks=pytest.mark.long)])
 @pytest.mark.distributed
 @pytest.mark.usefixtures("one_thread")
