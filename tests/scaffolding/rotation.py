@@ -71,7 +71,6 @@ CPU_SECONDS = {
     "tests/partition/watch/test_work.py": 5,
     "tests/runtime/exact/test_streams.py": 5,
     "tests/runtime/execute/test_local_run.py": 5,
-    "tests/runtime/features/test_backward_updates.py": 5,
     "tests/runtime/features/test_compile.py": 5,
     "tests/runtime/features/test_own_backward.py": 5,
     "tests/runtime/step/test_changing_batches.py": 5,
