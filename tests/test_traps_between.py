@@ -16,7 +16,7 @@ from penstock import ArgumentError, ScheduleError, ShapeError, VerificationError
 from penstock.runtime.transport.local import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
-from scaffolding.models import InPlace, SkipsTwice, squared_error
+from scaffolding.models import InPlace, OneLayer, SkipsTwice, squared_error
 from scaffolding.proofs import after_each_step, proven
 from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, mlp
@@ -199,12 +199,8 @@ def test_trap_13_skips_over_several_cuts(schedule: str, ranks: int) -> None:
 # -- 14, 15: structures, and gradients that are not there -------------------------------------------------------------
 
 
-class Dicts(nn.Module):
+class Dicts(OneLayer):
     """Takes and returns a dict of tensors, whole numbers, flags and text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, values: dict[str, Any]) -> dict[str, Any]:
         assert values["text"] == "word"
@@ -224,7 +220,9 @@ def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(schedule: 
     values = {"x": x, "factor": 2, "flag": False, "text": "word", "offset": torch.tensor(0.5)}
     target = {"a": {"b": y}, "power": 2}
     options: dict[str, Any] = {"microbatches": 4, "exact": True}
-    proven([Dicts(), Dicts(), Dicts()], values, target, dict_loss, ranks=ranks, schedule=schedule, **options)
+    proven(
+        [Dicts(WIDTH), Dicts(WIDTH), Dicts(WIDTH)], values, target, dict_loss, ranks=ranks, schedule=schedule, **options
+    )
 
 
 def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:

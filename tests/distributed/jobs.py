@@ -19,7 +19,7 @@ import penstock
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.processes import host_clock
-from scaffolding.models import GPT, Case, ConvNet, InPlace, SkipsTwice, squared_error, token_error
+from scaffolding.models import GPT, Case, ConvNet, InPlace, OneLayer, SkipsTwice, squared_error, token_error
 from scaffolding.models import llama as tiny_llama
 
 ROWS = 12
@@ -90,12 +90,8 @@ def llama() -> Case:
     return tiny_llama(ROWS)._replace(loss=None)
 
 
-class Dicts(nn.Module):
+class Dicts(OneLayer):
     """Passes on a dict with a number, a flag and text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(9, 9)
 
     def forward(self, values: dict[str, Any]) -> dict[str, Any]:
         return {**values, "x": self.layer(values["x"]) * values["factor"], "flag": not values["flag"]}
@@ -108,7 +104,7 @@ def dicts_between_stages() -> Case:
     def loss(output: dict[str, Any], target: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(output["x"], target["y"]) * output["factor"]
 
-    return Case([Dicts() for _ in range(4)], (values,), {}, {"y": torch.randn(ROWS, 9)}, loss)
+    return Case([Dicts(9) for _ in range(4)], (values,), {}, {"y": torch.randn(ROWS, 9)}, loss)
 
 
 def a_rank_without_parameters() -> Case:

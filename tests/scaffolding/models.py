@@ -33,6 +33,22 @@ def token_error(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
+class OneLayer(nn.Module):
+    """What has one linear layer; a `forward` says what it does with it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+
+class Layers(nn.Module):
+    """What has linear layers; a `forward` says what it does with them."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+
 # -- plain networks ---------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
+from scaffolding.models import OneLayer
 
 WIDTH = 4
 
@@ -244,12 +245,8 @@ class Crops(nn.Module):
         return self.layer(x)[:, 1 : WIDTH + 1]
 
 
-class Packs(nn.Module):
+class Packs(OneLayer):
     """It branches on values, so that it has to run as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -260,7 +257,7 @@ def test_a_second_look_at_a_block_gives_it_inputs_with_the_same_strides() -> Non
     """Packing a cropped value is an operator, packing a packed one is none."""
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
-    model = nn.Sequential(Crops(), Packs(), Crops(), Packs())
+    model = nn.Sequential(Crops(), Packs(WIDTH), Crops(), Packs(WIDTH))
     verify(model, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, exact=True).check()
 
 
