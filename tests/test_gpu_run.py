@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import re
 import signal
@@ -53,10 +54,33 @@ SHORT = [
     "waits/2 processes/zb-h1",
     "falls/raise in backward",
 ]
+LONG = [
+    *("feature/one process/recompute", "feature/2 processes/offload", "checkpoint/*", "dropout/*"),
+    *("waits/clip", "falls/kill", "falls/stop", "falls/out of memory", "figures/addmm_*"),
+    *("figures/microseconds per action/zb-h1", "figures/a step with a timeline"),
+]
 
 
 def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
     assert_ok(rows(tmp_path, "standin", *SHORT), len(SHORT))
+
+
+@pytest.mark.long  # as above, of the other kinds
+@pytest.mark.parametrize("device", ["standin", "cpu"])
+def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
+    found = rows(tmp_path, device, *LONG)
+    statuses = {name: row["status"] for name, row in found.items() if row["status"] != "ok"}
+    assert statuses == ({} if device == "standin" else {"waits/clip": "not here"}), found
+
+
+ABSENT = [f"feature/{where}/recompute every layer" for where in ("one process", "2 processes")]
+
+
+@pytest.mark.long  # test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process has a row that is not here
+def test_what_the_stand_in_has_no_kernels_for_is_not_here(tmp_path: Path) -> None:
+    for row in rows(tmp_path, "standin", *ABSENT).values():
+        assert row["status"] == "not here", row
+        assert row["says"] == "the stand-in has no kernels of its own in half precision"
 
 
 def test_every_case_is_collected() -> None:
@@ -74,6 +98,12 @@ def test_every_case_is_collected() -> None:
 
 
 RANKS = ["ranks/4/verify/zb-v", "ranks/4/replicas, 2 x 2/1f1b", "ranks/falls/kill"]
+RANKS_LONG = [
+    "ranks/2/*",
+    "ranks/3/verify/interleaved-1f1b",
+    "ranks/4/a checkpoint*",
+    "ranks/falls/kill under torchrun",
+]
 
 
 def test_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
@@ -81,6 +111,12 @@ def test_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
     assert_ok(found, len(RANKS) + 1)
     each = found["ranks/4/verify/zb-v"]["found"]["each"]
     assert [rank["messages"] > 0 for rank in each] == [True] * 4
+
+
+@pytest.mark.long  # as above, of the other kinds, by torchrun
+def test_more_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
+    for name, row in rows(tmp_path, "cpu", *RANKS_LONG).items():
+        assert row["status"] == "ok", (name, row)
 
 
 WORLD = """
@@ -182,6 +218,119 @@ def test_ranks_are_not_tried_where_nccl_by_itself_fails() -> None:
     assert failed == {gate: ["timed out", "so", None], **dict.fromkeys(others, absent)}
 
 
+IN_FRONT = """
+import os, sys
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+import nccl_library
+
+nccl_library.put_in_front(Path(sys.argv[2]))
+assert nccl_library.found_in(Path(sys.argv[2])) == Path(os.environ["LD_PRELOAD"])
+assert os.environ["LD_PRELOAD"] in Path("/proc/self/maps").read_text()
+print("in front", *sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_library_is_put_in_front(tmp_path: Path, packed: bool) -> None:
+    """Any will do."""
+    maps = Path("/proc/self/maps").read_text()
+    library = next(line.split()[-1] for line in maps.splitlines() if re.search(r"/libz\.so|/libm\.so|/libm-", line))
+    content = Path(library).read_bytes()
+    folder = tmp_path / "nccl"
+    folder.mkdir()
+    name = "libnccl-2.30.7-sm90.so.2.xz" if packed else "libnccl.so.2"
+    (folder / name).write_bytes(lzma.compress(content, preset=0) if packed else content)
+    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    script = tmp_path / "script.py"
+    script.write_text(IN_FRONT)
+    command = [sys.executable, str(script), str(FOLDER), str(folder), "a", "b c"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "in front a b c\n"), done.stderr
+
+
+NO_TRANSFORMERS = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from cases.case import NotHereError
+from cases.models import llama
+
+sys.modules["transformers"] = None
+try:
+    llama(True)
+except NotHereError as reason:
+    assert str(reason) == "transformers is not installed"
+else:
+    raise AssertionError
+"""
+
+
+def test_a_model_of_transformers_is_not_here_without_it() -> None:
+    lines_of_script(NO_TRANSFORMERS, FOLDER)
+
+
+PREDICTS = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from cases.figures import against, predictions
+from penstock.simulate import StageCost
+
+costs = [StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 2
+for schedule, expected in {"gpipe": [160, 160], "1f1b": [100, 90]}.items():
+    assert predictions(schedule, costs, [100, 100]) == expected, (schedule, predictions(schedule, costs, [100, 100]))
+assert against([100.0], [105], is_most=False)["ok"]
+assert not against([100.0], [80], is_most=False)["ok"]
+assert against([100.0], [80], is_most=True)["ok"]
+assert not against([100.0], [120], is_most=True)["ok"]
+"""
+
+
+def test_peaks_are_predicted_from_those_of_gpipe() -> None:
+    """Two microbatches take 20 of the 100; gpipe keeps all 8, 1f1b two on rank 0 and one on rank 1."""
+    lines_of_script(PREDICTS, FOLDER)
+
+
+WATCHED = """
+import sys, warnings
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+import torch
+from cases import waits
+from cases.case import Setting
+
+notices = iter(["Synchronization debug mode is a prototype and does not yet detect all synchronizing operations"])
+
+def set_sync_debug_mode(mode):  # as torch does: the notice comes once
+    for notice in notices:
+        warnings.warn(notice)
+
+torch.cuda.set_sync_debug_mode = set_sync_debug_mode
+for number in (0, 2):
+    with waits._watched(Setting("cuda", Path("."))) as found:
+        for _ in range(number):
+            warnings.warn("called a synchronizing CUDA operation")
+    assert found.total() == number, found
+"""
+
+
+def test_torchs_notice_is_no_synchronization() -> None:
+    lines_of_script(WATCHED, FOLDER)
+
+
+JOBS = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from running import usual_jobs
+for cores, host, device, jobs in [(224, 2000, 80, 20), (224, 30, 80, 7), (16, 128, 139, 8), (2, 2, 8, 1), (1, 8, 8, 1)]:
+    assert usual_jobs({"cores": cores, "host_memory_gib": host, "memory_gib": device}) == jobs
+assert usual_jobs({"cores": 8, "host_memory_gib": 64}) == 4
+"""
+
+
+def test_as_many_cases_run_at_a_time_as_cores_and_memory_allow() -> None:
+    lines_of_script(JOBS, FOLDER)
+
+
 RESULTS = """
 import json, sys
 sys.path[:0] = sys.argv[1:2]
@@ -217,6 +366,17 @@ assert {name: one["code"] for name, one in mixed.rows.items()} == {"x": "b", "y"
 
 def test_results_of_other_code_or_another_machine_are_moved_aside(tmp_path: Path) -> None:
     lines_of_script(RESULTS, FOLDER, tmp_path / "results.json")
+
+
+def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(FOLDER / "run.py"), "--list"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"{sys.executable} has no torch; give a Python that has: make gpu PYTHON=/usr/bin/python3.12"
+    ]
 
 
 PLANTED = """
@@ -311,6 +471,24 @@ def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path)
     lines = lines_of_script(FOLDER / "run.py", *command, "--missing", "--only", *names)
     assert not any(names[0] in line for line in lines)
     assert {row["name"] for row in json.loads(file.read_text())["rows"]} == {"environment", *names}
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+sys.path[:0] = sys.argv[1:2]
+import running
+from cases.case import Case
+
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+try:
+    running.run([Case("long", 1, lambda setting: time.sleep(600))], "cpu", 1, time.monotonic() + 5, print)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_while_a_case_is_started_is_not_lost() -> None:
+    assert lines_of_script(INTERRUPTED, FOLDER) == ["interrupted"]
 
 
 def test_a_run_that_is_interrupted_shows_its_table(tmp_path: Path) -> None:

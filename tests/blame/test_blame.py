@@ -23,6 +23,7 @@ from penstock.proof.first_difference import confusable_values, first_value
 from penstock.proof.trail import FORWARD, Place, Trail
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
+from penstock.testing import assert_same_training
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "blame"
 QUICK = (
@@ -75,6 +76,37 @@ def test_a_page_frames_the_wrong_action() -> None:
         assert "it is &lt;late&gt;" in text
         assert '<th scope="row">off by</th><td>0.5</td>' in text
     assert "trains as the unsplit model does" in page(Blame(None, 2, 2, 2, 2, 9))
+
+
+SPAWNED = """
+import os, runpy, socket
+import torch.multiprocessing
+
+def rank(number, port):
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(number)}
+    os.environ.update(where)
+    runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(rank, (port,), nprocs=2)
+"""
+
+
+@pytest.mark.long  # the command above does the same
+def test_in_a_test_the_first_wrong_action_is_an_assertion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    monkeypatch.setenv("SCRIPT", str(BENCH / "with_send_recv.py"))
+    monkeypatch.setenv("PYTHONPATH", str(BENCH), prepend=os.pathsep)
+    monkeypatch.setenv("CASE", "")
+    ranks = [sys.executable, str(script)]
+    assert assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=2).ranks == 2
+    monkeypatch.setenv("FAULT", "labels swapped")
+    with pytest.raises(AssertionError, match="labels: the loss of microbatch 0 takes the labels of microbatch 1"):
+        assert_same_training(ranks, f"{BENCH / 'model.py'}:make", steps=1)
 
 
 def test_commands_that_cannot_start_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,18 @@
 
 import io
 import json
+import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
+from processes import descendants, has_ended
+from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.cli import app
@@ -16,13 +21,13 @@ from penstock.cli.demo import introduction
 from penstock.demo import data, show
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
-from penstock.demo.train import main
+from penstock.demo.train import main, warmup_and_decay
 from penstock.runs import read_run
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
-from scaffolding.patient import PENSTOCK
+from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
 
 DEMO = [*PENSTOCK, "demo", "--ranks", "2"]
@@ -82,12 +87,39 @@ def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None
     assert_shown(done.stdout, out)
 
 
+@pytest.mark.long  # test_run.py launches ranks as the demo does
+@pytest.mark.distributed
+@pytest.mark.timeout(TEST_SECONDS)
+def test_demo_launches_its_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [*DEMO, "--steps", "3", "--microbatches", "4", "--out", str(out)]
+    done = finished(*command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_shown(done.stdout, out)
+
+
 def test_one_rank_needs_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["demo", "--ranks", "1", "--steps", "1", "--microbatches", "2"])
     assert done.exit_code == 0, done.output
     assert "52 of 52 gradients are bitwise identical" in done.stdout
     assert len(read_run(tmp_path / "runs" / "demo").steps()) == 1
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A demo of two ranks in the midst of training, and the ids of all its processes."""
+    command = [*DEMO, "--steps", "100000", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        while "step" not in process.stdout.readline().partition("/100000")[0][:8]:
+            assert process.poll() is None
+        tree = descendants(process.pid)
+        yield process, tree
+        process.kill()
+        for pid in tree:
+            if not has_ended(pid, seconds=0):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,6 +132,20 @@ def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     done = CliRunner().invoke(app, ["demo", "--ranks", "2", "--out", str(tmp_path)])
     assert done.exit_code == 128 + signal.SIGINT
     assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_ctrl_c_leaves_no_process_and_says_so(training: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, tree = training
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    assert process.stderr
+    said = process.stderr.read()
+    assert said.splitlines()[-1] == "penstock: stopped by Ctrl-C; no process is left running"
+    assert "Traceback" not in said
+    assert len(tree) >= 3  # the agent and two ranks
+    assert all(has_ended(pid, seconds=5) for pid in tree)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +220,17 @@ def test_held_out_text_is_of_other_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert targets.shape == inputs.shape == (3, 20)
 
 
+def test_learning_rate_rises_then_falls() -> None:
+    rates = [warmup_and_decay(step, 60) for step in range(60)]
+    top = rates.index(max(rates))
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert min(rates) > 0
+    assert max(rates) == 1
+    assert warmup_and_decay(0, 1) > 0
+    assert all(rate >= 0 for steps in range(1, 15) for rate in [warmup_and_decay(steps, steps)])
+
+
 def test_bubble_of_a_run_that_went_as_simulated() -> None:
     order = generate("1f1b", 2, 8)
     costs = [StageCost(1.0, 2.0, 0.0), StageCost(1.5, 2.5, 0.0)]
@@ -196,3 +253,10 @@ def test_measured_bubble_counts_what_the_simulation_does_not() -> None:
         last.end[index] += 5
     bubble = show.compare(order, [slow])
     assert bubble.measured > bubble.simulated == pytest.approx(quick.bubble_rate)
+
+
+def test_other_ranks_are_silent() -> None:
+    text = io.StringIO()
+    console = Console(file=text, quiet=True, force_terminal=True)
+    show.heading(console, "1", "Verify")
+    assert text.getvalue() == ""

@@ -158,12 +158,47 @@ def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
 
 @hosts_needed
 @pytest.mark.distributed
+@pytest.mark.long  # test_run.py has the signals; test_killed_rank_is_named_and_the_other_host_is_ended has the hosts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]], number: signal.Signals) -> None:
+    process, pids = staying
+    assert len(left_of(process.pid)) == 3
+    process.send_signal(number)
+    if number == signal.SIGINT:  # whoever types Ctrl-C looks on
+        assert all(has_ended(pid, 3) for pid in pids[::2])
+    _, _, said = ended(process)
+    assert process.returncode == 128 + number
+    stopped = f"penstock: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}; no process is left running"
+    assert said.splitlines()[-2:] == ["penstock: network    2 hosts, as fast as this machine can", stopped]
+    assert len(pids) == 4
+    assert all(has_ended(pid) for pid in pids)
+    assert left_of(process.pid) == []
+
+
+@hosts_needed
+@pytest.mark.distributed
 def test_death_of_the_launcher_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
     process, pids = staying
     process.kill()
     ended(process)
     assert all(has_ended(pid) for pid in pids)
     assert becomes_true(lambda: not left_of(process.pid))
+
+
+@hosts_needed
+@pytest.mark.distributed
+@pytest.mark.long
+def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, pids = staying
+    agent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    host = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0GROUP_RANK=")[1][:1].decode()
+    os.kill(agent, signal.SIGKILL)
+    _, _, said = ended(process)
+    assert process.returncode == 128 + signal.SIGKILL
+    agent_is = f"the agent of host {host} (ranks {host} to {host})"
+    assert said.splitlines()[-1] == f"penstock: {agent_is} was killed by SIGKILL"
+    assert all(has_ended(pid) for pid in pids)
+    assert left_of(process.pid) == []
 
 
 @pytest.mark.parametrize(

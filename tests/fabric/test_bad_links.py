@@ -1,14 +1,19 @@
 """`penstock fabric` over links that are far and lossy, that change, and whose switch is killed."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from host_processes import abandoned
 
+from penstock.network import keeper
 from penstock.network.checks import why_not
 from penstock.network.shapers import why_no_switch
 
@@ -73,3 +78,59 @@ def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
     assert "100mbit delay 5ms, by a switch in user space" in shown.stdout
     assert "gone = True" in shown.stdout
     assert "gone = True" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.long  # test_stalls.py has the rule
+def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
+    asked = [
+        "--sizes",
+        "2600",
+        "--trials",
+        "150",
+        "--warmup",
+        "1",
+        "--link",
+        "100mbit delay 5ms stall 400ms every 900ms",
+    ]
+    found = _found(tmp_path, *asked)
+    rows = (tmp_path / "run" / "samples.csv").read_text().splitlines()[1:]
+    took: dict[int, int] = {}
+    for trial, _, _, start, end in (map(int, row.split(",")) for row in rows):
+        took[trial] = max(took.get(trial, 0), end - start)
+    met = found["stalled"]
+    assert 1 < len(met) < 20, "they take 10 ms and more, so that a few of them meet one"
+    slowest = sorted(took, key=took.__getitem__)[-2:]
+    assert {*slowest} <= {*met}, "stalls are longer than what a busy machine adds"
+    others = [took[trial] for trial in took if trial not in met]
+    assert median(took[trial] for trial in met) > 2 * median(others)
+    assert [one["every_ns"] for one in found["environment"]["switch"]["stalls"]] == [900_000_000]
+
+
+@pytest.mark.long  # test_switch_end.py has its end, test_emulation.py that of a run
+def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    asked = ["--sizes", "2600", "--trials", "100000", "--link", "100mbit delay 1ms"]
+    with _fabric(tmp_path, *asked) as process:
+        samples = tmp_path / "run" / "samples.csv"
+        deadline = time.monotonic() + 120
+        while not (samples.exists() and samples.stat().st_size > 100):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        switches = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _is_switch(path, process)]
+        assert len(switches) == 1
+        os.kill(switches[0], signal.SIGKILL)
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 2
+        assert "the switch has ended" in said
+        assert abandoned() == []
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert not record["complete"]
+
+
+def _is_switch(cmdline: Path, maker: subprocess.Popen[str]) -> bool:
+    try:
+        child = Path(f"/proc/{maker.pid}/task/{maker.pid}/children").read_text().strip()  # the command runs in a child
+        mark = f"{keeper.MARK}=penstock-{child}-".encode()
+        return b"network.switch.serve" in cmdline.read_bytes() and mark in (cmdline.parent / "environ").read_bytes()
+    except OSError:
+        return False

@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
     default_data_collator,
 )
 
@@ -146,6 +148,31 @@ def resume(folder: Path, data: list[dict[str, Any]], ranks: int, **more: Any) ->
     return trainer
 
 
+@pytest.mark.long  # tests/test_examples_transformers.py goes on from a checkpoint
+def test_it_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    data = sentences(40)  # epochs of three steps, the last of 8 rows
+    whole = resume(tmp_path, data, ranks=1)
+    for step in (4, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.rename(tmp_path / f"moved-{step}")
+    again = resume(tmp_path, data, ranks=2)
+    assert losses(again) == losses(whole)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "moved-6").state_dict()
+    for name, value in LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-6").state_dict().items():
+        assert torch.equal(value, loaded[name]), name
+
+
+@pytest.mark.long  # an option of Trainer's own
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = resume(tmp_path, sentences(), 2, **best)
+    history = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert history[0] == max(history), "here the worst is the best: the first"
+    expected = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    for name, value in trainer.pipe.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("kind", ["ignores", "adds"])
 def test_losses_that_do_not_add_up_are_refused(tmp_path: Path, kind: str) -> None:
     class Model(LlamaForCausalLM):
@@ -162,3 +189,21 @@ def test_losses_that_do_not_add_up_are_refused(tmp_path: Path, kind: str) -> Non
         ours = PipelineTrainer(pipe, arguments(tmp_path, remove_unused_columns=False), train_dataset=data)
         with pytest.raises(ArgumentError, match="for twice the num_items_in_batch, where half was expected"):
             ours.train()
+
+
+@pytest.mark.long  # like the first test, for another kind of model
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
+def test_pictures(tmp_path: Path, options: dict[str, Any]) -> None:
+    def model() -> ViTForImageClassification:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+        return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes))
+
+    torch.manual_seed(2)
+    data = [{"pixel_values": torch.randn(3, 8, 8), "labels": k % 3} for k in range(64)]
+    plain = Trainer(model(), arguments(tmp_path, **options), train_dataset=data)
+    plain.train()
+    with split(model(), data, ranks=2) as pipe:
+        ours = PipelineTrainer(pipe, arguments(tmp_path, **options), train_dataset=data)
+        ours.train()
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-2 if "bf16" in options else 1e-4)

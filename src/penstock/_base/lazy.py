@@ -50,7 +50,7 @@ lent: dict[str, str] = {}
 """The modules that do what a lower floor offers, by task. `penstock/__init__.py`, which knows all floors, fills it."""
 
 
-def lender(task: str) -> ModuleType:
+def borrowed(task: str) -> ModuleType:
     """The module that does a task of `lent`, loaded now."""
     return _imported(lent[task])
 

@@ -122,8 +122,16 @@ def answer(question: Question, costs: Costs) -> Found:
         )
     if any(cost.unsharded_bytes for cost in one_each):
         raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")
-    options = {name: getattr(question, name) for name in ("objective", "seconds", "seed")}
-    return search_within(limit, where, question.microbatches, one_each, costs.links, **options)
+    return search_within(
+        limit,
+        where,
+        question.microbatches,
+        one_each,
+        costs.links,
+        objective=question.objective,
+        seconds=question.seconds,
+        seed=question.seed,
+    )
 
 
 def summary(found: Found, elsewhere: ShorterSchedule | None, *, measured: bool = False) -> dict[str, str]:

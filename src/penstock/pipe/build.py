@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock._base.lazy import lender
+from penstock._base.lazy import borrowed
 from penstock._base.second_names import OF_PIPELINE, also
 from penstock._base.words import counted
 from penstock.errors import ArgumentError, PartitionError, check_counts, warn
@@ -226,7 +226,7 @@ def pipeline(
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     asked = bool(os.environ.get(VERIFY)) if verify is None else verify
-    first_step = lender("verification").first_step(model, loss_fn, mesh) if asked else None
+    first_step = borrowed("verification").first_step(model, loss_fn, mesh) if asked else None
     pipe = build(model, example, world, order, options, plan=followed.plan)
     pipe.session.first_step = first_step
     followed.check_rows(pipe.session.rows)

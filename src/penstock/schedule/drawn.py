@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock._base.lazy import lender
+from penstock._base.lazy import borrowed
 from penstock.errors import ScheduleError
 
 
@@ -20,7 +20,7 @@ class Drawn:
     def _repr_html_(self) -> str | None:
         """The picture in a notebook; None, which shows the text, if the schedule cannot be run."""
         try:
-            return str(lender("drawing").picture(self))
+            return str(borrowed("drawing").picture(self))
         except ScheduleError:
             return None
 
@@ -37,4 +37,4 @@ class Drawn:
             MissingExtraError: matplotlib is not installed.
             ScheduleError: the schedule cannot be run.
         """
-        return lender("drawing").plot(self, axes)
+        return borrowed("drawing").plot(self, axes)

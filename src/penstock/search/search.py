@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from random import Random
-from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, generators
@@ -127,12 +126,24 @@ def search_within(
     microbatches: int,
     costs: Sequence[StageCost],
     links: Links,
-    **options: Any,
+    *,
+    objective: Objective,
+    seconds: float,
+    seed: int = 0,
 ) -> Found:
     """`search` with a limit in activations of one microbatch on all of a rank's stages, whatever their unit."""
     stages = [cost for cost in with_activations(placement, costs) if isinstance(cost, StageCost)]
     limit = None if activations is None else [activations * unit for unit in units_of_memory(placement, stages)]
-    return search(placement, microbatches, stages, links, memory_limit=limit, **options)
+    return search(
+        placement,
+        microbatches,
+        stages,
+        links,
+        memory_limit=limit,
+        objective=objective,
+        seconds=seconds,
+        seed=seed,
+    )
 
 
 def _overlapped(asked: Problem, costs: StageCost | Sequence[StageCost]) -> Problem:

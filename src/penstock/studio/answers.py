@@ -144,8 +144,8 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
         )
     placement = Placement.v(question.ranks) if where == "v" else Placement.loop(question.ranks, chunks)
     costs, links = stage_costs(question, placement), LinkCost(question.comm)
-    options = {"objective": "span", "seconds": seconds}
-    found = search_within(question.memory_limit, placement, question.microbatches, costs, links, **options)
+    limit, microbatches = question.memory_limit, question.microbatches
+    found = search_within(limit, placement, microbatches, costs, links, objective="span", seconds=seconds)
     made = found.schedule
     return found, _figures(question, Schedule(SEARCHED, made.placement, made.microbatches, made.rows, made.slices))
 

@@ -33,6 +33,14 @@ class WritesWeight(Block):
         return super().forward(x)
 
 
+class ExchangesWeight(Block):
+    """A linear layer saves a view of its weight, which keeps the memory that the weight had."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data = self.layer.weight.data * 0.9
+        return super().forward(x)
+
+
 class ExchangesBuffer(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x) * self.scale
@@ -127,7 +135,7 @@ def test_what_the_model_holds_may_be_written_where_its_backward_comes_next(block
     check(chain(block), schedule="naive")
 
 
-@pytest.mark.parametrize("block", [Clamps, SetsOnce, BinaryWeight])
+@pytest.mark.parametrize("block", [Clamps, SetsOnce, BinaryWeight, ExchangesWeight])
 def test_what_backward_finds_as_its_forward_left_it_may_be_written(block: type[Block]) -> None:
     for schedule in ("gpipe", "zb-h1"):
         check(chain(block), ranks=2, schedule=schedule, microbatches=4)

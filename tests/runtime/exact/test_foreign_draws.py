@@ -272,6 +272,22 @@ def test_bigbird(ranks: int) -> None:
     verify(transformers.BigBirdForMaskedLM(config).train(), (), kwargs=inputs, ranks=ranks, microbatches=2).check()
 
 
+@pytest.mark.long  # test_bigbird draws with numpy inside of a model, test_layer_drop.py drops layers of this one
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_spec_augment_and_layer_drop(ranks: int) -> None:
+    """Wav2Vec2 as it comes: masks of numpy over time and features, layers dropped by torch."""
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(
+        **SMALL, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2, num_labels=5,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.3, mask_time_length=3,
+        mask_feature_prob=0.3, mask_feature_length=2,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ForSequenceClassification(config).train()
+    model.freeze_feature_encoder()
+    inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
+    verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).check()
+
+
 def test_a_drawn_number_holds_no_tensors() -> None:
     """What stands for a number knows the recording, whose tensors are no arguments of a call that takes the number."""
 

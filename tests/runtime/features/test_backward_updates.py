@@ -53,6 +53,53 @@ def test_a_moving_average_is_kept_where_each_backward_follows_its_forward() -> N
     verify(averages(3), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
 
 
+class Noted(torch.autograd.Function):
+    """Adds what gradients it sees to a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor) -> Tensor:
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.seen += grad.abs().sum(0)
+        return grad, None
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = Noted.apply(self.linear(x), self.seen)
+        return made
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_a_sum_over_gradients_is_that_of_one_device(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Sums() for _ in range(4)))
+    with pipeline(model, (X,), loss=F.mse_loss, ranks=2, schedule=schedule, microbatches=4) as pipe:
+        pipe.step(X, target=TARGET)
+    seen, expected = model[3].get_buffer("seen").clone(), torch.zeros(6)
+    for x, target in zip(X.chunk(4), TARGET.chunk(4), strict=True):
+        y = model(x)
+        expected += torch.autograd.grad(F.mse_loss(y, target) / 4, y)[0].abs().sum(0)
+    assert torch.equal(seen, expected)
+
+
+def test_a_sum_over_gradients_is_refused_where_stages_have_copies() -> None:
+    model = nn.Sequential(*(Sums() for _ in range(4)))
+    with (
+        pipeline(model, (X,), loss=F.mse_loss, ranks=2, schedule="dualpipe", microbatches=4) as pipe,
+        pytest.raises(PartitionError, match=r"updates buffer '\d.seen', but this schedule runs several copies"),
+    ):
+        pipe.step(X, target=TARGET)
+
+
 def chain(at: int, *, steps: bool) -> nn.Sequential:
     """One weight steps its optimizer as soon as it has a gradient, or only tells of it."""
     torch.manual_seed(0)

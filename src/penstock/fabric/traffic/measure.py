@@ -1,7 +1,10 @@
-"""How long a model's layers or stages compute on this machine: medians of a few runs of its units, or of its stages."""
+"""How long a model's layers or stages compute on this machine: medians of a few runs on a copy of the model."""
 
 from __future__ import annotations
 
+import copy
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.stages import MODEL_INPUT
-from penstock._base.trees import flatten
+from penstock._base.trees import flatten, leaf_tensors
 from penstock.errors import ArgumentError
-from penstock.fabric.traffic.layers import Layer, bytes_of, record
-from penstock.partition import NoStreams, Partitioner, UnmeasurableError
-from penstock.partition.measure.measuring import BUDGET_SECONDS
-from penstock.partition.measure.running import RunningUnit
+from penstock.fabric.traffic.layers import Layer, record
+from penstock.partition.measure.clock import settle
+from penstock.partition.measure.running import RunningUnit, seeded
 from penstock.partition.run.loan import untouched_generators
 
 REPETITIONS = 5
@@ -24,34 +26,54 @@ REPETITIONS = 5
 def layer_seconds(
     model: nn.Module, layers: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[float, tuple[float, ...]]:
-    """The seconds of the forward, and of the backward of each layer: its part of what the unit takes that it is in.
+    """The seconds of the forward, and of the backward from each layer's gradients to the next, in backward order.
 
     Args:
         model: with weights; neither it nor the random generators are changed.
-        layers: in the order in which backward finishes them.
+        layers: in the order in which backward finishes them; those with nothing to train take no time.
 
     Raises:
-        ArgumentError: the weights are missing, or units cannot be run.
+        ArgumentError: the weights are missing, or no result takes a gradient.
     """
     _check_weights(model)
-    try:
-        units = Partitioner(model, 1, streams=NoStreams()).profile(args, kwargs, BUDGET_SECONDS).units
-    except UnmeasurableError as error:
-        raise ArgumentError(f"compute='measure': the model's layers cannot be measured: {error}") from error
-    place, unit_of = 0, dict[str, int]()
-    for layer in reversed(layers):  # one that is in no unit of its name runs behind the layer before
-        module = layer.name.partition(" (")[0]
-        place = max((n for n, unit in enumerate(units) if f"{module}.".startswith(f"{unit.name}.")), default=place)
-        unit_of[layer.name] = place
-    backward, parts = dict.fromkeys(unit_of.values(), 0.0), dict.fromkeys(unit_of.values(), 0)
-    for number, unit in enumerate(units):  # those without a layer count with the one before
-        owner = max((one for one in backward if one <= number), default=min(backward))
-        backward[owner] += unit.input_gradient_seconds + unit.weight_gradient_seconds
-    for layer in layers:
-        parts[unit_of[layer.name]] += bytes_of(layer.parameters)
-    shares = (bytes_of(layer.parameters) / max(parts[unit_of[layer.name]], 1) for layer in layers)
-    seconds = tuple(share * backward[unit_of[layer.name]] for share, layer in zip(shares, layers, strict=True))
-    return sum(unit.forward_seconds for unit in units), seconds
+    places = {id(p): place for place, one in enumerate(layers) for p in one.trained}
+    clones: dict[int, Any] = {}
+    twin = copy.deepcopy(model, clones)
+    ended = [0] * len(layers)
+
+    def stamp(place: int) -> Any:
+        def note(parameter: Tensor) -> None:
+            settle(parameter.device)
+            ended[place] = time.perf_counter_ns()
+
+        return note
+
+    for key, place in places.items():
+        clones[key].register_post_accumulate_grad_hook(stamp(place))
+    runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
+    forwards, backwards = zip(*runs, strict=True)
+    return statistics.median(forwards), tuple(statistics.median(times) for times in zip(*backwards, strict=True))
+
+
+def _backward_of_layers(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ended: list[int]
+) -> tuple[float, list[float]]:
+    """One run. A layer that ends before one ahead of it took no time itself."""
+    model.zero_grad()
+    ended[:] = [0] * len(ended)
+    with untouched_generators():
+        began = time.perf_counter_ns()
+        roots, seeds = seeded(leaf_tensors(model(*args, **kwargs)))
+        if not roots:
+            raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
+        settle(roots[0].device)
+        forward_ended = at = time.perf_counter_ns()
+        torch.autograd.backward(roots, seeds)
+    seconds = []
+    for end in ended:
+        seconds.append(max(end - at, 0) / 1e9)
+        at = max(at, end)
+    return (forward_ended - began) / 1e9, seconds
 
 
 def stage_seconds(
