@@ -60,7 +60,9 @@ class ScheduleFigure(SphinxDirective):
             lighter = f"the copy from rank {schedule.placement.ranks - 1}" if copies else "later chunks"
             panels.append(Panel(f"{title}: {said}", timeline, schedule.slices, lighter))
         figure = nodes.figure(classes=["schedule-figure"])
-        figure += nodes.raw("", pictures(panels), format="html")
+        label = f"timeline of {' and '.join(self.arguments[0].split())}"  # what scrolls can be reached by the keyboard
+        drawn = f'<div class="scrolls" tabindex="0" role="group" aria-label="{label}">{pictures(panels)}</div>'
+        figure += nodes.raw("", drawn, format="html")
         figure += nodes.caption("", "", *self.parse_inline(" ".join(self.content))[0])
         return [figure]
 

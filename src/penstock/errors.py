@@ -101,12 +101,16 @@ def check_seconds(*, most: float = sys.float_info.max, **seconds: object) -> Non
             raise ArgumentError(f"{name}={value!r}: expected seconds, 0 or more")
 
 
+OF_COMMAND = "penstock"
+"""Stands for the file where a warning has no line: a command called Penstock."""
+
+
 def warn(message: str) -> None:
     """Warns the user at the line of theirs that called Penstock."""
     level, frame = 1, sys._getframe()  # from Python 3.12 on, `skip_file_prefixes` does this
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
         level, frame = level + 1, frame.f_back
-    if str(frame.f_globals.get("__name__")).startswith("typer."):  # a command, which no line of theirs called
-        warnings.warn_explicit(message, UserWarning, "penstock", 0)
+    if str(frame.f_globals.get("__name__")).partition(".")[0] in ("typer", "runpy"):  # a command: no line of theirs
+        warnings.warn_explicit(message, UserWarning, OF_COMMAND, 0)
     else:
         warnings.warn(message, stacklevel=level)

@@ -86,7 +86,9 @@ def test_it_says_when_a_run_started_as_people_do(tmp_path: Path, open_page: Any)
 def test_a_run_is_explained_as_penstock_explain_does(tmp_path: Path, open_page: Any) -> None:
     folder = a_run(tmp_path / "run", measured())
     page = open_page(report(folder))
-    assert numbers(page)["explained"] == as_json("explain", str(folder))
+    found = as_json("explain", str(folder))
+    assert numbers(page)["explained"] == found
+    assert "the last 5 steps took 0.78 times as long as those with a timeline" in found["notes"]
 
 
 def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_page: Any) -> None:

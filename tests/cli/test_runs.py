@@ -37,7 +37,7 @@ def test_runs_are_listed_with_their_figures(two: Path) -> None:
     assert [(run["name"], run["state"]) for run in found["runs"]] == [("first", "ended"), ("second", "ended")]
     assert [run["progress"]["seconds"] for run in found["runs"]] == pytest.approx([0.5, 0.4])
     rows = [line.split() for line in output("runs", str(two), columns=200).splitlines()]
-    assert rows[1][:10] == ["first", "GPT", "1f1b", "2", "4", "3", "500", "ms", "2", "25%"]
+    assert rows[1][:10] == ["first", "GPT", "1f1b", "2", "4", "3", "500", "ms", "2.000", "25%"]
     assert rows[2][0] == "sweep/second"
     for by, first in (("seconds", "second"), ("loss", "second"), ("schedule", "first"), ("name", "first")):
         assert as_json("runs", str(two), "--sort", by)["runs"][0]["name"] == first, by

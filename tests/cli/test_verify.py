@@ -61,6 +61,15 @@ def drifting():
     """Its loss grows with every call, so that the pipeline's and the reference's are not the same."""
     return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), lambda y, t: loss_of(y, t) * next(calls)
 
+def masked():
+    x = torch.randint(9, (12, 6))
+    target = x.masked_fill(torch.arange(6) >= torch.arange(12).unsqueeze(1) % 5 + 1, -100)
+    loss = lambda y, t: loss_of(y.flatten(0, 1), t.flatten())
+    return nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9)), (x,), target, loss
+
+def weighted():
+    return *masked(), {"reduction": lambda target: (target != -100).sum()}
+
 def undefined():
     return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), lambda y, t: loss_of(y, t) * float("nan")
 
@@ -289,6 +298,14 @@ def test_reduction_reaches_the_pipeline(recwarn: pytest.WarningsRecorder) -> Non
     assert losses[0] == pytest.approx(4 * losses[1])
     (warning,) = [each for each in recwarn if "loss_fn sums over its microbatch" in str(each.message)]
     assert warning.filename == "penstock"  # not a file of typer's
+
+
+def test_a_target_may_bring_its_reduction(recwarn: pytest.WarningsRecorder) -> None:
+    """The one that a warning names: then the microbatches' losses make the batch's."""
+    assert "pass reduction=lambda" in verify("cases.py:masked").output
+    assert "targets of -100" in str(recwarn.pop(UserWarning).message)
+    assert "not a mean over rows" not in verify("cases.py:weighted").output
+    assert not recwarn.list
 
 
 def test_chunks_are_what_the_schedule_is_known_for() -> None:

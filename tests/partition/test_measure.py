@@ -236,10 +236,10 @@ def test_on_a_busy_machine_one_thread_is_measured(measures_all: None, monkeypatc
     monkeypatch.setattr(decision, "measure", measured)
     try:
         torch.set_num_threads(2)
-        monkeypatch.setattr(decision, "all_waited", lambda: 0)
+        monkeypatch.setattr(clock, "all_waited", lambda: 0)
         assert weighed(waiting([0, 1]), 2)((X,)).notes == ()
         hours = iter(3_600_000_000_000 * number for number in range(2))
-        monkeypatch.setattr(decision, "all_waited", lambda: next(hours))
+        monkeypatch.setattr(clock, "all_waited", lambda: next(hours))
         (note,) = weighed(waiting([0, 1]), 2)((X,)).notes
         assert torch.get_num_threads() == 2
     finally:

@@ -193,8 +193,8 @@ def cautions(profiles: Sequence[Profile]) -> list[str]:
     """What to say of profiles that were not measured, or not on a quiet machine."""
     from penstock.balance import doubts
 
-    estimates = (note for one in profiles if one.source == "estimate" for note in one.notes)
-    return list(dict.fromkeys((*estimates, *(note for one in profiles for note in doubts(one)))))
+    own = (note for one in profiles for note in one.notes)
+    return list(dict.fromkeys((*own, *(note for one in profiles for note in doubts(one)))))
 
 
 def _text(cable: Cable | None, device: Device, between: str, option: str) -> str:

@@ -49,7 +49,9 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     elif best.choice.ranks == 1:
         every: list[Plan | Lost] = sorted((*found.best, *found.lost), key=lambda one: one.step_seconds)
         piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
-        if piped is None:
+        if not any(one.choice.ranks > 1 for one in every):
+            beside = "as was asked for, or as no other layout divides this batch"
+        elif piped is None:
             beside = "none with one fits"
         elif piped.step_seconds <= best.step_seconds:
             beside = f"{_named(piped.choice)}, which has one, takes as long"
@@ -139,7 +141,7 @@ def _ranks(plan: Plan, cluster: Cluster) -> Table:
     schedule = order_of_plan(plan)
     limited = any(limit < math.inf for limit in plan.limit_bytes)
     changed = bool(plan.recompute or plan.offload)
-    heads = ("activ-\nations", "memory", *(("of",) if limited else ()), *(("stages that",) if changed else ()))
+    heads = ("activ-\nations", "memory", *(("limit",) if limited else ()), *(("stages that",) if changed else ()))
     made = table("rank", "device", "stages begin with", "F + B", "of the\nmean", *heads, left=3)
     depth, names = schedule.placement.depth, ("the input", *plan.cuts)
     own = [sorted({stage % depth for stage in stages}) for stages in schedule.placement.by_rank]

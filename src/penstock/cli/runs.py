@@ -84,7 +84,7 @@ def figures(run: Summary) -> dict[str, str]:
         "steps": "-" if said is None else f"{said.step:,}",
         "step time": "-" if said is None or said.seconds is None else in_time(said.seconds),
         "rows/s": "-" if said is None or said.rows_per_second is None else f"{said.rows_per_second:,.4g}",
-        "loss": "-" if said is None or said.loss is None else f"{said.loss:.4g}",
+        "loss": "-" if said is None or said.loss is None else f"{said.loss:#.4g}".removesuffix("."),
         "bubble": "-" if said is None or said.bubble is None else f"{said.bubble:.0%}",
         "most memory of a process": "-" if run.peak_bytes is None else sized(run.peak_bytes),
     }

@@ -87,7 +87,8 @@ def verify(
     tuple of the model's inputs, or a pair of that and a dict of keyword inputs;
     loss(output, target) returns a scalar; target and loss may be None if the
     model computes its own loss. If the batch is not in the first dimension, add
-    a dict with batch_dims, split or merge at the end. TARGET is called twice,
+    a dict with batch_dims, split or merge at the end; one with reduction if the
+    batch's loss is another function of the microbatches'. TARGET is called twice,
     with all generators at seed 0, to get two models that share nothing.
 
     With --schedule all, every schedule that takes these ranks and microbatches is
@@ -180,7 +181,8 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
             part = _part(given, case.replicas, mesh.get_local_rank("dp"))
         options: dict[str, Any] = {**case.arguments(), "ranks": case.ranks, "microbatches": case.microbatches}
         options |= {"mesh": mesh, "transport": _choice(case.transport), **given.cutting}
-        verification = Verification(*twins(make, None), part, options, case.reduction, case.exact, case.whole_batch)
+        reduction = case.reduction if given.reduction is None else given.reduction
+        verification = Verification(*twins(make, None), part, options, reduction, case.exact, case.whole_batch)
         for number, schedule in enumerate(schedules, 1):
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
                 print(f"verifying {schedule} ({number} of {len(schedules)})", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from penstock._base.files import quoted, read_json, read_text
 from penstock.errors import ArgumentError
@@ -22,6 +23,10 @@ from penstock.schedule import Op
 from penstock.schedule.timeline import Timeline
 
 _MAX_NAMED = 4
+_UNLIKE = 1.25
+"""Times as long: the steps that were recorded then say little about the others."""
+_RECENT_BYTES = 64_000
+"""Of the file of steps."""
 SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 """Files that a folder is searched for."""
 
@@ -113,6 +118,10 @@ def recording_of_run(run: RunRead) -> Recording:
         why = "; ".join(damaged) or "the first is of step 5, unless timeline_every is 0"
         raise ArgumentError(f"run {str(run.path)!r} has no timeline: {why}")
     found = recording_of(list(timelines.values()), str(run.path), list(timelines))
+    steps = run.steps(_RECENT_BYTES)
+    timed = [one.seconds for one in steps if one.step in timelines]
+    if timed and not 1 / _UNLIKE < (times := median(one.seconds for one in steps) / median(timed)) < _UNLIKE:
+        damaged.append(f"the last {len(steps):,} steps took {times:.2f} times as long as those with a timeline")
     return replace(found, stages=run.about.stages.stages, notes=(*damaged, *found.notes))
 
 

@@ -46,6 +46,7 @@ class Target:
         loss: `loss(output, target)`, a scalar; None where the model computes its own.
         cutting: of `batch_dims`, `split` and `merge` those that are given, as `penstock.pipeline` takes them.
         again: calls the function once more, as it was called.
+        reduction: how the microbatches' losses make the batch's, as `penstock.pipeline` takes it; None: not given.
         training: of `batches`, `optimizer` and `clip_grad_norm` those that are given, for `penstock blame`.
     """
 
@@ -57,6 +58,7 @@ class Target:
     cutting: Mapping[str, Any]
     again: Callable[[], Target]
     training: Mapping[str, Any] = field(default_factory=dict)
+    reduction: Any = None
 
     @property
     def dividing(self) -> dict[str, Any]:
@@ -69,8 +71,8 @@ def load(text: str, *, weights: bool = True) -> Target:
 
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
     of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
-    `batch_dims`, `split` and `merge`. Modules are looked up in the current folder too; a file finds the
-    modules next to it. Without a colon, the function is `make`. `hf:path/to/config.json` is a model of transformers
+    `batch_dims`, `split` and `merge`; and `reduction`. Modules are looked up in the current folder too; a file finds
+    the modules next to it. Without a colon, the function is `make`. `hf:path/to/config.json` is a model of transformers
     by its configuration; with weights=False it is built on the meta device.
 
     Raises:
@@ -187,10 +189,11 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
         raise ArgumentError(f"TARGET {text!r} returned {given}; {_RETURNS}")
     model, args, target, loss, *rest = returned
     more = rest[0] if rest else {}
-    if not isinstance(more, dict) or not more.keys() <= _CUTTING | _TRAINING:
+    if not isinstance(more, dict) or not more.keys() <= _CUTTING | _TRAINING | {"reduction"}:
+        given = f"a dict with {', '.join(map(str, more))}" if isinstance(more, dict) else a(type(more).__name__)
         raise ArgumentError(
-            f"TARGET {text!r} returned {more!r} after the loss; expected a dict with any of "
-            f"{', '.join(sorted(_CUTTING))}; for penstock blame, also {', '.join(sorted(_TRAINING))}"
+            f"TARGET {text!r} returned {given} after the loss; expected a dict with any of "
+            f"{', '.join(sorted(_CUTTING))}, reduction; for penstock blame, also {', '.join(sorted(_TRAINING))}"
         )
     cutting, training = ({key: more[key] for key in keys & more.keys()} for keys in (_CUTTING, _TRAINING))
     if not isinstance(model, nn.Module) and not _is_layers(model):
@@ -210,7 +213,7 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
             f"TARGET {text!r} returned {a(type(loss).__name__)} as the loss; {_RETURNS}, "
             "loss: a function of output and target, or None"
         )
-    return Target(model, args, kwargs, target, loss, cutting, again, training)
+    return Target(model, args, kwargs, target, loss, cutting, again, training, more.get("reduction"))
 
 
 _CUTTING = {"batch_dims", "split", "merge"}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock._base.words import counted
@@ -19,7 +17,7 @@ from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
 from penstock.partition.cut.choice import Choice
 from penstock.partition.cut.places import module_at
-from penstock.partition.measure.clock import all_waited
+from penstock.partition.measure.clock import undisturbed
 from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.units import units_held
@@ -34,9 +32,6 @@ take about as long as the Python around them, and the cuts stay the same from ru
 WORTH_MOVING = 0.98
 """Cuts by work stay if the best cuts by time make the slowest stage no faster than this fraction, so that they are the
 same from run to run wherever that costs nothing."""
-
-BUSY = 0.1
-"""A machine is busy if threads waited for a core for more than this part of the time."""
 
 UNEVEN = 1.15
 """A slowest stage above this many times the mean is reported."""
@@ -195,7 +190,7 @@ def measured(
         return Decision(unchanged)
     units = candidates(recording, model, "flops", len(by_work) + 1)
     try:
-        profile, busy = _undisturbed(lambda: measure(recording, model, units, args, kwargs), recording.device)
+        profile = undisturbed(lambda: measure(recording, model, units, args, kwargs), recording.device)
     except UnmeasurableError as error:
         return Decision(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
     names = [unit.name for unit in profile.units]
@@ -203,7 +198,7 @@ def measured(
         return Decision(unchanged)
     pieces = [unit for unit in units if unit.name in names]
     problem, notes = _problem(recording, model, pieces, [unit.seconds for unit in profile.units], room)
-    notes = (*busy, *notes)
+    notes = (*profile.notes, *notes)
     crossing = [room.crossing_seconds(unit, profile) for unit in profile.units]
     problem = replace(problem, crossing_seconds=crossing)
     starts = _best(problem, len(by_work) + 1, room)
@@ -212,21 +207,6 @@ def measured(
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = before
     return _with_costs(_decided(names, problem, starts, notes), profile, room)
-
-
-def _undisturbed(measuring: Callable[[], Profile], device: torch.device) -> tuple[Profile, tuple[str, ...]]:
-    """A profile, and what to say of it. Threads that compute together wait for the one whose core others have, so on a
-    busy machine what they take says little: one thread's own time does.
-    """
-    threads, waits, start = torch.get_num_threads(), all_waited(), time.perf_counter_ns()
-    profile = measuring()
-    if device.type != "cpu" or threads == 1 or all_waited() - waits < BUSY * (time.perf_counter_ns() - start):
-        return profile, ()
-    torch.set_num_threads(1)
-    try:
-        return measuring(), ("threads waited for cores while units were measured: their times are one thread's",)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:

@@ -26,6 +26,9 @@ UNCOUNTED, COUNTED = 3, 12
 
 SMALL_BYTES = 8
 
+LONGER = 1.1
+"""A message whose trip does not take so many times as long as a small one's says nothing of bandwidth."""
+
 _LINK, _BACK = Link(0, 1, ((0, "probe"),)), Link(1, 0, ((0, "probe"),))
 
 
@@ -81,7 +84,7 @@ class _End:
         self.transport.release(self.program)
         if not self._sends:
             return None
-        rate = (message_bytes - SMALL_BYTES) / (large - small) if large > small else None
+        rate = (message_bytes - SMALL_BYTES) / (large - small) if large > LONGER * small else None
         return MeasuredLink(self.source, self.target, small / 2, rate, message_bytes)
 
     @property

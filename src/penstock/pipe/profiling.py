@@ -20,6 +20,7 @@ from penstock.errors import ArgumentError, check_counts, check_seconds
 from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
+from penstock.partition.measure.clock import undisturbed
 from penstock.partition.measure.costs import identity
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
@@ -110,9 +111,10 @@ def profile(
 
     def units() -> Profile:
         partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
-        found = _measured(partitioner, pieces, None if kind is not None else budget_seconds, there, per_row)
         if kind is not None:
-            return estimated(found, kind, _efficiency(calibrate, kind))
+            return estimated(_measured(partitioner, pieces, None, there, per_row), kind, _efficiency(calibrate, kind))
+        where = there or input_device(example, model)
+        found = undisturbed(lambda: _measured(partitioner, pieces, budget_seconds, there, per_row), where)
         found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
         # other devices compute while the runtime goes on
         return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found

@@ -37,6 +37,7 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], set[str]]] = {
     "tuple": (lambda loss, big, o: (loss, big, 2.0), {"1", "2"}),
     "list": (lambda loss, big, o: [loss, big], {"1"}),
     "with a dict": (lambda loss, big, o: (loss, {"big": big, "lm loss": loss.detach()}), {"big", "lm loss"}),
+    "with itself in a dict": (lambda loss, big, o: (loss, {"big": big, "lm loss": loss}), {"big", "lm loss"}),
     "dict": (lambda loss, big, o: {"big": big, "loss": loss, "name": "a", "logits": o}, {"big"}),
     "dict without a loss": (lambda loss, big, o: {"total": loss, "big": big, "count": 2}, {"big", "count"}),
     "nested": (lambda loss, big, o: {"loss": loss, "each": {"big": big}}, {"each.big"}),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from io import FileIO
 from typing import Any
 
 import torch
+
+from penstock.balance import Profile
 
 
 def settle(device: torch.device) -> None:
@@ -42,6 +46,27 @@ def all_waited() -> int:
         with suppress(OSError), closing(FileIO(f"/proc/self/task/{thread}/schedstat")) as waits:  # it may have ended
             found += waited(waits)
     return found
+
+
+BUSY = 0.1
+"""A machine is busy if threads waited for a core for more than this part of the time."""
+
+
+def undisturbed(measuring: Callable[[], Profile], device: torch.device) -> Profile:
+    """What is measured. Threads that compute together wait for the one whose core others have, so on a busy machine
+    what they take says little: it is measured again, by one thread, with a note.
+    """
+    threads, waits, start = torch.get_num_threads(), all_waited(), time.perf_counter_ns()
+    found = measuring()
+    if device.type != "cpu" or threads == 1 or all_waited() - waits < BUSY * (time.perf_counter_ns() - start):
+        return found
+    torch.set_num_threads(1)
+    try:
+        found = measuring()
+    finally:
+        torch.set_num_threads(threads)
+    note = "threads waited for cores while units were measured: their times are one thread's"
+    return replace(found, notes=(*found.notes, note))
 
 
 class Clock:

@@ -321,7 +321,7 @@ def parts_in(returned: Any, loss: Any) -> dict[str, Tensor]:
 
 
 def _scalars(value: Any, loss: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[str, Tensor]]:
-    if value is loss:
+    if value is loss and depth:  # deeper it is a part, too: `loss, {"ce": loss}`
         return
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = torch.tensor(value, dtype=torch.float64)
