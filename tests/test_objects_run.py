@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scaffolding.models import OneLayer
 from scaffolding.proofs import proven
 
 WIDTH = 6
@@ -24,13 +25,9 @@ class Stream:
     total: Tensor | None = None
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Block(OneLayer):
     def forward(self, given: Stream, losses: list[Tensor]) -> Stream:
-        x = self.linear(given.x).tanh()
+        x = self.layer(given.x).tanh()
         given.keys.append(x * len(given.keys))
         given.seen += 1
         given.total = x * x if given.total is None else given.total * 0.5 + x
@@ -42,7 +39,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
 
     def forward(self, given: Stream) -> Any:
         losses: list[Tensor] = []

@@ -267,16 +267,3 @@ def test_a_head_that_looks_for_labels_that_count() -> None:
     given: dict[str, Any] = {"ranks": 2, "microbatches": 2}
     assert verify(model, (), kwargs={"input_ids": ids, "labels": CLASSES}, **given).ok
     assert verify(model, (), target=CLASSES, loss_fn=classified, kwargs={"input_ids": ids}, **given).ok
-
-
-@pytest.mark.long  # partition/recorder/test_gradient_switches.py has small models that do
-def test_what_changes_activations_is_replayed() -> None:
-    """Wav2Vec2 sets `requires_grad` of an activation inside its forward."""
-    torch.manual_seed(0)
-    config = transformers.Wav2Vec2Config(
-        **LAYERS, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.0, num_labels=5,
-    )  # fmt: skip
-    model = transformers.Wav2Vec2ForSequenceClassification(config)
-    given: dict[str, Any] = {"kwargs": {"input_values": torch.randn(4, 800)}, "ranks": 2, "microbatches": 2}
-    verify(model, (), target=torch.randint(5, (4,)), loss_fn=classified, exact=True, **given).check()

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from penstock import ArgumentError, pipeline, verify
 from penstock.schedule import Op
@@ -46,31 +45,6 @@ def test_trap_1_tied_weights(ranks: int) -> None:
 
 
 # -- 19, 20: recomputation, the meta device ---------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop, self.whole = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4), True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.whole:
-            return self.drop(self.layer(x))
-        return checkpoint(lambda x: self.drop(self.layer(x)), x, use_reentrant=False)
-
-
-@pytest.mark.parametrize(("schedule", "ranks"), representatives(2, ONE_STAGE, [1, 2]))
-def test_trap_19_recomputation_draws_the_same_masks(schedule: str, ranks: int) -> None:
-    """The block is used twice: backward runs its second call again first."""
-    found = []
-    for whole in (True, False):
-        torch.manual_seed(0)
-        block, (x, y) = Checkpointed(), batch()
-        block.whole = whole
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
-        proven(model, x, y, ranks=ranks, microbatches=3, schedule=schedule, seed=3)
-        found.append(gradients(model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -203,13 +177,6 @@ def test_trap_3_the_loss_of_the_whole_batch(reduction: str, microbatches: int) -
         torch.testing.assert_close(pipe.evaluate(x, target=y).loss, expected.detach())
     for a, b in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-
-
-@pytest.mark.parametrize("schedule", ONE_STAGE)
-@pytest.mark.parametrize("rows", [2, 7])
-def test_trap_12_fewer_microbatches_than_ranks_and_batches_that_do_not_divide(schedule: str, rows: int) -> None:
-    x, y = batch(rows)
-    proven(mlp(), x, y, ranks=4, microbatches=2, schedule=schedule, exact=True)
 
 
 def count(target: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ load torch.
 
 from __future__ import annotations
 
-from penstock._base.lazy import TYPE_CHECKING, face
+from penstock._base.lazy import TYPE_CHECKING, face, lent
 
 if TYPE_CHECKING:
     from penstock._base.marks import current_microbatch as current_microbatch
@@ -44,37 +44,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Pipeline": "pipe.pipeline",
-    "pipeline": "pipe.build",
-    "cut": "_base.marks",
-    "current_microbatch": "_base.marks",
-    "current_stage": "_base.marks",
-    "ArgumentError": "errors",
-    "CheckpointError": "errors",
-    "ClosedError": "errors",
-    "FabricError": "errors",
-    "MissingExtraError": "errors",
-    "NonFiniteError": "errors",
-    "PartitionError": "errors",
-    "PenstockError": "errors",
-    "PipelineFailure": "errors",
-    "PlanError": "errors",
-    "ScheduleError": "errors",
-    "ShapeError": "errors",
-    "VerificationError": "errors",
-    "StepResult": "pipe.result",
-    "Microbatches": "runtime.batch.microbatches",
-    "BatchDims": "runtime.batch.batch_dims",
-    "Microbatch": "runtime.batch.cutting",
-    "GradScaler": "pipe.scaler",
-    "Schedule": "schedule",
-    "Timeline": "schedule.timeline",
-    "Report": "proof.comparison",
-    "Inspection": "pipe.inspection",
-    "inspect": "pipe.inspection",
-    "Profile": "balance.profile",
-    "profile": "pipe.profiling",
-    "verify": "proof.verify",
+    "pipe.pipeline": "Pipeline",
+    "pipe.build": "pipeline",
+    "_base.marks": "cut current_microbatch current_stage",
+    "errors": (
+        "ArgumentError CheckpointError ClosedError FabricError MissingExtraError NonFiniteError "
+        "PartitionError PenstockError PipelineFailure PlanError ScheduleError ShapeError VerificationError"
+    ),
+    "pipe.result": "StepResult",
+    "runtime.batch.microbatches": "Microbatches",
+    "runtime.batch.batch_dims": "BatchDims",
+    "runtime.batch.cutting": "Microbatch",
+    "pipe.scaler": "GradScaler",
+    "schedule": "Schedule",
+    "schedule.timeline": "Timeline",
+    "proof.comparison": "Report",
+    "pipe.inspection": "Inspection inspect",
+    "balance.profile": "Profile",
+    "pipe.profiling": "profile",
+    "proof.verify": "verify",
 }
 
 _SUBPACKAGES = frozenset(
@@ -84,6 +72,6 @@ _SUBPACKAGES = frozenset(
     )
 )
 
-__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
+lent.update(drawing="penstock.report.plot", verification="penstock.proof.verify")
 
-__getattr__, __dir__ = face(__name__, _HOMES, _SUBPACKAGES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, _SUBPACKAGES)

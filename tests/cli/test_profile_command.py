@@ -18,6 +18,7 @@ from penstock import ArgumentError, Microbatch, Profile
 from penstock.balance import UnitCost, doubts, read_profile
 from penstock.cli.profile import rows_of
 from penstock.plan import Sizes
+from scaffolding.models import OneLayer
 
 TARGETS = """
 import torch
@@ -121,18 +122,14 @@ def test_from_python() -> None:
 
 
 def test_blocks_that_a_module_holds_are_opened_and_a_pipeline_opens_them_too() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
+    class Block(OneLayer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.layer(x)
 
     class Level(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.Sequential(Block(), Block(), Block())
+            self.blocks = nn.Sequential(Block(8), Block(8), Block(8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.blocks(x)

@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from scaffolding.models import Layers
 from scaffolding.small import batch
 
 What = Literal["real", "meta", "nothing", "other shape"]
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
-
+class Masked(Layers):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         if not mask.all():
             x = x * mask[:, None]
@@ -30,7 +27,7 @@ class Masked(nn.Module):
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return Masked()
+    return Masked(9, 4)
 
 
 def data() -> tuple[Tensor, Tensor, Tensor]:

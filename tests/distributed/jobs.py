@@ -19,57 +19,50 @@ import penstock
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.processes import host_clock
-from scaffolding.models import GPT, ConvNet, InPlace, SkipsTwice, squared_error, token_error
+from scaffolding.models import GPT, Case, ConvNet, InPlace, OneLayer, SkipsTwice, squared_error, token_error
+from scaffolding.models import llama as tiny_llama
 
 ROWS = 12
 
 
-class Task(NamedTuple):
-    model: nn.Module | list[nn.Module]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    loss: Callable[[Any, Any], Tensor] | None
-
-
-def mlp() -> Task:
+def mlp() -> Case:
     torch.manual_seed(0)
     model = nn.Sequential(*(m for _ in range(5) for m in (nn.Linear(9, 9), nn.Tanh())))
-    return Task(model, (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
+    return Case(model, (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
 
 
-def dropout() -> Task:
+def dropout() -> Case:
     task = mlp()
     assert isinstance(task.model, nn.Sequential)
     return task._replace(model=nn.Sequential(*task.model[:4], nn.Dropout(0.3), *task.model[4:]))
 
 
-def convnet() -> Task:
+def convnet() -> Case:
     torch.manual_seed(0)
-    return Task(ConvNet(), (torch.randn(ROWS, 3, 6, 6),), {}, torch.randn(ROWS, 3), squared_error)
+    return Case(ConvNet(), (torch.randn(ROWS, 3, 6, 6),), {}, torch.randn(ROWS, 3), squared_error)
 
 
-def skips() -> Task:
+def skips() -> Case:
     torch.manual_seed(0)
-    return Task(SkipsTwice(9), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
+    return Case(SkipsTwice(9), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
 
 
-def in_place() -> Task:
+def in_place() -> Case:
     torch.manual_seed(0)
-    return Task(InPlace(), (torch.randn(ROWS, 6),), {}, torch.randn(ROWS, 6), squared_error)
+    return Case(InPlace(), (torch.randn(ROWS, 6),), {}, torch.randn(ROWS, 6), squared_error)
 
 
-def tied_gpt(dropout: float = 0.0) -> Task:
+def tied_gpt(dropout: float = 0.0) -> Case:
     torch.manual_seed(0)
     ids = torch.randint(0, 19, (ROWS, 7))
-    return Task(GPT(dropout=dropout), (ids[:, :-1].clone(),), {}, ids[:, 1:].clone(), token_error)
+    return Case(GPT(dropout=dropout), (ids[:, :-1].clone(),), {}, ids[:, 1:].clone(), token_error)
 
 
-def tied_gpt_with_dropout() -> Task:
+def tied_gpt_with_dropout() -> Case:
     return tied_gpt(0.2)
 
 
-def deep_gpt_with_dropout() -> Task:
+def deep_gpt_with_dropout() -> Case:
     task = tied_gpt()
     return task._replace(model=GPT(layers=8, dropout=0.2))
 
@@ -88,58 +81,46 @@ class Deep(nn.Module):
         return F.linear(x, self.layers[0].weight)
 
 
-def deep_with_dropout() -> Task:
+def deep_with_dropout() -> Case:
     torch.manual_seed(0)
-    return Task(Deep(), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
+    return Case(Deep(), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
 
 
-def llama() -> Task:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=37, hidden_size=24, intermediate_size=33, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16,
-    )  # fmt: skip
-    ids = torch.randint(4, 37, (ROWS, 6))
-    return Task(LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids.clone()}, None, None)
+def llama() -> Case:
+    return tiny_llama(ROWS)._replace(loss=None)
 
 
-class Dicts(nn.Module):
+class Dicts(OneLayer):
     """Passes on a dict with a number, a flag and text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(9, 9)
 
     def forward(self, values: dict[str, Any]) -> dict[str, Any]:
         return {**values, "x": self.layer(values["x"]) * values["factor"], "flag": not values["flag"]}
 
 
-def dicts_between_stages() -> Task:
+def dicts_between_stages() -> Case:
     torch.manual_seed(0)
     values = {"x": torch.randn(ROWS, 9), "factor": 2, "flag": True, "text": "word"}
 
     def loss(output: dict[str, Any], target: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(output["x"], target["y"]) * output["factor"]
 
-    return Task([Dicts() for _ in range(4)], (values,), {}, {"y": torch.randn(ROWS, 9)}, loss)
+    return Case([Dicts(9) for _ in range(4)], (values,), {}, {"y": torch.randn(ROWS, 9)}, loss)
 
 
-def a_rank_without_parameters() -> Task:
+def a_rank_without_parameters() -> Case:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)]
-    return Task(layers, (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
+    return Case(layers, (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
 
 
-def frozen_first_stage() -> Task:
+def frozen_first_stage() -> Case:
     task = mlp()
     assert isinstance(task.model, nn.Sequential)
     task.model[:4].requires_grad_(False)
     return task
 
 
-TASKS: dict[str, Callable[[], Task]] = {
+TASKS: dict[str, Callable[[], Case]] = {
     f.__name__: f
     for f in (
         mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout, deep_gpt_with_dropout,

@@ -9,9 +9,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.runtime.exact import rules as exact
-from scaffolding.small import batch as rows
-from scaffolding.small import mlp
 from test_layouts import DIMS, batch, by_graphs, entropy, graph_net, graphs, recurrent
 
 
@@ -83,25 +80,3 @@ def train_graphs(rank: int) -> list[Any]:
             found += [float(result.loss), pipe.predict(*given, outputs="all")]
         found.append((pipe.needs_inputs, pipe.needs_targets))
     return found
-
-
-def spoiled(rank: int, on: int, step: int, transport: str) -> tuple[bool, str, list[int]]:
-    """One rank of two doubles the gradients that one of its backwards begins with, in one step."""
-    backward, run, count, left = exact.backward, penstock.Pipeline.step, [0], [False]
-
-    def begin(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        left[0] = rank == on and count[0] == step
-        return run(self, *args, **kwargs)
-
-    def wrong(roots: Any, grads: Any) -> None:
-        now, left[0] = left[0], False
-        backward(roots, [grad * 2 for grad in grads] if now else grads)
-
-    x, y = rows()
-    exact.backward, penstock.Pipeline.step = wrong, begin  # type: ignore[method-assign]
-    try:
-        report = penstock.verify(mlp(), (x,), target=y, loss_fn=F.mse_loss, microbatches=4, transport=transport)
-    finally:
-        exact.backward, penstock.Pipeline.step = backward, run  # type: ignore[method-assign]
-    return report.ok, report.summary(), sorted({row.step for row in report.wrong})

@@ -1,15 +1,13 @@
 """What each rank of two machines runs, under torchrun. Its arguments are a folder, the name of another machine, and
-how to end: "well", "badly" or "not".
+how to end: "well" or "not".
 
 It leaves FOLDER/shown.RANK, a JSON object: which ranks are reached through shared memory, and what `penstock.verify`
-says of each transport; for the second, MASTER_ADDR names the other machine. To end badly it then trains, and the last
-rank is killed in the middle of its second step. Not to end, it proves nothing, leaves
+says of each transport; for the second, MASTER_ADDR names the other machine. Not to end, it proves nothing, leaves
 FOLDER/trains.RANK after some steps, and trains until it is ended.
 """
 
 import json
 import os
-import signal
 import sys
 from dataclasses import replace
 from itertools import count
@@ -61,22 +59,6 @@ def as_on_two_machines(rank: int) -> dict[str, Any]:
         return prove()
 
 
-def fall() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-    x = torch.randn(8, 8)
-    calls = iter(range(100))
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if next(calls) == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.nn.functional.mse_loss(output, target)
-
-    with penstock.pipeline(model, (x,), loss=loss, microbatches=4) as pipe:
-        for _ in range(3):
-            pipe.step(x, target=x)
-
-
 def go_on(folder: Path) -> None:
     """Trains for ever. A rank on another machine is lost after `LOST_AFTER`."""
     torch.manual_seed(0)
@@ -95,9 +77,5 @@ if __name__ == "__main__":
     if sys.argv[3] == "not":
         go_on(Path(sys.argv[1]))
     dist.init_process_group("gloo")
-    master = os.environ["MASTER_ADDR"]
     (Path(sys.argv[1]) / f"shown.{dist.get_rank()}").write_text(json.dumps(prove(sys.argv[2])))
-    os.environ["MASTER_ADDR"] = master
-    if sys.argv[3] == "badly":
-        fall()
     dist.destroy_process_group()

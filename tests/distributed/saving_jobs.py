@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jobs import TASKS, Task
+from jobs import TASKS
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import penstock
 from penstock import checkpoint
+from scaffolding.models import Case
 
 
 class Holds:
@@ -37,13 +38,13 @@ class Holds:
 
 
 @contextmanager
-def training(name: str = "mlp", **options: Any) -> Iterator[tuple[Task, penstock.Pipeline, torch.optim.Optimizer]]:
+def training(name: str = "mlp", **options: Any) -> Iterator[tuple[Case, penstock.Pipeline, torch.optim.Optimizer]]:
     task = TASKS[name]()
     with penstock.pipeline(task.model, task.args, task.kwargs, loss=task.loss, microbatches=4, **options) as pipe:
         yield task, pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
 
 
-def step(task: Task, pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer) -> float:
+def step(task: Case, pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer) -> float:
     result = pipe.step(*task.args, target=task.target, **task.kwargs)
     optimizer.step()
     optimizer.zero_grad()

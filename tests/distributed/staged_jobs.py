@@ -20,6 +20,7 @@ from penstock.runtime.transport.shared_memory import Neighbors
 from penstock.runtime.transport.staged import StagedTransport
 from penstock.testing import check_transport
 from scaffolding import stand_in
+from scaffolding.models import Case
 from scaffolding.small import batch, mlp
 from scaffolding.stand_in import DEVICE, StandIn
 
@@ -54,10 +55,10 @@ class End(nn.Linear):
         return x + values["turned"].abs() + values["empty"].sum()
 
 
-def odd() -> jobs.Task:
+def odd() -> Case:
     torch.manual_seed(0)
     layers: list[nn.Module] = [Begin(9, 9), Pass(9, 9), Pass(9, 9), End(9, 9)]
-    return jobs.Task(layers, (torch.randn(8, 9),), {}, torch.randn(8, 9), F.mse_loss)
+    return Case(layers, (torch.randn(8, 9),), {}, torch.randn(8, 9), F.mse_loss)
 
 
 jobs.TASKS["odd"] = odd

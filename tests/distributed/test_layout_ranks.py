@@ -38,11 +38,3 @@ def test_changing_batches_are_those_of_one_process(ranks3: Ranks, job: object) -
             assert torch.equal(torch.as_tensor(mine), torch.as_tensor(other))
         if job is layout_jobs.train_graphs:
             assert found[6] == ((True, True), (False, False), (True, True))[rank]
-
-
-@pytest.mark.parametrize(("on", "step", "transport"), representatives(2, [0, 1], [1, 2], ["auto", "distributed"]))
-def test_one_rank_that_is_wrong_in_one_step_is_found(ranks2: Ranks, on: int, step: int, transport: str) -> None:
-    for ok, summary, steps in ranks2.run(layout_jobs.spoiled, on, step, transport):
-        assert not ok
-        assert steps == [step], summary
-        assert summary.endswith(f", in step {step}")

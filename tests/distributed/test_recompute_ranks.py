@@ -43,14 +43,6 @@ def test_one_curve_of_losses_at_one_two_and_four_ranks(
         assert all(torch.equal(found[name], held[name]) for name in held)
 
 
-def test_recomputation_changes_no_bit_of_a_curve() -> None:
-    expected = recompute_jobs.curve(0, None, {**HERE})
-    for policy in ("always", "except_last", 1):
-        losses, _, held = recompute_jobs.curve(0, None, {**HERE, "recompute": policy})
-        assert losses == expected[0]
-        assert all(torch.equal(held[name], tensor) for name, tensor in expected[2].items())
-
-
 @pytest.mark.parametrize(
     ("schedule", "options"),
     representatives(

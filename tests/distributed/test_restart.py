@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 import penstock
 from penstock.launch.agent import TAG, kill_left
-from scaffolding.scripts import lines_here
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resumable.py"
 OPTIONS = ["--steps", "10", "--every", "3", "--folder"]
@@ -84,30 +82,3 @@ def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[
     assert [step for step, _ in seen] == [*range(1, 8), *range(again, 11)]
     assert set(seen) == set(whole)
     assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == ["step-00000006", "step-00000009"]
-
-
-@pytest.mark.long  # likewise
-@pytest.mark.distributed
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
-def test_a_job_that_is_killed_goes_on_with_other_ranks(tmp_path: Path, stop: signal.Signals) -> None:
-    """The launcher of two ranks gets the signal in the middle of a step; one process goes on."""
-    options = ["--steps", "200", "--every", "3", "--folder"]
-    expected = lines_here(EXAMPLE, *options, tmp_path / "whole")
-    launch = [sys.executable, "-c", "from penstock.cli import main; main()", "run", "--ranks", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", TAG: str(tmp_path)}
-    command = [*launch, str(EXAMPLE), *options, str(tmp_path / "broken")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        try:
-            assert job.stdout is not None
-            seen = [job.stdout.readline() for _ in range(20)]
-            job.send_signal(stop)
-            seen += job.communicate(timeout=60)[0].splitlines(keepends=True)
-        finally:
-            kill_left(str(tmp_path))
-    assert job.returncode != 0
-    before = [line.rstrip() for line in seen]
-    assert before == expected[: len(before)]
-    assert 20 <= len(before) < 200
-    again = lines_here(EXAMPLE, *options, tmp_path / "broken")
-    assert again == expected[-len(again) :]
-    assert len(again) < 200 - len(before) + 10, "it went on from one of the last checkpoints"

@@ -153,16 +153,6 @@ def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
         assert all(torch.equal(value, other[name]) for name, value in one.items()), "equal on both shares"
 
 
-@pytest.mark.long  # test_support_matrix.py and test_combined.py have replicas of such layers
-def test_tensor_parallel_layers_with_replicas(ranks4: Ranks) -> None:
-    plain = run(ranks4, DP, "", steps=2)
-    split = run(ranks4, ((2, 1, 2), ("dp", "pp", "tp")), "by_plan", steps=2)
-    torch.testing.assert_close(split[0].losses, plain[0].losses)
-    expected = together(plain, "weights")
-    for name, weight in together(split, "weights").items():
-        torch.testing.assert_close(weight, expected[name])
-
-
 @pytest.mark.parametrize(
     ("case", "text"),
     [

@@ -40,33 +40,6 @@ def read_chakra(path: Path) -> Trace:
     return Trace(metadata.version, tuple(_decoded(messages["Node"].FromString(text)) for text in rest))
 
 
-def encoded(node: Node) -> bytes:
-    """As protobuf has it, with each attribute in the field that it is in by its type in the schema."""
-    messages = _messages()
-    attributes = [messages["AttributeProto"](name=k, **{_FIELD_OF[k]: v}) for k, v in node.attributes.items()]
-    made = messages["Node"](
-        id=node.id,
-        name=node.name,
-        type=node.type,
-        data_deps=node.data_deps,
-        duration_micros=node.duration_micros,
-        attr=attributes,
-    )
-    return made.SerializeToString(deterministic=True)
-
-
-_FIELD_OF = {
-    "comm_size": "int64_val",
-    "comm_type": "int64_val",
-    "comm_src": "int32_val",
-    "comm_dst": "int32_val",
-    "comm_tag": "int32_val",
-    "root": "int32_val",
-    "pg_name": "string_val",
-    "is_cpu_op": "bool_val",
-}
-
-
 def _messages() -> dict[str, Any]:
     """The classes of the schema's messages."""
     file = descriptor_pb2.FileDescriptorProto(name="penstock/chakra.proto", package="ChakraProtoMsg", syntax="proto3")

@@ -9,15 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_processes import Seen, abandoned, kill_rank, processes
+from host_processes import abandoned
 
-from penstock.errors import FabricError
-from penstock.fabric.emulation.coordinate import emulate
-from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.presets import preset
 from penstock.fabric.samples import Run
-from penstock.fabric.workload import Workload
-from penstock.network import keeper
 from penstock.network.checks import why_not
 from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
@@ -90,17 +85,3 @@ def test_torchrun_on_each_host(tmp_path: Path) -> None:
     assert (run.record["link"], run.record["hosts"]) == (None, 2)
     assert (out / "results.json").exists()
     assert os.listdir(tmp_path) == ["run"]
-
-
-@pytest.mark.long  # test_emulation.py has the end of a host that is a process
-@pytest.mark.parametrize("host", [0, 1])  # the one that writes, and another
-def test_a_host_that_is_dropped_in_the_middle_is_named_and_all_is_taken_down(tmp_path: Path, host: int) -> None:
-    spec = Spec(Workload.of_sizes([4000]), 2, trials=10_000_000, measures_links=False)
-    with Machines(2) as made:
-        with pytest.raises(FabricError, match=rf"host {host} was killed by SIGKILL; [\d,]+ trials saved in "):
-            emulate(spec, tmp_path, made, Seen(kill_rank(host, tmp_path, after=9)))
-        assert processes(str(tmp_path)) == {}
-    run = Run.read(tmp_path)
-    assert len(run.end_ns) >= 10
-    assert f"host {host}" in run.record["missing"]
-    assert keeper.names_of(made.id) == []

@@ -16,11 +16,8 @@ from penstock.fabric.algorithms import algorithms, generate
 from penstock.fabric.algorithms.volume import cost
 from penstock.fabric.models import (
     LinkFit,
-    crossovers,
     fit,
     links_json,
-    predict,
-    predictions,
     record_links,
 )
 from penstock.fabric.steps import Collective
@@ -28,8 +25,6 @@ from penstock.fabric.terms import Terms, busbw_factor, closed_form, known_algori
 
 COLLECTIVES = get_args(Collective)
 EVERY = [(kind, name) for kind in COLLECTIVES for name in known_algorithms(kind)]
-LINK = LinkFit(1e-4, 8e-8)
-"""100 Mbit/s."""
 
 
 def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
@@ -87,18 +82,6 @@ def test_what_has_no_closed_form(given: tuple[str, str, int], says: str) -> None
 # -- fits -------------------------------------------------------------------------------------------------------------
 
 
-@given(alphas, betas, st.sampled_from(EVERY), st.integers(2, 64))
-def test_exact_times_give_the_link_back(alpha: float, beta: float, which: tuple[str, str], ranks: int) -> None:
-    terms = closed_form(*which, ranks)
-    # Sizes on both sides of where latency and bandwidth cost the same.
-    middle = terms.rounds * alpha / (terms.bytes_factor * beta)
-    points = [(middle * factor, terms.seconds(middle * factor, alpha, beta), terms) for factor in (0.01, 0.1, 1, 10)]
-    found = fit(points)
-    assert found.alpha_seconds == pytest.approx(alpha, rel=1e-6)
-    assert found.beta_seconds_per_byte == pytest.approx(beta, rel=1e-6)
-    assert found.r2 == pytest.approx(1)
-
-
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 10)), min_size=2, max_size=8, unique_by=lambda p: p[0]))
 def test_a_fit_is_never_negative_and_no_neighbor_is_better(points: list[tuple[float, float]]) -> None:
     sizes = [size for size, _ in points]
@@ -151,34 +134,7 @@ def test_points_that_tell_nothing(points: list[tuple[float, float]]) -> None:
         fit_link(points)
 
 
-def test_a_fit_on_two_hosts_predicts_four() -> None:
-    two, four = closed_form("all_reduce", "ring", 2), closed_form("all_reduce", "ring", 4)
-    found = fit([(size, two.seconds(size, 2e-4, 8e-9), two) for size in (1e4, 1e5, 1e6)])
-    assert predict(found, "all_reduce", "ring", 4, 3e5) == pytest.approx(four.seconds(3e5, 2e-4, 8e-9))
-
-
 # -- predictions ------------------------------------------------------------------------------------------------------
-
-
-def test_a_table_up_to_4096_hosts() -> None:
-    rows = predictions(LINK, "all_reduce", 65536)
-    assert [row.ranks for row in rows] == [2**k for k in range(1, 13)]
-    for row in rows:
-        assert row.seconds[row.best] == min(row.seconds.values())
-        assert set(row.seconds) == set(known_algorithms("all_reduce"))
-    assert rows[-1].best == "halving-doubling"
-    assert rows[-1].seconds["ring"] == pytest.approx(2 * 4095 * (1e-4 + 65536 * 8e-8 / 4096))
-
-
-@given(alphas, betas, st.sampled_from(COLLECTIVES), st.integers(2, 100), st.floats(0.1, 1e10))
-def test_crossovers_say_who_is_best_at_any_size(alpha: float, beta: float, kind: str, ranks: int, size: float) -> None:
-    link = LinkFit(alpha, beta)
-    found = crossovers(link, kind, ranks)
-    assert found[0][0] == 0
-    assert [one[0] for one in found] == sorted(one[0] for one in found)
-    name = [name for first, name in found if first <= size][-1]
-    (row,) = predictions(link, kind, size, [ranks])
-    assert row.seconds[name] == pytest.approx(min(row.seconds.values()), rel=1e-6)
 
 
 # -- links.json -------------------------------------------------------------------------------------------------------

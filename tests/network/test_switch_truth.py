@@ -8,7 +8,6 @@ everything else about these frames is checked. benchmarks/switch/truth.py has th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -17,10 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,8 +30,7 @@ from switch_by_hand import Given, Network
 from wire import Arrival, Flow
 
 from penstock.network.checks import why_not
-from penstock.network.impairment import DISTRIBUTIONS, Bursts, Impairment
-from penstock.network.link import Link
+from penstock.network.impairment import DISTRIBUTIONS
 from penstock.network.machines import Machines
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
 from penstock.network.parse import parse_link
@@ -213,17 +210,6 @@ def test_shares_are_those_that_were_asked_for(place: int, measured: Measured) ->
         assert not happened[other]
 
 
-def test_frames_that_are_reordered_overtake_others_and_nobody_else_does(measured: Measured) -> None:
-    host = len(DISTRIBUTIONS) + [*SHARES].index("reorder")
-    jumps = {*np.flatnonzero(_drawn(host, SHARED_FRAMES).fate & JUMPS).tolist()}
-    numbers = [one.number for one in measured.flows[host]]
-    late = [after for before, after in itertools.pairwise(numbers) if after < before]
-    assert len(late) > len(jumps) / 2
-    assert not {*late} & jumps
-    rest = [number for number in numbers if number not in jumps]
-    assert rest == sorted(rest)
-
-
 # Rates.
 
 RATE_LINKS = {1: "up 100mbit down 50mbit", 2: "up 100mbit down 10mbit"}
@@ -261,95 +247,6 @@ def test_what_arrives_of_twice_the_rate_is_the_rate() -> None:
 def changing() -> Iterator[Machines]:
     with _network(3, "100mbit delay 5ms", changes=True) as machines:
         yield machines
-
-
-@contextlib.contextmanager
-def _sending(machines: Machines, flow: Flow, last: float) -> Iterator[list[Arrival]]:
-    """In the background; the list is filled at the end."""
-    found: list[Arrival] = []
-    with wire.Receivers(machines, [flow]) as receivers:
-        sender = threading.Thread(target=wire.send, args=(machines, [flow]))
-        sender.start()
-        try:
-            yield found
-        finally:
-            sender.join()
-        time.sleep(last + 0.3)
-        found += receivers.end()[0]
-
-
-def test_a_host_that_is_gone_gets_nothing_until_it_is_back(changing: Machines) -> None:
-    with _sending(changing, Flow(0, 1, 600, 0.005), 0.01) as found:
-        time.sleep(0.8)
-        asked = time.time()
-        changing.lose([1])
-        gone = time.time()
-        time.sleep(0.6)
-        back = time.time()
-        changing.lose([])
-        returned = time.time()
-    sent = [one.sent for one in found]
-    assert not [one for one in sent if gone < one < back]
-    start = min(sent) - found[0].number * 0.005
-    due = [start + number * 0.005 for number in range(600)]
-    kept = {one.number for one in found}
-    # Those that were under way when it went are lost as well.
-    must = [number for number, at in enumerate(due) if at < asked - 0.05 or at > returned + 0.05]
-    assert len(must) > 200
-    assert not [number for number in must if number not in kept]
-
-
-def test_other_links_hold_from_the_moment_on_that_they_are_ordered(changing: Machines) -> None:
-    before = changing.topology
-    try:
-        with _sending(changing, Flow(0, 1, 600, 0.005), 0.1) as found:
-            time.sleep(1.2)
-            asked = time.time()
-            changing.change(Topology(parse_link("100mbit delay 60ms"), {}, SEED))
-            changed = time.time()
-        first, then = ([one.took for one in found if way(one.sent)] for way in (asked.__gt__, changed.__lt__))
-        assert len(first) > 50
-        assert len(then) > 50
-        assert np.median(first) == pytest.approx(5e-3, abs=_late(changing.told()))
-        assert np.median(then) == pytest.approx(60e-3, rel=0.05)
-        assert min(then) > 60e-3
-        assert [one.number for one in found] == list(range(600))
-    finally:
-        changing.change(before)
-
-
-def test_nothing_comes_during_a_stall_and_everything_after_it(changing: Machines) -> None:
-    before = changing.topology
-
-    def measure() -> tuple[list[Arrival], Standstills]:
-        with Standstills() as still:
-            return wire.sent(changing, [Flow(0, 1, 400, 0.005)], last=0.5)[0], still
-
-    def ends(found: list[Arrival]) -> list[int]:
-        return np.flatnonzero(np.diff([one.came for one in found]) > 0.15).tolist()
-
-    def kept(at: float, still: Standstills) -> bool:
-        return still.met(at - 0.03, at + 0.01, least=5e-3)
-
-    def steady(both: tuple[list[Arrival], Standstills]) -> list[int]:
-        """The stalls at whose begin and end the machine did not stand still itself."""
-        found, still = both
-        return [one for one in ends(found) if not kept(found[one].came, still) and not kept(found[one + 1].came, still)]
-
-    try:
-        changing.change(Topology(parse_link("100mbit stall 200ms every 500ms"), {}, SEED))
-        found, still = _until_steady(measure, steady)
-    finally:
-        changing.change(before)
-    assert [one.number for one in found] == list(range(400))
-    assert 3 <= len(ends(found)) <= 5
-    for one in steady((found, still)):
-        assert found[one + 1].came - found[one].came == pytest.approx(0.205, abs=0.015)  # a frame comes every 5 ms
-        assert found[one + 1].took == pytest.approx(0.2, abs=0.015)
-    afters = [found[one + 1].came for one in ends(found)]
-    for one, other in itertools.pairwise(afters):
-        assert kept(one, still) or kept(other, still) or other - one == pytest.approx(0.5, abs=0.015)
-    assert np.quantile(_took(found), 0.3) < 2e-3
 
 
 def test_links_of_single_hosts_and_of_single_directions(changing: Machines) -> None:
@@ -443,38 +340,7 @@ def test_frames_that_are_not_read_in_time_are_told() -> None:
     assert told["links"][0]["up"]["frames"] + told["unread"][0] <= 40_000
 
 
-def test_links_without_a_text_are_what_they_are() -> None:
-    link = Link(100e6 / 8, impairment=Impairment(delay_seconds=0.01, loss=Bursts(0.2, 0.3)))
-    own = replace(parse_link("100mbit delay 5ms"), impairment=Impairment(delay_seconds=0.02))
-
-    def sent() -> list[list[Arrival]]:
-        with Machines(3, Topology(link, {2: own}, SEED), shaper="switch") as machines:
-            return wire.sent(machines, [Flow(0, 1, 300, 0.003), Flow(0, 2, 300, 0.003)], last=0.1)
-
-    found, took = _steadily(sent)
-    assert np.median(took[1]) == pytest.approx(0.02, rel=0.05)
-    assert np.median(took[0]) == pytest.approx(0.01, rel=0.05)
-    assert [one.number for one in found[0]] == np.flatnonzero(
-        ~Draws(link.impairment, SEED, 0).next(300).fate & LOST
-    ).tolist()
-
-
 # The whole.
-
-
-def test_the_seed_decides_which_frames_are_lost() -> None:
-    def lost(seed: int) -> list[int]:
-        links = Topology(parse_link("100mbit loss 5%"), {}, seed)
-        with Machines(2, links, shaper="switch") as machines:
-            came = wire.counts(wire.sent(machines, [Flow(0, 1, 1000, 0.0005)])[0])
-            told = machines.told()["links"][0]["up"]
-        assert (told["frames"], told["lost"]) == (1000, 1000 - len(came))
-        return [number for number in range(1000) if number not in came]
-
-    first, other = (Draws(parse_link("100mbit loss 5%").impairment, seed, 0).next(1000).fate for seed in (1, 2))
-    assert lost(1) == np.flatnonzero(first & LOST).tolist()
-    assert lost(2) == np.flatnonzero(other & LOST).tolist()
-    assert not np.array_equal(first, other)
 
 
 def test_tcp_gets_through_whatever_a_link_does_to_it() -> None:

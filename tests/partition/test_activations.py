@@ -13,18 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from penstock import inspect
 from penstock.partition import NoStreams, Partitioner
 from penstock.partition.decision import Room
-from scaffolding.models import gpt
+from scaffolding.models import OneLayer, gpt
 
 WIDTH, ROWS = 8, 6
 ROW = 4 * WIDTH  # bytes
 
 
-class ByValues(nn.Module):
+class ByValues(OneLayer):
     """Runs for real when it is recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(x)) * (1 + len(x.detach().sum(1).nonzero().tolist()))
@@ -93,7 +89,7 @@ def test_a_stage_keeps_what_the_model_would_run_again() -> None:
 
 def test_what_does_not_run_on_fake_tensors_is_unknown() -> None:
     x = torch.randn(ROWS, WIDTH)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ByValues(), nn.Linear(WIDTH, WIDTH), ByValues())
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ByValues(WIDTH), nn.Linear(WIDTH, WIDTH), ByValues(WIDTH))
     assert [stage.activation_bytes for stage in inspect(model, (x,), stages=2).stages] == [None, None]
     notes = Partitioner(model, 2, streams=NoStreams(), room=Room(1e6))((x,)).notes
     (note,) = (note for note in notes if "memory" in note)
@@ -102,7 +98,7 @@ def test_what_does_not_run_on_fake_tensors_is_unknown() -> None:
 
 def test_what_units_share_is_seen_when_they_run_for_real() -> None:
     x = torch.randn(ROWS, WIDTH)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), ByValues(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), ByValues(WIDTH), nn.Linear(WIDTH, WIDTH))
     found = Partitioner(model, 2, streams=NoStreams()).profile((x,), budget_seconds=0.0)
     # tanh keeps its result, which the next unit keeps, too; the others keep what the unit before does not
     assert [unit.shared_bytes for unit in found.units] == [0, 0, ROWS * ROW, 0]

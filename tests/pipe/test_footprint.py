@@ -15,6 +15,7 @@ from penstock._base.trees import flatten, map_tensors
 from penstock.partition import NoStreams, Partition, Partitioner
 from penstock.partition.measure.footprint import Footprint, footprint
 from scaffolding import models
+from scaffolding.models import Layers
 
 
 @pytest.mark.parametrize("name", ["mlp", "skips", "convnet", "gpt", "encoder_decoder", "in_place", "dicts"])
@@ -117,12 +118,8 @@ def test_what_is_not_predicted_is_left_out(options: dict[str, object]) -> None:
     assert penstock.inspect(model, (torch.randn(4, 4),), **given).memory == ()
 
 
-class Skipping(nn.Module):
+class Skipping(Layers):
     """The last layer also needs what the first one made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.layers[0](x)
@@ -134,7 +131,7 @@ def test_a_value_that_skips_stages_counts_at_every_cut_that_it_crosses() -> None
     """Each value counts once a cut, although it travels from its producer to each stage that uses it: a profile's cuts
     do not know which stages lie between.
     """
-    model, x = Skipping(), torch.randn(6, 8)
+    model, x = Skipping(8, 4), torch.randn(6, 8)
     profile = penstock.profile(model, (x,), microbatches=2, budget_seconds=0)
     cuts = [unit.name for unit in profile.units[1:]]
     crossings = penstock.inspect(model, (x,), stages=4, microbatches=2, cuts=cuts).crossings

@@ -21,7 +21,7 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.schedule import generate
 from penstock.simulate import LinkCost
-from scaffolding.models import GPT, SkipsTwice, squared_error, token_error
+from scaffolding.models import GPT, OneLayer, SkipsTwice, squared_error, token_error
 from scaffolding.small import ONE_STAGE, WIDTH, batch, mlp, tokens
 
 # -- 17: options ------------------------------------------------------------------------------------------------------
@@ -657,17 +657,13 @@ def test_bad_closed_pipeline() -> None:
 
 
 def test_bad_names_of_model_arguments() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
+    class Named(OneLayer):
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             return self.layer(x) + target
 
     x, y = batch()
     with pytest.raises(ArgumentError, match=r"kwargs: .*'target'.*Pipeline.step.*by position"):
-        pipeline(Named(), (x,), {"target": y}, loss_fn=squared_error)
+        pipeline(Named(WIDTH), (x,), {"target": y}, loss_fn=squared_error)
 
 
 def test_bad_inputs_of_a_step() -> None:

@@ -18,11 +18,9 @@ from penstock.schedule import Schedule, generate, generator, generators
 from penstock.schedule.generators import Numbers
 from scaffolding.model_kinds import DEPTHS, EXAMPLES
 from scaffolding.representatives import representatives
-from zoo.matrix import cells
 from zoo.shared import Shared
 
 MICROBATCHES = (1, 2, 3, 8)
-NOT_USED = {"model.rotary_emb.original_inv_freq"}  # a buffer that Llama's forward does not look at
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,16 +44,13 @@ def schedules_of(name: str, ranks: int) -> list[Schedule]:
 
 CLASSIC = ("naive", "gpipe", "1f1b")
 RUNNABLE = [entry.name for entry in generators() if entry.slices == 1]
-IN_ZOO = ["llama", "gpt2", "t5"]
-"""Examples that are long here, since `test_zoo_matrix.py` always runs them, under these schedules too."""
-HERE = [example for example in EXAMPLES if example not in IN_ZOO]
 CASES = [
     case
     for one_in, names, ranks in (
         (6, CLASSIC, [1, 2, 3, 4]),
         (4, [name for name in RUNNABLE if name not in CLASSIC], [2, 4]),
     )
-    for case in (*representatives(one_in, HERE, names, ranks), *representatives(0, IN_ZOO, names, ranks))
+    for case in representatives(one_in, list(EXAMPLES), names, ranks)
     if case.values[2] * generator(case.values[1]).chunks <= DEPTHS[case.values[0]]
 ]
 CASES.sort(key=lambda case: list(EXAMPLES).index(case.values[0]))  # each is recorded once
@@ -80,15 +75,13 @@ def test_bits_of_one_device(example: str, name: str, ranks: int) -> None:
         if copies == 1:
             assert sum(row.verdict == "equal" for row in gradients) >= len(gradients) - 1  # but for one that is tied
         assert all(row.verdict == "equal" for row in report.rows if row.kind in ("output", "loss"))
-        buffers = {name for name, _ in model.named_buffers()} - NOT_USED
-        assert {row.name for row in report.rows if row.kind == "buffer"} == buffers
+        assert {row.name for row in report.rows if row.kind == "buffer"} == {name for name, _ in model.named_buffers()}
 
 
 def test_the_short_cases_have_every_schedule_and_every_example() -> None:
     short = [case.values for case in CASES if not case.marks]
     assert {name for _, name, _ in short} == set(RUNNABLE)
-    assert {example for example, _, _ in short} == set(HERE)
-    assert {cell.model for cell in cells() if cell.sampled} >= set(IN_ZOO)
+    assert {example for example, _, _ in short} == set(EXAMPLES)
 
 
 def test_slices_are_not_run() -> None:
@@ -98,10 +91,7 @@ def test_slices_are_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("example", "name", "split"),
-    [
-        *representatives(4, HERE, ["naive", "gpipe"], [(1, 3), (2, 2), (2, 3)]),
-        *representatives(0, IN_ZOO, ["naive", "gpipe"], [(1, 3), (2, 2), (2, 3)]),
-    ],
+    representatives(4, list(EXAMPLES), ["naive", "gpipe"], [(1, 3), (2, 2), (2, 3)]),
 )
 def test_several_chunks_a_rank(example: str, name: str, split: tuple[int, int]) -> None:
     ranks, chunks = split

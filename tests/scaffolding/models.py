@@ -33,6 +33,22 @@ def token_error(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
+class OneLayer(nn.Module):
+    """What has one linear layer; a `forward` says what it does with it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+
+class Layers(nn.Module):
+    """What has linear layers; a `forward` says what it does with them."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+
 # -- plain networks ---------------------------------------------------------------------------------------------------
 
 
@@ -292,13 +308,13 @@ def _own_loss(output: Any, _target: Any) -> Tensor:
     return output.loss
 
 
-def _language_case(model: nn.Module, **kwargs: Any) -> Case:
+def _language_case(model: nn.Module, rows: int = 2, **kwargs: Any) -> Case:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(4, 32, (2, 7), generator=generator)
+    ids = torch.randint(4, 32, (rows, 7), generator=generator)
     return Case(model, (), {"input_ids": ids, "labels": ids.clone(), **kwargs}, None, _own_loss)
 
 
-def llama() -> Case:
+def llama(rows: int = 2) -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -306,9 +322,9 @@ def llama() -> Case:
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
     )  # fmt: skip
-    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask = torch.ones(rows, 7, dtype=torch.int64)
     mask[1, 5:] = 0
-    return _language_case(LlamaForCausalLM(config), attention_mask=mask)
+    return _language_case(LlamaForCausalLM(config), rows, attention_mask=mask)
 
 
 def gpt2() -> Case:

@@ -58,7 +58,6 @@ CPU_SECONDS = {
     "tests/explain/test_whole_steps.py": 20,
     "tests/distributed/test_gradient_dtype_ranks.py": 20,
     "tests/partition/run/test_side_channels.py": 20,
-    "tests/partition/run/test_shapes_by_values.py": 10,
     "tests/partition/stages/test_exact.py": 20,
     "tests/runtime/features/test_offload_copies.py": 25,
     "tests/runtime/features/test_recompute.py": 20,
@@ -79,7 +78,6 @@ CPU_SECONDS = {
     "tests/runtime/exact/test_streams.py": 5,
     "tests/pipe/test_links.py": 5,
     "tests/runtime/execute/test_local_run.py": 5,
-    "tests/runtime/features/test_backward_updates.py": 5,
     "tests/runtime/features/test_compile.py": 5,
     "tests/runtime/features/test_own_backward.py": 5,
     "tests/runtime/step/test_changing_batches.py": 5,
@@ -101,7 +99,6 @@ IN_ALL_ONLY = {
     "tests/crowd/test_crowd.py",
     "tests/distributed/test_whole_zoo_ranks.py",
     "tests/fabric/test_bad_links.py",
-    "tests/fabric/test_fabric_hosts.py",
     "tests/network/test_switch_truth.py",
 }
 """Files whose long tests run in `make test-all` alone: longer than any part, or with the machine to themselves."""

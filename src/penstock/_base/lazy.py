@@ -1,4 +1,4 @@
-"""Package interfaces whose names are loaded on first use (PEP 562).
+"""What is loaded on first use: the names of package interfaces (PEP 562), and what the face lends to lower floors.
 
 Imports next to nothing itself: until `penstock.__main__` runs, a Ctrl-C ends in a traceback.
 """
@@ -17,32 +17,42 @@ if TYPE_CHECKING:
 
 def face(
     package: str, homes: Mapping[str, str], subpackages: Collection[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`.
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__all__`, `__getattr__` and `__dir__`.
 
     Args:
         package: the package's `__name__`.
-        homes: maps each name that the package re-exports to the module, relative to the package, that defines it.
+        homes: for each module, relative to the package, the names that the package re-exports from it, with spaces.
         subpackages: modules to import as a whole.
     """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name in subpackages:
             return _imported(f"{package}.{name}")
-        if name not in homes:
+        if name not in home_of:
             from penstock._base.second_names import of_peer
 
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}{of_peer(name) and f'; {of_peer(name)}'}"
             )
-        value = getattr(_imported(f"{package}.{homes[name]}"), name)
+        value = getattr(_imported(f"{package}.{home_of[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes, *subpackages})
+        return sorted({*vars(sys.modules[package]), *home_of, *subpackages})
 
-    return get, names
+    return [*home_of], get, names
+
+
+lent: dict[str, str] = {}
+"""The modules that do what a lower floor offers, by task. `penstock/__init__.py`, which knows all floors, fills it."""
+
+
+def borrowed(task: str) -> ModuleType:
+    """The module that does a task of `lent`, loaded now."""
+    return _imported(lent[task])
 
 
 def _imported(module: str) -> ModuleType:

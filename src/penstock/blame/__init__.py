@@ -16,8 +16,8 @@ from penstock._base.lazy import face
 if TYPE_CHECKING:
     from penstock.blame.watch import capture as capture
 
-_HOMES = {"capture": "watch"}
+_HOMES = {
+    "watch": "capture",
+}
 
-__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
-
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

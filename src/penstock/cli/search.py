@@ -21,7 +21,6 @@ from penstock.costs import Costs, Outcome
 from penstock.errors import ArgumentError, check_counts
 from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
-from penstock.simulate.figures import units_of_memory, with_activations
 
 if TYPE_CHECKING:
     from penstock.search import Found
@@ -105,7 +104,7 @@ def search(
 
 def answer(question: Question, costs: Costs) -> Found:
     """Searches, converting the memory limit to the costs' unit. Raises ArgumentError: an option is wrong."""
-    from penstock.search import search as find  # so that --help does not load it
+    from penstock.search.search import search_within  # so that --help does not load it
 
     if costs.contended:
         raise ArgumentError("--contended: the search does not model contention on links; leave it out")
@@ -123,13 +122,12 @@ def answer(question: Question, costs: Costs) -> Found:
         )
     if any(cost.unsharded_bytes for cost in one_each):
         raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")
-    stages = [cost for cost in with_activations(where, one_each) if isinstance(cost, StageCost)]
-    return find(
+    return search_within(
+        limit,
         where,
         question.microbatches,
-        stages,
+        one_each,
         costs.links,
-        memory_limit=None if limit is None else [limit * unit for unit in units_of_memory(where, stages)],
         objective=question.objective,
         seconds=question.seconds,
         seed=question.seed,

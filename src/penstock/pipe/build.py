@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.lazy import borrowed
 from penstock._base.second_names import OF_PIPELINE, also
 from penstock._base.words import counted
 from penstock.errors import ArgumentError, PartitionError, check_counts, warn
@@ -226,8 +226,7 @@ def pipeline(
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     asked = bool(os.environ.get(VERIFY)) if verify is None else verify
-    proof = import_module("penstock.proof.verify") if asked else None  # above this floor: loaded by name
-    first_step = None if proof is None else proof.first_step(model, loss_fn, mesh)
+    first_step = borrowed("verification").first_step(model, loss_fn, mesh) if asked else None
     pipe = build(model, example, world, order, options, plan=followed.plan)
     pipe.session.first_step = first_step
     followed.check_rows(pipe.session.rows)

@@ -30,19 +30,11 @@ if TYPE_CHECKING:
     from penstock.plan.sizes import Sizes as Sizes
 
 _HOMES = {
-    "Choice": "choice",
-    "Wanted": "choice",
-    "choices": "choice",
-    "Cluster": "cluster",
-    "Kind": "cluster",
-    "Plan": "plan",
-    "read_plan": "plan",
-    "Lost": "planner",
-    "Planned": "planner",
-    "make_plans": "planner",
-    "Sizes": "sizes",
+    "choice": "Choice Wanted choices",
+    "cluster": "Cluster Kind",
+    "plan": "Plan read_plan",
+    "planner": "Lost Planned make_plans",
+    "sizes": "Sizes",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
-
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

@@ -1,4 +1,4 @@
-"""Schedules and timelines in matplotlib's axes, for a notebook's or a paper's own figures."""
+"""How schedules and timelines show themselves: in a notebook, and in matplotlib's axes for a paper's own figures."""
 
 from __future__ import annotations
 
@@ -7,30 +7,46 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import require
 from penstock.report.colors import LIGHT, WORDS, Kind, ink, shade
 from penstock.report.marks import Axis, Mark, has_chunks, longest_label, marks
-from penstock.report.svg import Panel
+from penstock.report.svg import panel_of, svg, unit_of
+from penstock.schedule import Schedule
+from penstock.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_AT_ONCE = 100_000
+"""So many actions take a second or two."""
 _HIGH = 0.86
 """The height of a rank's bar, in ranks."""
 
 
-def plot(panel: Panel, axes: Axes | None = None, *, unit: str = "s") -> Axes:
-    """Draws a timeline into axes, new ones by default, whose horizontal axis is in seconds of the timeline.
+def picture(drawn: Schedule | Timeline) -> str:
+    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `schedule_svg`."""
+    count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
+    if count > _AT_ONCE:
+        timeline = "svg([penstock.report.panel_of(timeline)])"
+        how = timeline if isinstance(drawn, Timeline) else "schedule_svg(schedule)"
+        return f"<pre>{count:,} actions; penstock.report.{how} draws them, in a while</pre>"
+    return svg([panel_of(drawn)], unit_of(drawn))
+
+
+def plot(drawn: Schedule | Timeline, axes: Axes | None = None) -> Axes:
+    """Draws into axes, new ones by default, whose horizontal axis is in slots or in seconds of the timeline.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
+        ScheduleError: the schedule cannot be run.
     """
     require("plot", "matplotlib", for_what="plot()")
     from matplotlib.patches import Patch
 
+    panel = panel_of(drawn)
     timeline = panel.timeline
     if axes is None:
         from matplotlib import pyplot
 
         _, axes = pyplot.subplots(figsize=(9.6, 1.1 + 0.24 * timeline.ranks), layout="constrained")
-    axis = Axis.of(timeline.makespan_seconds, unit)
+    axis = Axis.of(timeline.makespan_seconds, unit_of(drawn))
     axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", parse_math=False)
     axes.set_xlim(0, timeline.makespan_seconds or 1)
     axes.set_xticks([second for second, _ in axis.ticks], [text for _, text in axis.ticks])

@@ -24,8 +24,6 @@ WIDTH = 960
 _SLOT = 30.0
 """The width of a second of the timeline, at most, in pixels: pictures of little need not be wide."""
 _TITLE, _AXIS, _LEGEND, _GAP, _MARGIN = 24, 26, 26, 16, 12
-_AT_ONCE = 100_000
-"""So many actions take a second or two."""
 _DIGIT = 6.8
 """The width of a digit of labels."""
 
@@ -72,16 +70,6 @@ def schedule_svg(
     """
     unit = unit_of(schedule) if timeline is None else unit
     return svg([panel_of(schedule, timeline, title)], unit, background=background, width=width)
-
-
-def picture(drawn: Schedule | Timeline) -> str:
-    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `schedule_svg`."""
-    count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
-    if count > _AT_ONCE:
-        timeline = "svg([penstock.report.panel_of(timeline)])"
-        how = timeline if isinstance(drawn, Timeline) else "schedule_svg(schedule)"
-        return f"<pre>{count:,} actions; penstock.report.{how} draws them, in a while</pre>"
-    return svg([panel_of(drawn)], unit_of(drawn))
 
 
 def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title: str | None = None) -> Panel:

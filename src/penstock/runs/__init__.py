@@ -51,17 +51,10 @@ if TYPE_CHECKING:
     from penstock.runs.records import StepRecord as StepRecord
 
 _HOMES = {
-    "About": "about",
-    "Memory": "reading",
-    "Predicted": "reading",
-    "RankState": "records",
-    "RunFolder": "option",
-    "RunRead": "reading",
-    "StepRecord": "records",
-    "is_run": "reading",
-    "read_run": "reading",
+    "about": "About",
+    "reading": "Memory Predicted RunRead is_run read_run",
+    "records": "RankState StepRecord",
+    "option": "RunFolder",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
-
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

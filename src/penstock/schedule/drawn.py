@@ -1,14 +1,14 @@
 """How schedules and timelines draw themselves.
 
-What draws them, `penstock.report`, knows schedules, not the other way round: it is loaded by name when a picture is
-asked for, so that schedules need the standard library only.
+What draws them, `penstock.report`, knows schedules, not the other way round: the face lends it (`lent`), and it is
+loaded when a picture is asked for, so that schedules need the standard library only.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
+from penstock._base.lazy import borrowed
 from penstock.errors import ScheduleError
 
 
@@ -19,9 +19,8 @@ class Drawn:
 
     def _repr_html_(self) -> str | None:
         """The picture in a notebook; None, which shows the text, if the schedule cannot be run."""
-        report = import_module("penstock.report.svg")
         try:
-            return str(report.picture(self))
+            return str(borrowed("drawing").picture(self))
         except ScheduleError:
             return None
 
@@ -38,5 +37,4 @@ class Drawn:
             MissingExtraError: matplotlib is not installed.
             ScheduleError: the schedule cannot be run.
         """
-        report = import_module("penstock.report.svg")
-        return import_module("penstock.report.plot").plot(report.panel_of(self), axes, unit=report.unit_of(self))
+        return borrowed("drawing").plot(self, axes)

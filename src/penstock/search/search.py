@@ -34,6 +34,7 @@ from penstock.search.stretch import stretch
 from penstock.search.timing import time_rows
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost
+from penstock.simulate.figures import units_of_memory, with_activations
 
 _DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
 _TIMED_SECONDS = 0.33e-6  # depend on the machine. And of an action that is timed
@@ -116,6 +117,32 @@ def search(
         known=named.schedule.name if named else None,
         known_seconds=named.seconds if named else math.inf,
         search_seconds=time.monotonic() - began,
+    )
+
+
+def search_within(
+    activations: float | None,
+    placement: Placement,
+    microbatches: int,
+    costs: Sequence[StageCost],
+    links: Links,
+    *,
+    objective: Objective,
+    seconds: float,
+    seed: int = 0,
+) -> Found:
+    """`search` with a limit in activations of one microbatch on all of a rank's stages, whatever their unit."""
+    stages = [cost for cost in with_activations(placement, costs) if isinstance(cost, StageCost)]
+    limit = None if activations is None else [activations * unit for unit in units_of_memory(placement, stages)]
+    return search(
+        placement,
+        microbatches,
+        stages,
+        links,
+        memory_limit=limit,
+        objective=objective,
+        seconds=seconds,
+        seed=seed,
     )
 
 

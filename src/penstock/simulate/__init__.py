@@ -32,21 +32,10 @@ if TYPE_CHECKING:
     from penstock.simulate.waits import idle as idle
 
 _HOMES = {
-    "LinkCost": "costs",
-    "StageCost": "costs",
-    "NO_COST": "costs",
-    "Links": "costs",
-    "simulate": "simulator",
-    "Cause": "waits",
-    "CriticalPath": "waits",
-    "critical_path": "waits",
-    "idle": "waits",
-    "Memory": "memory_use",
-    "Peaks": "memory_use",
-    "memory": "memory_use",
-    "peaks": "memory_use",
+    "costs": "LinkCost StageCost NO_COST Links",
+    "simulator": "simulate",
+    "waits": "Cause CriticalPath critical_path idle",
+    "memory_use": "Memory Peaks memory peaks",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
-
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

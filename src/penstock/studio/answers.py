@@ -12,7 +12,8 @@ from penstock.report import Moment, walkthrough
 from penstock.report.marks import label_of
 from penstock.schedule import Placement, Schedule, generate, generators
 from penstock.schedule.generators import Numbers
-from penstock.search import Found, search
+from penstock.search import Found
+from penstock.search.search import search_within
 from penstock.simulate import LinkCost, StageCost, memory
 from penstock.simulate.costs import OF_MICROBATCH, divided
 from penstock.simulate.figures import Figures, units_of_memory, with_activations
@@ -142,19 +143,9 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
             f"take fewer, or use `penstock search`"
         )
     placement = Placement.v(question.ranks) if where == "v" else Placement.loop(question.ranks, chunks)
-    costs = [
-        cost for cost in with_activations(placement, stage_costs(question, placement)) if isinstance(cost, StageCost)
-    ]
-    limit = question.memory_limit
-    found = search(
-        placement,
-        question.microbatches,
-        costs,
-        LinkCost(question.comm),
-        memory_limit=None if limit is None else [limit * unit for unit in units_of_memory(placement, costs)],
-        objective="span",
-        seconds=seconds,
-    )
+    costs, links = stage_costs(question, placement), LinkCost(question.comm)
+    limit, microbatches = question.memory_limit, question.microbatches
+    found = search_within(limit, placement, microbatches, costs, links, objective="span", seconds=seconds)
     made = found.schedule
     return found, _figures(question, Schedule(SEARCHED, made.placement, made.microbatches, made.rows, made.slices))
 

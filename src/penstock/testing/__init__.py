@@ -26,16 +26,10 @@ if TYPE_CHECKING:
     from penstock.testing.transports import check_transport as check_transport
 
 _HOMES = {
-    "check_factory": "transports",
-    "check_transport": "transports",
-    "nccl_rules": "nccl",
-    "BadNetwork": "network",
-    "Finished": "network",
-    "bad_network": "network",
-    "why_no_bad_network": "network",
-    "assert_same_training": "training",
+    "transports": "check_factory check_transport",
+    "nccl": "nccl_rules",
+    "network": "BadNetwork Finished bad_network why_no_bad_network",
+    "training": "assert_same_training",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
-
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.partition import Partition, Partitioner
-from scaffolding.models import gpt
+from scaffolding.models import Layers, OneLayer, gpt
 from scaffolding.proofs import proven
 
 
@@ -83,45 +83,33 @@ def test_a_module_that_is_called_on_several_stages_counts_on() -> None:
 
 
 def test_noise_outside_of_blocks_is_drawn_on_one_stage() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
+    class Noisy(Layers):
         def forward(self, x: Tensor) -> Tensor:
             noise = torch.rand(3)
             mask = torch.empty(3).bernoulli_(0.5)
             return self.layers[1](F.dropout(self.layers[0](x) * noise, 0.5) * mask) + noise
 
-    _, names, made = run(Noisy(), 2, torch.randn(2, 3))
+    _, names, made = run(Noisy(3, 2), 2, torch.randn(2, 3))
     assert names == ["()#0", "()#1", "()#2"]
     assert ("rand", 0) in [(i.name, i.source) for i in made.stages[1].meta.inputs]
 
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.0, 2), (1.0, 0)])
 def test_layer_drop_at_a_rate_that_decides_it(rate: float, kept: int) -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
+    class Dropping(Layers):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 if not torch.rand([]) < rate:
                     x = layer(x)
             return x
 
-    _, names, made = run(Dropping(), 1, torch.randn(2, 3))
+    _, names, made = run(Dropping(3, 2), 1, torch.randn(2, 3))
     assert names == []  # a draw that nothing uses is left out
     assert made.code.count("self.layers") == kept
 
 
-class MadeInForward(nn.Module):
+class MadeInForward(OneLayer):
     """Has no dropout among its modules; its forward makes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.Dropout(0.5)(self.layer(x))
@@ -129,6 +117,6 @@ class MadeInForward(nn.Module):
 
 def test_a_dropout_that_the_forward_makes_draws_from_the_stream_of_its_block() -> None:
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(MadeInForward() for _ in range(4)))
+    blocks = nn.Sequential(*(MadeInForward(6) for _ in range(4)))
     assert list(Partitioner(blocks, 2, streams=Streams())((torch.randn(4, 6),)).drawing_modules) == ["0", "1", "2", "3"]
     proven(blocks, torch.randn(4, 6), torch.randn(4, 6), ranks=2, microbatches=2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from penstock import Microbatches, PartitionError, pipeline
+from penstock import PartitionError, pipeline
 from penstock.partition import partitioner
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 
@@ -138,34 +138,6 @@ UNKNOWN: dict[str, Callable[..., Tensor]] = {
 def test_shapes_that_follow_from_anything_else_are_refused_with_the_line(case: str) -> None:
     with pytest.raises(PartitionError, match=rf"depends on the values of a tensor at {__file__}:\d+: "):
         pipeline(Picks(UNKNOWN[case]), batches(1)[0], loss_fn=plain, ranks=2, microbatches=4)
-
-
-@pytest.mark.long  # "size", "repeated" and "again" show its rules
-def test_qwen2_vl_trains() -> None:
-    """Its forward picks rows by its mask, and repeats the sizes of pictures."""
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "vocab_size": 64, "rope_parameters": rope, "pad_token_id": 2}
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
-    special = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
-    torch.manual_seed(0)
-    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **special))
-    ids = torch.randint(3, 60, (2, 12))
-    ids[:, 2:8] = torch.tensor([62, 60, 60, 60, 60, 63])
-    mask = (torch.arange(12) < torch.tensor([[12], [10]])).long()
-    batch = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == 60).long()}
-    batch |= {"pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
-    cut = {name: Microbatches(value.chunk(2)) for name, value in batch.items()}
-    reference, target = copy.deepcopy(model), Microbatches(ids.chunk(2))
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "balance": "layers"}
-    with pipeline(model, (), cut, loss_fn=lambda output, _: output.logits.square().mean(), **options) as pipe:
-        pipe.step(**cut, target=target)
-    for number in range(2):
-        given = {name: value.chunk(2)[number] for name, value in batch.items()}
-        (reference(**given).logits.square().mean() / 2).backward()
-    assert_same_gradients(model, reference)
 
 
 @pytest.mark.filterwarnings("ignore:.*kinds of batches")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import inspect
+from scaffolding.models import OneLayer
 from scaffolding.proofs import proven
 
 WIDTH = 4
@@ -36,25 +37,21 @@ def registry(name: str) -> list[str]:
     return [name]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Block(OneLayer):
     @keeping
     def scale(self, width: int) -> Tensor:
         return torch.arange(width) + 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         registry("block")
-        return torch.tanh(self.linear(x)) * self.scale(WIDTH) + positions(WIDTH)
+        return torch.tanh(self.layer(x)) * self.scale(WIDTH) + positions(WIDTH)
 
 
 def test_tables_that_functions_keep_are_not_left_fake() -> None:
     torch.manual_seed(0)
     positions.cache_clear()
     first = registry("first")
-    model, x = nn.Sequential(*[Block() for _ in range(4)]), torch.randn(4, WIDTH)
+    model, x = nn.Sequential(*[Block(WIDTH) for _ in range(4)]), torch.randn(4, WIDTH)
     inspect(model, (x,), stages=2)
     assert type(positions(WIDTH)) is Tensor
     assert registry("first") is first  # no tensor in it, so that it is left alone

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
+from scaffolding.models import OneLayer
 
 WIDTH = 4
 
@@ -86,47 +87,6 @@ class DecidesInside(Chain):
         return x.detach() if self.calls >= 12 else x
 
 
-class Scratch(Chain):
-    """Sets an attribute before it reads it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = x.shape[0]
-        return super().forward(x) * (self.calls / self.calls)
-
-
-class DecidesAroundScratch(nn.Module):
-    """As `Decides`, around a part of another class whose attribute of that name is no counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.calls, self.shared = Scratch(), 0, SimpleNamespace(calls=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        x = self.inner(x)
-        return x.detach() if self.calls >= 13 else x
-
-
-class Anneals(Chain):
-    """Asks in another function for what a block counts for it."""
-
-    @property
-    def is_warm(self) -> bool:
-        return bool(self.blocks[2].turns >= 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.blocks[2].turns = self.blocks[2].turns + 1
-        x = super().forward(x)
-        return x.detach() if self.is_warm else x
-
-
-class Shared(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        self.shared.calls += 1
-        x = super().forward(x)
-        return x.detach() if min(self.shared.calls, 10) == 10 else x
-
-
 class Follows(nn.Linear):
     """A block that decides by what its model counts."""
 
@@ -153,9 +113,6 @@ class CountsFor(Chain):
     [
         (Decides, "calls", "if self.calls > 10"),
         (DecidesInside, "calls", "if self.calls >= 12"),
-        (DecidesAroundScratch, "calls", "if self.calls >= 13"),
-        (Anneals, r"blocks\.2\.turns", "turns >= 9"),
-        (Shared, r"shared\.calls", "min(self.shared.calls"),
         (CountsFor, r"shared\.calls", "if self.shared.calls < 10"),
     ],
 )
@@ -163,8 +120,6 @@ def test_a_counter_by_which_the_forward_decides_later_is_refused_with_the_line(
     kind: type[Any], place: str, line: str
 ) -> None:
     model = kind()
-    if kind is Anneals:
-        model.blocks[2].turns = 0
     number = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if line in text)
     words = rf"changes '{place}', which it reads at .*test_carried_over\.py:{number}, .*model\.frozen = True"
     with pytest.raises(PartitionError, match=words):
@@ -290,12 +245,8 @@ class Crops(nn.Module):
         return self.layer(x)[:, 1 : WIDTH + 1]
 
 
-class Packs(nn.Module):
+class Packs(OneLayer):
     """It branches on values, so that it has to run as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -306,7 +257,7 @@ def test_a_second_look_at_a_block_gives_it_inputs_with_the_same_strides() -> Non
     """Packing a cropped value is an operator, packing a packed one is none."""
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
-    model = nn.Sequential(Crops(), Packs(), Crops(), Packs())
+    model = nn.Sequential(Crops(), Packs(WIDTH), Crops(), Packs(WIDTH))
     verify(model, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, exact=True).check()
 
 

@@ -135,28 +135,6 @@ def test_a_container_into_which_blocks_put_tensors_is_no_obstacle_to_the_loss(ki
     proven(make, x, y, ranks=2, microbatches=2, schedule="gpipe", exact=True)
 
 
-def test_a_loss_may_read_what_blocks_put_into_a_deque() -> None:
-    queue: deque[Tensor] = deque(maxlen=4)
-
-    class Noting(Expert):
-        def forward(self, x: Tensor) -> Tensor:
-            gates = self.router(x).softmax(-1)
-            queue.append(gates.mean(0).square().sum())
-            return x + self.layer(x) * gates[:, :1]
-
-    def make() -> Any:
-        return nn.Sequential(*(Noting() for _ in range(4)))
-
-    x, y = batch()
-    model = seeded(make)
-    loss: Any = lambda output, target: F.mse_loss(output, target) + sum(queue)  # noqa: E731
-    with penstock.pipeline(model, (x,), loss=loss, ranks=2, microbatches=2) as pipe:
-        result = pipe.step(x, target=y)
-    expected = plain(seeded(make), lambda _: sum(queue), 2)
-    found = [result.loss, *(p.grad for p in model.parameters())]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def test_what_is_not_carried_raises_where_the_loss_uses_it() -> None:
     model, (x, y) = seeded(Experts), batch()
 

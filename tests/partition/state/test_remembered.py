@@ -17,7 +17,6 @@ import penstock
 from penstock import ArgumentError, PartitionError, inspect
 from penstock.partition import Partitioner
 from penstock.partition.recorder.attempts import record
-from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.proofs import proven
 
 WIDTH = 4
@@ -136,39 +135,6 @@ def looks(self: Any, h: Any) -> Any:
 @pytest.mark.parametrize("options", [{"schedule": "dualpipe"}, {"recompute": "always"}, {"recompute": 1}])
 def test_what_no_forward_depends_on_is_no_matter(act: Any, state: Any, options: Any) -> None:
     prove(act, state, **options)
-
-
-def sums_in_place(self: Any, h: Any) -> Any:
-    """Backwards are in order, so that each finds the same sum."""
-
-    def hook(gradient: Tensor) -> Tensor:
-        self.state.add_(gradient.norm())
-        return gradient / (1 + self.state)
-
-    if h.requires_grad:
-        h.register_hook(hook)
-    return h
-
-
-def only_hooks(self: Any, h: Any) -> Any:
-    if h.requires_grad:
-        h.register_hook(lambda gradient: setattr(self, "state", float(gradient.mean())))
-    return h
-
-
-def test_what_a_hook_on_a_gradient_only_collects_is_no_matter() -> None:
-    prove(only_hooks, float)
-
-
-def test_recording_leaves_what_hooks_on_gradients_add_to_as_it_was() -> None:
-    made = model(sums_in_place, lambda: torch.zeros(()))
-    inspect(made, (X,), stages=2)
-    assert [float(block.state) for block in made] == [0, 0, 0, 0]
-    reference = model(sums_in_place, lambda: torch.zeros(()))
-    with penstock.pipeline(made, (X,), loss=F.mse_loss, ranks=2, microbatches=4, schedule="1f1b") as pipe:
-        pipe.step(X, target=TARGET)
-    step_by_hand(reference, (X,), TARGET, F.mse_loss, 4)
-    assert_same_gradients(made, reference)
 
 
 def test_hooks_on_the_gradients_of_all_modules_are_refused() -> None:

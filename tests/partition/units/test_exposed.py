@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from penstock import PartitionError, inspect, verify
 from penstock.partition.recorder.attempts import record
 from penstock.partition.units.units import find_units
+from scaffolding.models import OneLayer
 
 WIDTH = 6
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
+class Expert(OneLayer):
     def forward(self, x: Tensor, share: Tensor) -> Tensor:
         return x + self.layer(x) * share[:, None]
 
@@ -37,7 +34,7 @@ class Router(nn.Module):
 class Block(nn.Module):
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.norm, self.router, self.expert = nn.LayerNorm(WIDTH), make(), Expert()
+        self.norm, self.router, self.expert = nn.LayerNorm(WIDTH), make(), Expert(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         _, share = self.router(x)

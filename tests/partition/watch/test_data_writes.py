@@ -22,7 +22,6 @@ class Block(nn.Module):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
-        self.stray = torch.ones(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(x))
@@ -49,11 +48,6 @@ class ExchangesBuffer(Block):
         return y
 
 
-class ExchangesBufferForReal(ExchangesBuffer):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + 0 * len(x.detach().sum(1).nonzero().tolist()))
-
-
 class BinaryWeight(Block):
     """Computes with the signs of its weight, and has it back before anyone looks."""
 
@@ -73,20 +67,6 @@ class WritesWeightForReal(WritesWeight):
 class WritesBuffer(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x) * self.scale
-        self.scale.data.mul_(0.9)
-        return y
-
-
-class WritesStray(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x) * self.stray
-        self.stray.data.mul_(0.9)
-        return y
-
-
-class WritesCloned(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x) * self.scale.clone()
         self.scale.data.mul_(0.9)
         return y
 
@@ -150,13 +130,9 @@ def check(make: Callable[[], nn.Module], **options: Any) -> None:
     assert verify(make, (x,), target=target, loss_fn=F.mse_loss, **options).ok
 
 
-@pytest.mark.parametrize("block", [WritesWeight, ExchangesBufferForReal, NormalisesByAverages, WritesStray])
+@pytest.mark.parametrize("block", [WritesWeight, NormalisesByAverages])
 def test_what_the_model_holds_may_be_written_where_its_backward_comes_next(block: type[Block]) -> None:
     check(chain(block), schedule="naive")
-
-
-def test_what_is_cloned_may_be_written() -> None:
-    check(lambda: nn.Sequential(*(nn.Sequential(WritesCloned(), nn.BatchNorm1d(WIDTH)) for _ in range(4))), ranks=2)
 
 
 @pytest.mark.parametrize("block", [Clamps, SetsOnce, BinaryWeight, ExchangesWeight])

@@ -15,7 +15,7 @@ from penstock import inspect, pipeline
 from penstock.partition import Balance, Partitioner
 from penstock.partition.recorder.attempts import record
 from penstock.partition.watch.work import OPERATIONS_PER_BYTE as PER_BYTE
-from scaffolding.models import gpt
+from scaffolding.models import Layers, gpt
 
 
 def work(model: nn.Module, *args: Tensor) -> int:
@@ -123,12 +123,8 @@ def test_shares_add_up_with_tied_parameters_counted_once() -> None:
 
 
 def test_a_batch_of_another_shape_leaves_the_cuts_as_they_are() -> None:
-    class Grows(nn.Module):
+    class Grows(Layers):
         """Its second layer works on as many copies as there are rows."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
             first, second, *rest = self.layers
@@ -138,7 +134,7 @@ def test_a_batch_of_another_shape_leaves_the_cuts_as_they_are() -> None:
             return x
 
     def cuts(sizes: Sequence[int]) -> tuple[str, ...]:
-        partitioner = Partitioner(Grows(), 2, streams=NoStreams())
+        partitioner = Partitioner(Grows(8, 4), 2, streams=NoStreams())
         for rows in sizes:
             partitioner((torch.randn(rows, 8),))
         return partitioner.cuts or ()

@@ -18,7 +18,7 @@ from penstock import pipeline, verify
 from penstock._base.trees import flatten
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
-from scaffolding.models import squared_error
+from scaffolding.models import Layers, squared_error
 from scaffolding.proofs import proven
 from test_layer_drop import Dropping, check
 
@@ -199,15 +199,11 @@ def test_nothing_is_frozen(way: Callable[..., Tensor]) -> None:
 def test_a_number_of_the_stream() -> None:
     """Against plain arithmetic with the number that the call's stream gives."""
 
-    class Once(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
-
+    class Once(Layers):
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[1](self.layers[0](x) * random.random())
 
-    model, x = Once(), torch.randn(4, 7)
+    model, x = Once(7, 2), torch.randn(4, 7)
     with pipeline(model, (x,), ranks=2, microbatches=2, seed=SEED, loss=squared_error) as pipe:
         outputs = pipe.step(x, target=x, outputs=True).outputs
     for k, output in enumerate(outputs):
@@ -295,15 +291,11 @@ def test_spec_augment_and_layer_drop(ranks: int) -> None:
 def test_a_drawn_number_holds_no_tensors() -> None:
     """What stands for a number knows the recording, whose tensors are no arguments of a call that takes the number."""
 
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
-
+    class Looks(Layers):
         def forward(self, x: Tensor) -> Tensor:
             number = random.random()
             assert flatten((number, x)).leaves[0] is number
             return self.layers[1](self.layers[0](x) * number)
 
-    with pipeline(Looks(), (torch.randn(4, 7),), ranks=2, microbatches=2, seed=SEED, loss=squared_error) as pipe:
+    with pipeline(Looks(7, 2), (torch.randn(4, 7),), ranks=2, microbatches=2, seed=SEED, loss=squared_error) as pipe:
         assert len(pipe.cuts) == 1

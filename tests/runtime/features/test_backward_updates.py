@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, pipeline, verify
-from scaffolding.representatives import representatives
 
 X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
 
@@ -55,22 +53,29 @@ def test_a_moving_average_is_kept_where_each_backward_follows_its_forward() -> N
     verify(averages(3), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
 
 
-class Sums(nn.Module):
-    """Adds up the gradients that it sees."""
+class Noted(torch.autograd.Function):
+    """Adds what gradients it sees to a buffer."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor) -> Tensor:
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.seen += grad.abs().sum(0)
+        return grad, None
+
+
+class Sums(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.register_buffer("seen", torch.zeros(6))
 
-    def note(self, grad: Tensor) -> None:
-        self.seen += grad.abs().sum(0)
-
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(self.note)
-        return y
+        made: Tensor = Noted.apply(self.linear(x), self.seen)
+        return made
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
@@ -161,39 +166,6 @@ def test_an_optimizer_in_backward_is_refused_whenever_it_steps(how: str) -> None
             pipe.step(X, target=TARGET)
 
 
-class Fades(nn.Module):
-    """Its forward takes what a hook on the gradient of its weight adds up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.register_buffer("seen", torch.zeros(6, 6))
-        self.linear.weight.register_hook(self.note)
-
-    def note(self, grad: Tensor) -> None:
-        self.seen += grad.detach() ** 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.linear.weight / (1 + self.seen))
-
-
-def test_a_buffer_that_the_forward_takes_is_refused_where_backward_updates_it() -> None:
-    for schedule, works in (("gpipe", False), ("1f1b", False), ("naive", True)):
-        torch.manual_seed(0)
-        model, plain = (nn.Sequential(*(Fades() for _ in range(4))) for _ in range(2))
-        plain.load_state_dict(model.state_dict())
-        with pipeline(model, (X,), loss=F.mse_loss, ranks=2, schedule=schedule, microbatches=4) as pipe:
-            if not works:
-                with pytest.raises(PartitionError, match=r"updates buffer '\d.seen', which its forward takes"):
-                    pipe.step(X, target=TARGET)
-                continue
-            pipe.step(X, target=TARGET)
-        for rows in range(0, 8, 2):
-            (F.mse_loss(plain(X[rows : rows + 2]), TARGET[rows : rows + 2]) / 4).backward()  # type: ignore[no-untyped-call]
-        for one, other in zip(model.buffers(), plain.buffers(), strict=True):
-            assert torch.equal(one, other)
-
-
 class Normalises(Averages):
     """Normalises by what a part of it has just averaged, and all of it is run again in backward."""
 
@@ -280,61 +252,3 @@ def test_averages_other_than_batch_norms_are_refused_in_a_forward_that_runs_agai
     model = CheckpointsBlocks(*made) if all_blocks else nn.Sequential(*made)
     with pytest.raises(PartitionError, match="a Centres updates buffers in a forward that runs itself again"):
         verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
-
-
-class Counted(nn.Module):
-    """`change(self, gradient)` gives the gradient in a hook; forwards count themselves."""
-
-    def __init__(self, change: Any, state: Any) -> None:
-        super().__init__()
-        self.linear, self.change, self.state, self.forwards = nn.Linear(6, 6), change, state(), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        y = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: self.change(self, gradient))
-        return torch.tanh(y)
-
-
-def by_forwards(self: Any, gradient: Any) -> Any:
-    return gradient / self.forwards
-
-
-def by_backwards(self: Any, gradient: Any) -> Any:
-    self.state += 1
-    return gradient / self.state
-
-
-def by_sum(self: Any, gradient: Any) -> Any:
-    self.state.add_(gradient.norm())
-    return gradient / (1 + self.state)
-
-
-def notes(self: Any, gradient: Any) -> Any:
-    self.last = gradient.norm().item()
-    self.state.append(self.last)
-    return gradient
-
-
-COUNTS = [(by_forwards, int), (by_backwards, int), (by_sum, lambda: torch.zeros(())), (notes, list)]
-
-
-def counted(change: Any, state: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Counted(change, state) for _ in range(4)))
-
-
-@pytest.mark.parametrize(
-    ("count", "options"),
-    representatives(2, COUNTS, [{}, {"recompute": 1}, {"recompute": "always"}, {"schedule": "zb-h1"}]),
-)
-def test_counts_that_matter_in_backward_are_those_of_one_device(count: tuple[Any, Any], options: Any) -> None:
-    change, state = count
-    given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", **options}
-    verify(lambda: counted(change, state), (X,), target=TARGET, loss_fn=F.mse_loss, **given).check()
-
-
-def test_what_hooks_note_for_others_is_no_matter_where_stages_have_copies() -> None:
-    make = partial(counted, notes, list)
-    verify(make, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe").check()

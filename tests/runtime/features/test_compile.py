@@ -18,7 +18,6 @@ import penstock
 from distributed.jobs import train, train_here
 from penstock.errors import ArgumentError
 from penstock.runtime.features.compiled import notes_of
-from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import CASES, TRANSFORMERS, Case, gpt
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
@@ -149,27 +148,6 @@ def test_autocast_in_compiled_stages(around: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
         proven(mlp() if around else Half(), x, y, microbatches=4, ranks=2, compile=SAME_BITS, exact=True)
     assert not torch.is_autocast_enabled("cpu")
-
-
-class Clamped(nn.Module):
-    """Registers a hook on an activation in its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-            x.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
-        return x
-
-
-def test_hooks_on_activations_of_compiled_stages() -> None:
-    x, y = batch(8)
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "ranks": 2, "microbatches": 4, "compile": SAME_BITS}
-    penstock.verify(Clamped(), (x,), target=y, exact=True, **options).check()
 
 
 class Scaled(nn.Module):
@@ -377,47 +355,6 @@ def test_inductor_leaves_most_of_a_transformer_to_w(name: str) -> None:
 
 
 # -- what a forward keeps for its backward, beside compiled code -------------------------------------------------------
-
-
-class Keeps(nn.Module):
-    """A hook in its backward reads what its forward has noted; both run in Python, and its `part` may be compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.part, self.noted = nn.Linear(9, 9), nn.Sequential(nn.Linear(9, 9)), torch.zeros(())
-
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        self.note(x.detach().mean())
-        y: Tensor = self.part(self.linear(x).tanh())
-        y.register_hook(lambda gradient: gradient * self.noted)
-        return y
-
-    def note(self, mean: Tensor) -> None:
-        self.noted = mean
-
-
-def keeping(kind: type[Keeps], *, whole: bool) -> tuple[nn.Module, nn.Module]:
-    """A model after a pipeline's step in which parts of blocks, or stages, are compiled; and the same by hand."""
-    (x, y), models = batch(8), list[nn.Sequential]()
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(*(kind() for _ in range(4))))
-    mine, its = models
-    for block in () if whole else mine:
-        block.part.compile(backend="eager")
-    options: dict[str, Any] = {"compile": {"backend": "eager"}} if whole else {}
-    with penstock.pipeline(
-        mine, (x,), loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", **options
-    ) as pipe:
-        pipe.step(x, target=y)
-    step_by_hand(its, (x,), y, F.mse_loss, 4)
-    return mine, its
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["stages", "parts of blocks"])
-def test_each_backward_finds_what_its_own_forward_has_kept_beside_compiled_code(whole: bool) -> None:
-    assert_same_gradients(*keeping(Keeps, whole=whole))
 
 
 class Checkpoints(nn.Module):

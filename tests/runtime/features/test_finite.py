@@ -16,7 +16,7 @@ import penstock
 from penstock.errors import ArgumentError, NonFiniteError
 from penstock.runtime.features import finite
 from penstock.schedule import Action
-from scaffolding.models import CASES, gpt
+from scaffolding.models import CASES, Layers, gpt
 from scaffolding.small import batch, mlp
 
 
@@ -265,11 +265,7 @@ def test_what_the_model_raises_keeps_its_text() -> None:
 
 
 def test_a_value_of_which_the_loss_uses_a_part_has_no_gradient_for_the_rest() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
+    class Halves(Layers):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 first, _ = layer(x).chunk(2, -1)
@@ -277,7 +273,7 @@ def test_a_value_of_which_the_loss_uses_a_part_has_no_gradient_for_the_rest() ->
             return x
 
     x = torch.randn(8, 8)
-    with penstock.pipeline(Halves(), (x,), ranks=2, microbatches=4, loss=F.mse_loss, check_finite=True) as pipe:
+    with penstock.pipeline(Halves(8, 4), (x,), ranks=2, microbatches=4, loss=F.mse_loss, check_finite=True) as pipe:
         assert pipe.step(x, target=x).loss.isfinite()
 
 

@@ -88,18 +88,6 @@ class Averages(nn.Module):
         return y
 
 
-class InBackward(Averages):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + self.mean.clone()
-        if y.requires_grad:
-            y.register_hook(self.update)
-        return y
-
-    @torch.no_grad()
-    def update(self, gradient: Tensor) -> None:
-        self.mean.add_(gradient.mean(0))
-
-
 class Counting(nn.Module):
     """Its average is updated twice, in the forward and where the checkpoint runs it again."""
 
@@ -123,41 +111,12 @@ class Again(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_deferred_batch_norms_excuse_no_other_buffers(deferred: bool) -> None:
-    def make() -> nn.Module:
-        return around(InBackward(), nn.BatchNorm1d(WIDTH))
-
-    with pytest.raises(PartitionError, match="mean"):
-        as_one_device(make, schedule="1f1b", deferred_batch_norm=deferred)
-
-
 def test_an_average_in_a_checkpoint_beside_deferred_batch_norms_is_refused() -> None:
     with pytest.raises(PartitionError, match="a Counting updates buffers in a forward that runs itself again"):
         as_one_device(lambda: around(Again(), nn.BatchNorm1d(WIDTH)), schedule="gpipe", deferred_batch_norm=True)
 
 
 # -- attributes that a forward sets late ------------------------------------------------------------------------------
-
-
-class NotesLate(nn.Module):
-    """Sets an attribute only where values ask for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.tensor(1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if float(x.detach().mean()) > 0.1:
-            self.scale = x.detach().mean()
-        y = x * 1.0
-        y.register_hook(lambda gradient: gradient * self.scale)
-        return y
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_an_attribute_that_a_later_microbatch_sets_first(schedule: str) -> None:
-    as_one_device(lambda: around(NotesLate()), schedule=schedule)
 
 
 # -- steps that raise -------------------------------------------------------------------------------------------------
@@ -195,19 +154,6 @@ def test_what_is_kept_is_learned_after_a_first_step_that_raised(schedule: str) -
 # -- blocks that are switched between steps ---------------------------------------------------------------------------
 
 
-class KeepsIfOn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.on, self.scale = False, torch.tensor(1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.on:
-            self.scale = x.detach().mean()
-        y = x * 1.0
-        y.register_hook(lambda gradient: gradient * self.scale)
-        return y
-
-
 class UpdatesIfOn(Averages):
     def __init__(self) -> None:
         super().__init__()
@@ -220,53 +166,8 @@ class UpdatesIfOn(Averages):
         return self.linear(x) * (1 + self.mean.clone())
 
 
-class Carries(nn.Module):
-    """Once it is on, each microbatch finds what the ones before it have left."""
-
-    def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.on, self.act = nn.Linear(WIDTH, WIDTH), False, act
-        self.last, self.calls, self.queue = None, 0, list[Tensor]()
-        self.register_buffer("average", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        return self.act(self, x) if self.on else x
-
-
-def averages(block: Any, x: Tensor) -> Tensor:
-    block.average.lerp_(x.detach().mean(0), 0.5)
-    return x - block.average.clone()
-
-
-def follows(block: Any, x: Tensor) -> Tensor:
-    last, block.last = block.last, x.detach().mean(0)
-    return x if last is None else x - last
-
-
-def counts(block: Any, x: Tensor) -> Tensor:
-    block.calls += 1
-    return x * block.calls
-
-
-def queues(block: Any, x: Tensor) -> Tensor:
-    held = sum(block.queue, torch.zeros(WIDTH))
-    block.queue.append(x.detach().mean(0))
-    return x - held
-
-
 def switch(model: nn.Module, step: int) -> None:
     model[2].on = step >= 2
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_what_a_forward_keeps_from_some_step_on(schedule: str) -> None:
-    as_one_device(lambda: around(KeepsIfOn()), schedule=schedule, between=switch, steps=4)
-
-
-@pytest.mark.parametrize("act", [averages, follows, counts, queues])
-def test_what_is_carried_over_from_some_step_on_is_that_of_one_device(act: Callable[[Any, Tensor], Tensor]) -> None:
-    as_one_device(lambda: around(Carries(act)), schedule="1f1b", between=switch, steps=4)
 
 
 @pytest.mark.parametrize(("recompute", "words"), [("always", "updates '2.mean'"), (1, "updates its buffer")])

@@ -226,47 +226,6 @@ def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_wherever_t
     proven(OfPairs(), X, TARGET, ranks=2, microbatches=4, cuts=[cut])
 
 
-class Calibrates(nn.Module):
-    """Its first microbatches set what all later ones are scaled by, in a dict or a list."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.linear, self.count = nn.Linear(6, 6), count
-        self.scales: dict[str, Tensor] = {}
-        self.history: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if "weight" not in self.scales:
-            self.scales["weight"] = self.linear.weight.detach().clone()
-        if len(self.history) < self.count:
-            self.history.append(1 + y.detach().abs().mean())
-        return torch.tanh(y / self.history[-1]) + F.linear(x, self.scales["weight"])
-
-
-@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", 1]))
-def test_what_the_first_microbatches_put_in_a_container_stays_there(order: tuple[str, int], recompute: Any) -> None:
-    schedule, ranks = order
-    torch.manual_seed(0)
-    piped = nn.Sequential(*(Calibrates(3) for _ in range(4)))
-    plain = copy.deepcopy(piped)
-    kwargs: Any = {"ranks": ranks, "schedule": schedule, "microbatches": 4, "recompute": recompute}
-    with pipeline(piped, (X,), loss=F.mse_loss, **kwargs) as pipe:
-        for _ in range(3):
-            loss = pipe.step(X, target=TARGET).loss
-            expected = [F.mse_loss(plain(x), t) / 4 for x, t in zip(X.chunk(4), TARGET.chunk(4), strict=True)]
-            for one in expected:
-                one.backward()
-            torch.testing.assert_close(loss, sum(one.detach() for one in expected))
-            for mine, other in zip(piped.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(mine.grad, other.grad)
-                for parameter in (mine, other):
-                    parameter.data -= 0.1 * parameter.grad
-                    parameter.grad = None
-    for mine, other in zip(piped, plain, strict=True):
-        assert torch.equal(torch.stack(mine.history), torch.stack(other.history))
-
-
 class NormalisesByTheUpdated(nn.Module):
     """Reads the statistics that its batch norm has just updated, as a fake quantizer reads its observer's."""
 

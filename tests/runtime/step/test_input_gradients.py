@@ -14,17 +14,13 @@ from torch import Tensor, nn
 
 from penstock import Microbatch, Microbatches, pipeline, verify
 from scaffolding.by_hand import sizes_by_hand
-from scaffolding.models import squared_error
+from scaffolding.models import Layers, squared_error
 
 MICROBATCHES = 4
 
 
-class Skipping(nn.Module):
+class Skipping(Layers):
     """Uses its inputs on every stage, one of them whole in each microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         hidden = x
@@ -58,7 +54,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_of_inputs_have_the_bits_of_one_device(schedule: str, frozen: bool) -> None:
     torch.manual_seed(0)
-    model = Skipping()
+    model = Skipping(5, 4)
     for layer in model.layers[: 4 * frozen]:
         layer.requires_grad_(False)
     reference, options = copy.deepcopy(model), SCHEDULES[schedule]
@@ -87,7 +83,7 @@ def test_gradients_of_inputs_have_the_bits_of_one_device(schedule: str, frozen: 
 
 def test_a_gradient_goes_on_to_what_made_the_input() -> None:
     torch.manual_seed(0)
-    model, encoder = Skipping(), nn.Linear(5, 5)
+    model, encoder = Skipping(5, 4), nn.Linear(5, 5)
     reference, other = copy.deepcopy(model), copy.deepcopy(encoder)
     x, scale, y = batch()
     with pipeline(
@@ -100,7 +96,7 @@ def test_a_gradient_goes_on_to_what_made_the_input() -> None:
 
 def test_pieces_get_theirs() -> None:
     torch.manual_seed(0)
-    model = Skipping()
+    model = Skipping(5, 4)
     x, scale, y = batch()
     other_x, *_ = batch()
     by_hand(copy.deepcopy(model), other_x, scale.detach(), y)
@@ -125,9 +121,8 @@ def test_pieces_get_theirs() -> None:
 def test_verify_compares_them(schedule: str) -> None:
     x, scale, y = batch()
     x.grad = torch.ones_like(x)
-    report = verify(
-        Skipping(), (x,), {"scale": scale}, target=y, loss_fn=squared_error, ranks=2, microbatches=4, schedule=schedule
-    )
+    options: dict[str, Any] = {"target": y, "loss_fn": squared_error, "ranks": 2, "microbatches": 4}
+    report = verify(Skipping(5, 4), (x,), {"scale": scale}, schedule=schedule, **options)
     assert report.ok
     rows = {row.name: row for row in report.rows if row.kind == "gradient"}
     for name in ("input args[0]", "input kwargs['scale']"):
