@@ -42,7 +42,7 @@ try:  # these are found and may be imported only after what is said above
     from cases import TABLE
     from cases.case import Case
     from cases.environment import FIRST
-    from rows import BAD, Row, row
+    from rows import BAD, DONE, Row, row
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "numpy"):
         raise
@@ -54,12 +54,16 @@ MAX_SECONDS = 470.0
 """Of a part, which has to end in less than eight minutes."""
 
 
+UNCOMPARED = {"commit", "date"}
+"""What of an environment says when its rows were made, and not where."""
+
+
 class Results:
-    """The file of results, written whenever a case has ended."""
+    """The file of results, written whenever a case has ended: environments, and rows, whose code is that of one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.environment: dict[str, Any] = {}
+        self.environments: list[dict[str, Any]] = []
         self.rows: dict[str, Row] = {}
 
     def begin(self, environment: dict[str, Any], *, any_code: bool = False) -> str:
@@ -68,17 +72,17 @@ class Results:
         Other results are moved to a file of their own. Returns what is to be said about that, or nothing. `any_code`:
         the code may be another; each row has its own.
         """
-        self.environment = environment
+        self.environments = [environment]
         if not self._path.exists():
             return ""
         before = json.loads(self._path.read_text())
-        then = before["environment"]
-        differs = sorted(
-            name
-            for name in then.keys() | environment.keys()
-            if then.get(name) != environment.get(name) and not (any_code and name == "code")
-        )
+        then = before["environments"][-1]
+        uncompared = UNCOMPARED | ({"code"} if any_code else set())
+        names = sorted((then.keys() | environment.keys()) - uncompared)
+        differs = [name for name in names if then.get(name) != environment.get(name)]
         if not differs:
+            earlier = [each for each in before["environments"] if each["code"] != environment["code"]]
+            self.environments = [*earlier, environment]
             self.rows = {row["name"]: row for row in before["rows"]}
             return ""
         numbered = (self._path.with_stem(f"{self._path.stem}-{number}") for number in itertools.count(1))
@@ -90,11 +94,25 @@ class Results:
     def add(self, row: Row) -> None:
         if row["status"] == "not begun" and row["name"] in self.rows:
             return
-        self.rows[row["name"]] = {**row, "code": self.environment["code"]}
-        text = json.dumps({"environment": self.environment, "rows": list(self.rows.values())}, indent=1)
+        self.rows[row["name"]] = {**row, "code": self.environments[-1]["code"]}
+        text = json.dumps({"environments": self.environments, "rows": list(self.rows.values())}, indent=1)
         part = self._path.with_suffix(".part")
         part.write_text(text + "\n")
         part.replace(self._path)
+
+
+def counts(rows: Mapping[str, Row]) -> str:
+    """The table of docs/guides/on-gpus.md: what became of the cases that there are, by part."""
+    lines = []
+    for part in sorted({case.part for case in TABLE.values()}):
+        names = [case.name for case in TABLE.values() if case.part == part and case.name != FIRST]
+        mine = [rows.get(name, {"status": "not run"}) for name in names]
+        of = Counter(row["status"] for row in mine if row["status"] != "measured" or row.get("reached", True))
+        missed, failed = len(mine) - of.total(), sum(of[status] for status in BAD)
+        others = len(mine) - of["ok"] - of["measured"] - missed - failed
+        lines.append(f"| {part} | {of['ok']} | {of['measured']} | {missed} | {failed} | {others} |")
+    gone = len(rows.keys() - TABLE.keys())
+    return "\n".join([*lines, f"{gone} more rows are of cases that are no longer run."])
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -121,6 +139,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help="leave out what is ok in the file already")
     parser.add_argument("--any-code", action="store_true", help="go on with rows that other code has made")
     parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
+    parser.add_argument("--counts", action="store_true", help="print how many cases of the file came out how")
     parser.add_argument("--jobs", type=int, help="cases at a time (default: as many as cores and memory allow)")
     parser.add_argument("--forks", action="store_true", help="start ranks without torchrun, which takes longer")
     parser.add_argument("--seconds", type=float, default=MAX_SECONDS, help="for each part (default: %(default)g)")
@@ -134,6 +153,9 @@ def main(given: Sequence[str] | None = None) -> int:
     ]
     if chosen.list:
         print("\n".join(f"{case.part} {case.name}" for case in cases))
+        return 0
+    if chosen.counts:
+        print(counts({row["name"]: row for row in json.loads(chosen.json.read_text())["rows"]}))
         return 0
     return _run(cases, chosen)
 
@@ -160,8 +182,8 @@ def _run(cases: Sequence[Case], chosen: argparse.Namespace) -> int:
     moved = results.begin(first[0]["found"], any_code=chosen.any_code)
     print(moved, end="\n" if moved else "")
     ended(first[0])
-    known = {name for name, row in results.rows.items() if row["status"] == "ok"} if chosen.missing else {FIRST}
-    jobs = chosen.jobs or running.usual_jobs(results.environment)
+    known = {name for name, row in results.rows.items() if row["status"] in DONE} if chosen.missing else {FIRST}
+    jobs = chosen.jobs or running.usual_jobs(first[0]["found"])
     try:
         for part in dict.fromkeys(chosen.part):
             mine = [case for case in cases if case.part == part and case.name not in known]
@@ -179,7 +201,7 @@ def _run(cases: Sequence[Case], chosen: argparse.Namespace) -> int:
 def _run_in_turn(cases: Sequence[Case], rows: Mapping[str, Row], go: partial[None]) -> None:
     """Runs cases, those that come after another once that is ok."""
     gates = {case.after for case in cases if case.after}
-    missing = [TABLE[gate] for gate in gates if rows.get(gate, {}).get("status") != "ok"]
+    missing = [TABLE[gate] for gate in gates if "environment" not in rows.get(gate, {}).get("found", {})]
     first = {case.name: case for case in cases if not case.after} | {case.name: case for case in missing}
     go(list(first.values()))
     for gate in gates:

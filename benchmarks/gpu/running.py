@@ -7,6 +7,7 @@ what is in there, or bears the case's mark in its environment, is killed when th
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cases.case import Case, DeviceType, Setting, World
-from rows import BAD, Row, outcome, row
+from rows import BAD, LOG_CHARACTERS, Row, outcome, row
 from worlds import WorldRun
 
 from penstock.launch.agent import TAG, end_with_parent, kill_left
@@ -33,7 +34,6 @@ GIB_PER_CASE = 4.0
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.02
-_LOG_CHARACTERS = 3000
 
 MAX_TURNS = 2
 """Jobs at a time whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
@@ -46,7 +46,7 @@ class _Process:
 
     def __init__(self, case: Case, device: DeviceType, environment: Mapping[str, str]) -> None:
         self.alone, self.takes_turns = case.alone, case.takes_turns
-        self._case = case
+        self._case, self._limit = case, case.seconds * Setting(device, Path()).patience
         self._folder, self._mark = Path(tempfile.mkdtemp(prefix="penstock-gpu-")), secrets.token_hex(8)
         self._began = time.monotonic()
         self._pid = _begin(case, Setting(device, self._folder), {**environment, TAG: self._mark})
@@ -55,16 +55,21 @@ class _Process:
         """The case's row once it has ended, or its time is up."""
         seconds = time.monotonic() - self._began
         has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        if not has_ended and seconds <= self._case.seconds and time.monotonic() <= until:
+        is_late = not has_ended and seconds > self._limit
+        if not has_ended and not is_late and time.monotonic() <= until:
             return []
+        if is_late:  # its processes say where their threads are
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGUSR1)
+            time.sleep(0.5)
         result, log = self._folder / "result", self._folder / "log"
         read = json.loads(result.read_text()) if result.exists() else None
-        said = log.read_text(errors="replace").strip()[-_LOG_CHARACTERS:] if log.exists() else ""
+        said = log.read_text(errors="replace").strip()[-LOG_CHARACTERS:] if log.exists() else ""
         exitcode = self.end()
         self.is_over = True
         if read is not None:
             return [row(self._case, **read, seconds=seconds, **({"log": said} if read["status"] in BAD else {}))]
-        if not has_ended and seconds <= self._case.seconds:
+        if not has_ended and not is_late:
             return [row(self._case, "not begun", "cut off: the time for this part was up", seconds)]
         status = "crashed" if has_ended else "timed out"
         words = f"its process {how_it_ended(exitcode)}" if has_ended else f"ended after {seconds:.0f} s"
@@ -171,6 +176,7 @@ def _begin(case: Case, setting: Setting, environment: Mapping[str, str]) -> int:
         end_with_parent(parent)
         for number in _INTERRUPTS:
             signal.signal(number, signal.SIG_DFL)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
         os.environ |= environment
         log = os.open(setting.folder / "log", os.O_WRONLY | os.O_CREAT)

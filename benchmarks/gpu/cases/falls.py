@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 import penstock
 from cases import nccl
 from cases.case import Case, Found, Setting
-from cases.ranks import torchrun
 from penstock.launch.agent import end_with_parent
 
 PART = 1
@@ -28,6 +28,8 @@ RANKS, VICTIM = 3, 2
 Over = Literal["staged", "nccl"]
 MAX_SECONDS = 20.0
 """From the fall to the end of all others."""
+START_SECONDS = 30.0
+"""Until one falls."""
 MAX_UNNAMED_SECONDS = {"stop": 10.0}
 """From the fall until each of the others has named who fell; 5 if not said here. Five pass without a sign of life."""
 
@@ -49,7 +51,6 @@ def cases() -> Iterator[Case]:
 def cases_over_nccl() -> Iterator[Case]:
     for how in SAID:
         yield Case(f"ranks/falls/{how}", nccl.PART, partial(falls, how, over="nccl"), after=nccl.GATE)
-    yield Case("ranks/falls/kill under torchrun", nccl.PART, under_torchrun, after=nccl.GATE)
 
 
 class Planted(torch.autograd.Function):
@@ -80,26 +81,6 @@ def falls(how: str, setting: Setting, over: Over = "staged") -> Found:
     return {"ok": ok, "says": says, "seconds": seconds, "named": named, "statuses": statuses_, "said": said}
 
 
-def under_torchrun(setting: Setting) -> Found:
-    """The same with ranks that torchrun started, which ends the others itself as soon as it sees that one is gone."""
-    script = Path(__file__).parents[1] / "fall.py"
-    agent = torchrun(RANKS, script, [setting.device, str(setting.folder)], setting.folder / "said", {})
-    status = agent.wait()
-    ended = time.time()
-    mark = setting.folder / "fell"
-    seconds = ended - float(mark.read_text()) if mark.exists() else float("inf")
-    said = (setting.folder / "said").read_text()
-    lines = [line for line in said.splitlines() if re.search(r"rank 2 was|rank\s*: 2 |SIGKILL", line)]
-    says = f"torchrun ended after {seconds:.1f} s with {status}: {'; '.join(lines[-2:])}"
-    named = bool(lines)
-    return {
-        "ok": named and status != 0 and seconds < MAX_SECONDS,
-        "says": says,
-        "seconds": seconds,
-        "said": said[-6000:],
-    }
-
-
 def hangs(setting: Setting) -> Found:
     """A kernel that takes seconds: those who wait say whose device it is, and where that is."""
     setting.need_cuda("a kernel that takes seconds")
@@ -119,7 +100,12 @@ def _run(setting: Setting, how: str, over: Over) -> tuple[list[str], list[tuple[
     files = [setting.folder / f"said.{rank}" for rank in range(RANKS)]
     ends: dict[int, tuple[int | None, float]] = {}
     named: dict[int, float] = {}
-    while not set(range(RANKS)) - {VICTIM} <= set(ends) or (how == "sleep" and VICTIM not in ends):
+    awaited = set(range(RANKS)) - (set() if how == "sleep" else {VICTIM})
+    until = time.time() + START_SECONDS * setting.patience
+    mark = setting.folder / "fell"
+    while awaited - ends.keys() and time.time() < until:
+        if mark.exists():
+            until = os.stat(mark).st_mtime + MAX_SECONDS
         for rank, process in enumerate(processes):
             has_ended = process.exitcode is not None  # before reading what it said last
             if rank not in named and files[rank].exists() and re.search(SAID.get(how, "$^"), files[rank].read_text()):
@@ -127,7 +113,11 @@ def _run(setting: Setting, how: str, over: Over) -> tuple[list[str], list[tuple[
             if rank not in ends and has_ended:
                 ends[rank] = process.exitcode, time.time()
         time.sleep(0.02)
-    processes[VICTIM].kill()
+    for rank in range(RANKS):
+        if rank not in ends and rank != VICTIM:
+            os.kill(processes[rank].pid or 0, signal.SIGUSR1)  # says where it is
+            time.sleep(0.2)
+        processes[rank].kill()
     return [file.read_text() for file in files], [ends.get(rank, (None, 0.0)) for rank in range(RANKS)], named
 
 
@@ -135,6 +125,7 @@ def _rank(setting: Setting, how: str, over: Over, rank: int) -> None:
     import torch.distributed as dist
 
     end_with_parent(os.getppid())
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     log = os.open(setting.folder / f"said.{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)

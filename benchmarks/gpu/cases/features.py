@@ -35,13 +35,31 @@ FEATURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 def cases() -> Iterator[Case]:
     for name, (model, precision, schedule, options) in FEATURES.items():
-        seconds = 400.0 if "compile" in name else 120.0
+        seconds = 90.0 if "compile" in name else 45.0
         alone = partial(in_one_process, model, precision, schedule, **options)
         yield Case(f"feature/one process/{name}", PART, alone, seconds)
         several = partial(in_several, model, precision, schedule, **options)
         yield Case(f"feature/2 processes/{name}", PART, several, seconds)
+    yield Case("feature/one process/check_finite finds an infinite value", PART, infinite)
     yield Case("checkpoint/under another split", PART, checkpoints)
     yield Case("dropout/the same masks for every p", PART, masks)
+
+
+def infinite(setting: Setting) -> Found:
+    """A step with an infinite weight is refused, with the module that it is in."""
+    setting.prepare()
+    torch.manual_seed(0)
+    given = gpt(not setting.is_real)
+    with torch.no_grad():
+        given.model.blocks[5].up.bias[0] = float("inf")
+    options = {"loss": given.loss, "microbatches": 8, "devices": setting.device, "check_finite": True}
+    with penstock.pipeline(given.model, given.args, ranks=4, **options) as pipe:
+        try:
+            pipe.step(*given.args, target=given.target)
+        except penstock.NonFiniteError as error:
+            says = str(error)
+            return {"ok": "blocks.5.up" in says, "says": says}
+    return {"ok": False, "says": "a step with an infinite weight was not refused"}
 
 
 def checkpoints(setting: Setting) -> Found:

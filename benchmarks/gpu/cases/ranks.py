@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import nccl_library
-
 from cases.case import NotHereError, Setting
 from penstock.launch.agent import end_with_parent
 
@@ -101,7 +99,7 @@ def torchrun(
     with log.open("wb") as file:
         return subprocess.Popen(
             command,
-            env={**os.environ, **_preloading(), **environment},
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -113,11 +111,8 @@ def torchrun(
 def _in_agent(parent: int) -> None:
     end_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whoever started this may have blocked some
-
-
-def _preloading() -> dict[str, str]:
-    library = nccl_library.found_in(nccl_library.FOLDER)
-    return {} if library is None else {"LD_PRELOAD": str(library)}
+    for number in (signal.SIGINT, signal.SIGTERM):  # a handler of run.py's never runs while this waits in gloo
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Forks:
