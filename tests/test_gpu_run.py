@@ -243,6 +243,32 @@ def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
     assert watched == [False, True, False]
 
 
+SURVIVES = """
+import json, os, sys, time
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+from cases import falls
+from cases.case import Setting
+
+def train(setting, how, transport):
+    if os.environ["LOCAL_RANK"] == "2":
+        (setting.folder / "fell").touch()
+        os._exit(1)
+    time.sleep(600)
+
+falls.MAX_SECONDS, falls.train = 1.0, train
+print(json.dumps(falls.falls("kill", Setting("cpu", Path(sys.argv[2])))["said"]))
+"""
+
+
+def test_ranks_that_outlive_the_one_that_fell_say_where_they_are(tmp_path: Path) -> None:
+    (line,) = lines_of_script(SURVIVES, FOLDER, tmp_path)
+    first, second, fallen = json.loads(line)
+    assert "in train" in first
+    assert "in train" in second
+    assert not fallen
+
+
 WORLD = """
 import json, os, signal, sys, time
 sys.path[:0] = sys.argv[1:2]
@@ -497,6 +523,15 @@ assert [each["code"] for each in json.loads(file.read_text())["environments"]] =
 kept = run.Results(file)
 assert kept.begin({"cores": 4, "code": "c", "gpu": "H200"}) == ""
 assert kept.rows.keys() == {"x", "y"}
+
+measured = json.loads(Path(run.HERE / "results-h100.json").read_text())
+file.write_text(json.dumps(measured))
+later = run.Results(file)
+assert later.begin({**measured["environments"][-1], "code": "d"}, any_code=True) == ""
+later.add({"name": "z", "status": "ok"})
+rows = json.loads(file.read_text())["rows"]
+assert rows[:-1] == measured["rows"]
+assert {row["code"] for row in rows} == {each["code"] for each in later.environments}
 """
 
 

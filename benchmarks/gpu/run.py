@@ -34,7 +34,6 @@ if __name__ == "__main__" and _given.parse_known_args()[0].device == "cuda":
     nccl_library.put_in_front()
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that what is imported here does not touch the device
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a process makes its first product
 
 try:  # these are found and may be imported only after what is said above

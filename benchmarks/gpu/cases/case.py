@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 DeviceType = Literal["cuda", "cpu", "standin"]
 
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
 sys.path.append(str(Path(__file__).parents[3] / "tests"))  # `scaffolding`: a stand-in for a device, and steps by hand
 
 CPU_TIMEOUT_FACTOR = 4.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
 import os
 import re
 import signal
@@ -19,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from cases import nccl
+from cases import nccl, ranks
 from cases.case import Case, Found, Setting
-from penstock.launch.agent import end_with_parent
 
 PART = 1
 RANKS, VICTIM = 3, 2
@@ -70,7 +67,7 @@ def falls(how: str, setting: Setting, over: Over = "staged") -> Found:
     said, statuses, named_at = _run(setting, how, over)
     mark = setting.folder / "fell"
     others = [rank for rank in range(RANKS) if rank != VICTIM]
-    fell = float(mark.read_text()) if mark.exists() else float("-inf")
+    fell = mark.stat().st_mtime if mark.exists() else float("-inf")
     seconds = max(statuses[rank][1] for rank in others) - fell
     named = max(named_at.get(rank, float("inf")) for rank in others) - fell
     ended = all(statuses[rank][0] not in (0, None) for rank in others)
@@ -93,10 +90,8 @@ def hangs(setting: Setting) -> Found:
 
 def _run(setting: Setting, how: str, over: Over) -> tuple[list[str], list[tuple[int | None, float]], dict[int, float]]:
     """What each rank wrote; its exit status (None: it was still there) and when it ended; when it named who fell."""
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(setting, how, over, rank)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
+    backend = nccl.backend(setting) if over == "nccl" else "gloo"
+    processes = ranks.forks(setting, setting.folder, RANKS, _rank, how, over, backend=backend)
     files = [setting.folder / f"said.{rank}" for rank in range(RANKS)]
     ends: dict[int, tuple[int | None, float]] = {}
     named: dict[int, float] = {}
@@ -105,7 +100,7 @@ def _run(setting: Setting, how: str, over: Over) -> tuple[list[str], list[tuple[
     mark = setting.folder / "fell"
     while awaited - ends.keys() and time.time() < until:
         if mark.exists():
-            until = os.stat(mark).st_mtime + MAX_SECONDS
+            until = mark.stat().st_mtime + MAX_SECONDS
         for rank, process in enumerate(processes):
             has_ended = process.exitcode is not None  # before reading what it said last
             if rank not in named and files[rank].exists() and re.search(SAID.get(how, "$^"), files[rank].read_text()):
@@ -113,29 +108,17 @@ def _run(setting: Setting, how: str, over: Over) -> tuple[list[str], list[tuple[
             if rank not in ends and has_ended:
                 ends[rank] = process.exitcode, time.time()
         time.sleep(0.02)
-    for rank in range(RANKS):
-        if rank not in ends and rank != VICTIM:
-            os.kill(processes[rank].pid or 0, signal.SIGUSR1)  # says where it is
-            time.sleep(0.2)
-        processes[rank].kill()
-    return [file.read_text() for file in files], [ends.get(rank, (None, 0.0)) for rank in range(RANKS)], named
+    ranks.end(processes)
+    said = [file.read_text() if file.exists() else "" for file in files]
+    return said, [ends.get(rank, (None, float("inf"))) for rank in range(RANKS)], named
 
 
-def _rank(setting: Setting, how: str, over: Over, rank: int) -> None:
-    import torch.distributed as dist
-
-    end_with_parent(os.getppid())
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+def _rank(setting: Setting, rank: int, how: str, over: Over) -> None:
     log = os.open(setting.folder / f"said.{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
-    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     if how == "sleep":
         _warn_soon()
-    setting.prepare()
-    store = dist.FileStore(str(setting.folder / "store"), RANKS)
-    backend = nccl.backend(setting) if over == "nccl" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS)
     transport = "distributed" if over == "nccl" else "auto" if setting.device == "cpu" else "staged"
     with nccl.rules(setting) if over == "nccl" else nullcontext():
         train(setting, how, transport)
@@ -158,7 +141,7 @@ def train(setting: Setting, how: str, transport: str) -> None:
 
 
 def _fall(how: str, value: Tensor, mark: Path) -> Tensor:
-    mark.write_text(str(time.time()))
+    mark.touch()
     if how == "sleep":
         torch.cuda._sleep(int(8e9))  # private, but there is no public kernel that waits; some four seconds
         return value

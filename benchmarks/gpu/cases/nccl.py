@@ -36,7 +36,6 @@ SHARED = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_DEBUG": "WARN",
-    "GLOO_SOCKET_IFNAME": "lo",
 }
 
 WAYS: tuple[dict[str, str], ...] = (
@@ -86,7 +85,7 @@ def by_itself(setting: Setting) -> Found:
 def variables(setting: Setting) -> dict[str, str]:
     """Those with which ranks share the first GPU."""
     if not setting.is_real:
-        return {"GLOO_SOCKET_IFNAME": "lo"}
+        return {}
     return SHARED | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
