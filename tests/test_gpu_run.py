@@ -79,16 +79,16 @@ def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
 def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
     found = rows(tmp_path, device, *LONG, *(ON_CPU if device == "cpu" else ()))
     statuses = {name: row["status"] for name, row in found.items() if row["status"] not in ("ok", "measured")}
-    assert statuses == ({} if device == "standin" else {"waits/read": "not here"}), found
+    assert statuses == ({} if device == "standin" else {"waits/read": "skipped"}), found
 
 
 ABSENT = [f"feature/{where}/recompute every layer" for where in ("one process", "2 processes")]
 
 
-@pytest.mark.long  # test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process has a row that is not here
-def test_what_the_stand_in_has_no_kernels_for_is_not_here(tmp_path: Path) -> None:
+@pytest.mark.long  # test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process has a row that is skipped
+def test_what_the_stand_in_has_no_kernels_for_is_skipped(tmp_path: Path) -> None:
     for row in rows(tmp_path, "standin", *ABSENT).values():
-        assert row["status"] == "not here", row
+        assert row["status"] == "skipped", row
         assert row["says"] == "the stand-in has no kernels of its own in half precision"
 
 
@@ -146,17 +146,15 @@ def test_more_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
 BROKEN = """
 import json, sys
 sys.path[:0] = sys.argv[1:2]
+from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 import torch
 import torch.distributed as dist
 import penstock
-from cases import nccl, over_nccl, ranks, waits
+from cases import nccl, over_nccl, ranks, synchronizations
 from cases.case import Setting
-from penstock.runtime.exact import rules
-from scaffolding.compared import differences
 
 setting = Setting("cpu", Path(sys.argv[2]))
 
@@ -230,7 +228,7 @@ def one_is_wrong(setting, rank):
 
 with mock.patch.object(nccl, "_exchanges", one_is_wrong):
     print(json.dumps(nccl.by_itself(setting)))
-print(json.dumps([waits.judged(waits.Counter(seen), 1)["ok"] for seen in ({}, {"here": 1}, {"here": 2})]))
+print(json.dumps([synchronizations.judged(Counter(seen), 1)["ok"] for seen in ({}, {"here": 1}, {"here": 2})]))
 """
 
 
@@ -247,7 +245,7 @@ SURVIVES = """
 import json, os, sys, time
 sys.path[:0] = sys.argv[1:2]
 from pathlib import Path
-from cases import falls
+from cases import failures
 from cases.case import Setting
 
 def train(setting, how, transport):
@@ -256,8 +254,8 @@ def train(setting, how, transport):
         os._exit(1)
     time.sleep(600)
 
-falls.MAX_SECONDS, falls.train = 1.0, train
-print(json.dumps(falls.falls("kill", Setting("cpu", Path(sys.argv[2])))["said"]))
+failures.MAX_SECONDS, failures.train = 1.0, train
+print(json.dumps(failures.falls("kill", Setting("cpu", Path(sys.argv[2])))["said"]))
 """
 
 
@@ -272,7 +270,7 @@ def test_ranks_that_outlive_the_one_that_fell_say_where_they_are(tmp_path: Path)
 WORLD = """
 import json, os, signal, sys, time
 sys.path[:0] = sys.argv[1:2]
-import rank, running, worlds
+import running, worlds
 from cases import TABLE, case
 from cases.case import Case, World
 
@@ -318,7 +316,7 @@ def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
     assert [f"{row['name']}: {row['status']}" for row in found[:11]] == [
         "0 fine: ok",
         "1 fine: ok",
-        "2 wrong: wrong",
+        "2 wrong: failed",
         "3 fine: ok",
         "4 hangs: timed out",
         "5 fine: ok",
@@ -337,7 +335,7 @@ def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
     assert "in hangs" in found[4]["log"]["log.1"]
     assert found[6]["says"] == "rank 1: ZeroDivisionError: division by zero"
     assert found[7]["says"] == "a rank was killed by SIGSEGV"
-    assert [row["status"] for row in found[11:15]] == ["crashed"] * 3 + ["not begun"]
+    assert [row["status"] for row in found[11:15]] == ["crashed"] * 3 + ["not run"]
     assert found[14]["says"] == "3 worlds in a row were lost before it"
     assert [row["status"] for row in found[15:]] == ["ok", "raised", "ok"]
     assert found[15]["found"]["each"] == found[17]["found"]["each"], "a world of one rank goes on"
@@ -369,7 +367,7 @@ def test_ranks_are_not_tried_where_nccl_by_itself_fails() -> None:
     fine, failed = map(json.loads, lines_of_script(GATED, FOLDER))
     gate, *others = "ranks/nccl by itself", "ranks/falls/kill", "ranks/2/verify/1f1b"
     assert fine == {gate: ["ok", "so", None], **{name: ["ok", "so", {"A": "1"}] for name in others}}
-    absent = ["not here", f"{gate}: timed out: so", None]
+    absent = ["skipped", f"{gate}: timed out: so", None]
     assert failed == {gate: ["timed out", "so", None], **dict.fromkeys(others, absent)}
 
 
@@ -407,20 +405,20 @@ def test_the_library_is_put_in_front(tmp_path: Path, packed: bool) -> None:
 NO_TRANSFORMERS = """
 import sys
 sys.path[:0] = sys.argv[1:2]
-from cases.case import NotHereError
+from cases.case import UnsupportedError
 from cases.models import llama
 
 sys.modules["transformers"] = None
 try:
     llama(True)
-except NotHereError as reason:
+except UnsupportedError as reason:
     assert str(reason) == "transformers is not installed"
 else:
     raise AssertionError
 """
 
 
-def test_a_model_of_transformers_is_not_here_without_it() -> None:
+def test_a_model_of_transformers_is_skipped_without_it() -> None:
     lines_of_script(NO_TRANSFORMERS, FOLDER)
 
 
@@ -452,7 +450,7 @@ import sys, warnings
 sys.path[:0] = sys.argv[1:2]
 from pathlib import Path
 import torch
-from cases import waits
+from cases import synchronizations
 from cases.case import Setting
 
 notices = iter(["Synchronization debug mode is a prototype and does not yet detect all synchronizing operations"])
@@ -463,7 +461,7 @@ def set_sync_debug_mode(mode):  # as torch does: the notice comes once
 
 torch.cuda.set_sync_debug_mode = set_sync_debug_mode
 for number in (0, 2):
-    with waits._watched(Setting("cuda", Path("."))) as found:
+    with synchronizations._watched(Setting("cuda", Path("."))) as found:
         for _ in range(number):
             warnings.warn("called a synchronizing CUDA operation")
     assert found.total() == number, found
@@ -555,7 +553,7 @@ import json, os, signal, subprocess, sys, time
 sys.path[:0] = sys.argv[1:2]
 import running
 from cases import case
-from cases.case import Case, NotHereError
+from cases.case import Case, UnsupportedError
 
 case.CPU_TIMEOUT_FACTOR = 1.0
 
@@ -578,7 +576,7 @@ def raises(setting):
     raise ValueError("the disk is\\nfull")
 
 def absent(setting):
-    raise NotHereError("no such thing")
+    raise UnsupportedError("no such thing")
 
 cases = [
     Case("hangs", 1, leaves_and_hangs, seconds=2.0),
@@ -603,11 +601,11 @@ def test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process() -> None:
         "hangs": "timed out",
         "dies": "crashed",
         "raises": "raised",
-        "is wrong": "wrong",
-        "cannot be shown": "not here",
+        "is wrong": "failed",
+        "cannot be shown": "skipped",
         "alone": "ok",
-        "cut": "not begun",
-        "late": "not begun",
+        "cut": "not run",
+        "late": "not run",
     }
     assert "in leaves_and_hangs" in found["hangs"]["log"]
     assert found["dies"]["says"] == "its process was killed by SIGSEGV"

@@ -91,7 +91,7 @@ class Results:
         return f"earlier results, which are not of this machine and code, are now in {aside}: {words}"
 
     def add(self, row: Row) -> None:
-        if row["status"] == "not begun" and row["name"] in self.rows:
+        if row["status"] == "not run" and row["name"] in self.rows:
             return
         self.rows[row["name"]] = {**row, "code": self.environments[-1]["code"]}
         text = json.dumps({"environments": self.environments, "rows": list(self.rows.values())}, indent=1)
@@ -121,7 +121,7 @@ def table(rows: Sequence[Row]) -> str:
         kind = row["name"].rsplit("/", 2)[0] if row["name"].startswith("verify/") else row["name"].rpartition("/")[0]
         if row["status"] == "ok" and "/verify/" in f"/{row['name']}":
             counted["ok", kind, ""] += 1
-        elif row["status"] in ("not here", "not begun"):
+        elif row["status"] in ("skipped", "not run"):
             counted[row["status"], kind, row["says"]] += 1
         else:
             lines.append(f"{row['status']:<10} {row['name']:<50} {row['says']}")
@@ -194,22 +194,22 @@ def _run(cases: Sequence[Case], chosen: argparse.Namespace) -> int:
         counted = Counter(row["status"] for row in rows)
         counts = ", ".join(f"{number} {status}" for status, number in counted.items())
         print(f"\n{table(rows)}\n\n{counts}: {chosen.json}", flush=True)
-    return 1 if any(counted[status] for status in (*BAD, "not begun")) else 0
+    return 1 if any(counted[status] for status in (*BAD, "not run")) else 0
 
 
 def _run_in_turn(cases: Sequence[Case], rows: Mapping[str, Row], go: partial[None]) -> None:
     """Runs cases, those that come after another once that is ok."""
-    gates = {case.after for case in cases if case.after}
+    gates = {case.requires for case in cases if case.requires}
     missing = [TABLE[gate] for gate in gates if "environment" not in rows.get(gate, {}).get("found", {})]
-    first = {case.name: case for case in cases if not case.after} | {case.name: case for case in missing}
+    first = {case.name: case for case in cases if not case.requires} | {case.name: case for case in missing}
     go(list(first.values()))
     for gate in gates:
-        behind, found = [case for case in cases if case.after == gate], rows[gate]
+        behind, found = [case for case in cases if case.requires == gate], rows[gate]
         if found["status"] == "ok":
             go(behind, environment=found["found"]["environment"])
             continue
         for case in behind:
-            status = "not begun" if found["status"] == "not begun" else "not here"
+            status = "not run" if found["status"] == "not run" else "skipped"
             go.keywords["ended"](row(case, status, f"{gate}: {found['status']}: {found['says']}", 0.0))
 
 

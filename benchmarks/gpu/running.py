@@ -35,7 +35,7 @@ GIB_PER_CASE = 4.0
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.02
 
-MAX_TURNS = 2
+MAX_NCCL_JOBS = 2
 """Jobs at a time whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
 
 
@@ -45,7 +45,7 @@ class _Process:
     is_over = False
 
     def __init__(self, case: Case, device: DeviceType, environment: Mapping[str, str]) -> None:
-        self.alone, self.takes_turns = case.alone, case.takes_turns
+        self.alone, self.uses_nccl = case.alone, case.uses_nccl
         self._case, self._limit = case, case.seconds * Setting(device, Path()).patience
         self._folder, self._mark = Path(tempfile.mkdtemp(prefix="penstock-gpu-")), secrets.token_hex(8)
         self._began = time.monotonic()
@@ -70,7 +70,7 @@ class _Process:
         if read is not None:
             return [row(self._case, **read, seconds=seconds, **({"log": said} if read["status"] in BAD else {}))]
         if not has_ended and not is_late:
-            return [row(self._case, "not begun", "cut off: the time for this part was up", seconds)]
+            return [row(self._case, "not run", "cut off: the time for this part was up", seconds)]
         status = "crashed" if has_ended else "timed out"
         words = f"its process {how_it_ended(exitcode)}" if has_ended else f"ended after {seconds:.0f} s"
         return [row(self._case, status, words, seconds, log=said)]
@@ -119,7 +119,7 @@ def run(
                         running.append(_Process(mine[0], device, environment))
             if time.monotonic() >= until:
                 for case in itertools.chain.from_iterable(waiting):
-                    ended(row(case, "not begun", "the time for this part was up", 0.0))
+                    ended(row(case, "not run", "the time for this part was up", 0.0))
                 waiting.clear()
             for one in list(running):
                 for found in one.look(until):
@@ -149,7 +149,7 @@ def usual_jobs(environment: Mapping[str, Any]) -> int:
 def _may_begin(case: Case, running: Sequence[_Process | WorldRun], jobs: int) -> bool:
     if not running:
         return True
-    if case.takes_turns and sum(one.takes_turns for one in running) >= MAX_TURNS:
+    if case.uses_nccl and sum(one.uses_nccl for one in running) >= MAX_NCCL_JOBS:
         return False
     return len(running) < jobs and not case.alone and not running[0].alone
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import rank as rank_script
+import rank_main
 from cases.case import Case, DeviceType, Setting
 from cases.ranks import Forks, torchrun
 from rows import BAD, LOG_CHARACTERS, Row, row
@@ -29,7 +29,7 @@ from rows import BAD, LOG_CHARACTERS, Row, row
 from penstock.launch.agent import TAG, kill_left
 from penstock.launch.endings import how_it_ended
 
-SCRIPT = Path(__file__).with_name("rank.py")
+SCRIPT = Path(__file__).with_name("rank_main.py")
 
 START_SECONDS = 120.0
 """For torchrun and its ranks to start, until the first case begins."""
@@ -55,7 +55,7 @@ class WorldRun:
         self._patience = Setting(device, Path()).patience
         self._lost = 0
         assert cases[0].world is not None
-        self.takes_turns = cases[0].takes_turns
+        self.uses_nccl = cases[0].uses_nccl
         self._is_over_nccl = cases[0].world.is_over_nccl
         self._forks = forks or not self._is_over_nccl
         self._agent: subprocess.Popen[bytes] | Forks | None
@@ -86,7 +86,7 @@ class WorldRun:
             why = "the time for this part was up"
             if self._is_given_up:
                 why = f"{MAX_LOST} worlds in a row were lost before it"
-            found += [row(case, "not begun", why, 0.0) for case in self._waiting]
+            found += [row(case, "not run", why, 0.0) for case in self._waiting]
             self._waiting.clear()
         if not self._waiting:
             self.end()
@@ -112,7 +112,7 @@ class WorldRun:
         environment = {**self._environment, TAG: self._mark}
         arguments = [self._device, str(self._folder)]
         if self._forks:
-            self._agent = Forks(world.ranks, partial(rank_script.main, *arguments), environment)
+            self._agent = Forks(world.ranks, partial(rank_main.main, *arguments), environment)
         else:
             self._agent = torchrun(world.ranks, SCRIPT, arguments, self._folder / "log", environment)
 

@@ -21,7 +21,7 @@ Found = dict[str, Any]
 other names, of which `reached` says whether an aim is."""
 
 
-class NotHereError(Exception):
+class UnsupportedError(Exception):
     """This machine cannot show it; says why."""
 
 
@@ -47,7 +47,7 @@ class Setting:
         return 1.0 if self.is_real else CPU_TIMEOUT_FACTOR
 
     def prepare(self) -> None:
-        """Makes the device usable in this process. Raises NotHereError if there is none."""
+        """Makes the device usable in this process. Raises UnsupportedError if there is none."""
         import torch
 
         torch.set_num_threads(1)
@@ -56,12 +56,12 @@ class Setting:
 
             stand_in.install()
         elif self.device == "cuda" and not torch.cuda.is_available():
-            raise NotHereError(f"torch {torch.__version__} sees no CUDA device")
+            raise UnsupportedError(f"torch {torch.__version__} sees no CUDA device")
 
     def need_cuda(self, what: str) -> None:
-        """Raises NotHereError anywhere else: `what` has no stand-in."""
+        """Raises UnsupportedError anywhere else: `what` has no stand-in."""
         if not self.is_real:
-            raise NotHereError(f"{what} has no stand-in on {self.device}")
+            raise UnsupportedError(f"{what} has no stand-in on {self.device}")
 
     def synchronize(self) -> None:
         """Waits for all that the device was given."""
@@ -99,11 +99,11 @@ class Case:
     Attributes:
         part: of the run, from 1.
         run: shows it, in a process of its own or in each rank of a world, and says what it found. It may raise
-            NotHereError.
+            UnsupportedError.
         seconds: after which it is ended.
         alone: it measures, so that nothing else may run meanwhile.
         world: the ranks that run it, one case after another.
-        after: the case that has to be ok before; the variables that it found, `environment`, are set for this one.
+        requires: the case that has to be ok before; the variables that it found, `environment`, are set for this one.
     """
 
     name: str
@@ -112,9 +112,9 @@ class Case:
     seconds: float = 60.0  # about four times what the longest took on an H100
     alone: bool = False
     world: World | None = None
-    after: str = ""
+    requires: str = ""
 
     @property
-    def takes_turns(self) -> bool:
+    def uses_nccl(self) -> bool:
         """Whether its ranks wait for each other on the device."""
-        return bool(self.after)
+        return bool(self.requires)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from cases.case import Case, Found, Setting
 from cases.models import gpt, mlp
-from cases.proofs import in_one_process, in_several
+from cases.verification import in_one_process, in_several
 from penstock import checkpoint
 
 PART = 1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import penstock
-from cases.case import Case, Found, NotHereError, Setting
+from cases.case import Case, Found, Setting, UnsupportedError
 from cases.models import gpt
 from cases.ranks import on_ranks
 from penstock.schedule import generate
@@ -141,7 +141,7 @@ def overlap(setting: Setting) -> Found:
     whole = sum(b - a for a, b in merged(copies))
     beside = sum(max(0.0, min(b, d) - max(a, c)) for a, b in merged(copies) for c, d in kernels)
     if not whole or not kernels:
-        raise NotHereError(f"the profiler saw {len(copies)} copies and {len(kernels)} kernels")
+        raise UnsupportedError(f"the profiler saw {len(copies)} copies and {len(kernels)} kernels")
     says = f"kernels run during {beside / whole:.0%} of the {whole / 1e3:.1f} ms of {len(copies)} copies"
     return {"ok": beside > 0.1 * whole, "says": says, "share": beside / whole, "copies": len(copies)}
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cases.case import NotHereError
+from cases.case import UnsupportedError
 
 
 class Model(NamedTuple):
@@ -169,7 +169,7 @@ def llama(small: bool, rows: int = 16) -> Model:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ModuleNotFoundError as error:
-        raise NotHereError("transformers is not installed") from error
+        raise UnsupportedError("transformers is not installed") from error
 
     width, length = (16, 7) if small else (256, 96)
     config = LlamaConfig(

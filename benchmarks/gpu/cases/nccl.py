@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from cases.case import Case, Found, NotHereError, Setting
+from cases.case import Case, Found, Setting, UnsupportedError
 from cases.ranks import RanksFailedError, on_ranks
 from penstock.testing import nccl_rules
 
@@ -61,7 +61,7 @@ def by_itself(setting: Setting) -> Found:
         version = nccl_library.version_in_use()
         if version < SHARES_A_GPU:
             said = ".".join(map(str, version)) or "none"
-            raise NotHereError(
+            raise UnsupportedError(
                 f"NCCL {said} refuses two ranks on one GPU; put 2.30 or later into {nccl_library.FOLDER}: see README.md"
             )
     os.environ |= variables(setting)

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from cases import falls, nccl, waits
+from cases import failures, nccl, synchronizations
 from cases.case import Case, Found, Setting, World
 from cases.features import around_a_checkpoint, as_expected
 from cases.models import MODELS, WIDE_BYTES, Skips, gpt
 from cases.nccl import GATE, PART
-from cases.proofs import MICROBATCHES, PRECISE, SLICED, make_repeatable, prove
+from cases.verification import MICROBATCHES, PRECISE, SLICED, make_repeatable, prove
 from penstock.schedule import generator, names
 from penstock.schedule.generators import Numbers
 from scaffolding.by_hand import step_by_hand
@@ -62,8 +62,8 @@ def cases() -> Iterator[Case]:
         for schedule in rest:
             yield _proof(f"{ranks}/verify/{schedule}", world, MODEL[ranks], "float32", schedule)
         yield from {2: _of_two, 3: _of_three, 4: _of_four}[ranks](world)
-    yield from falls.cases_over_nccl()
-    yield Case("ranks/penstock verify --ranks 2", PART, command_line, after=GATE)
+    yield from failures.cases_over_nccl()
+    yield Case("ranks/penstock verify --ranks 2", PART, command_line, requires=GATE)
     yield _proof("2 with NCCL only/verify/1f1b", ONLY_NCCL, "skips", "float32", "1f1b")
 
 
@@ -101,7 +101,7 @@ def _of_four(world: World) -> Iterator[Case]:
 
 
 def _case(name: str, world: World, run: Any) -> Case:
-    return Case(f"ranks/{name}", PART, run, SECONDS, world=world, after=GATE)
+    return Case(f"ranks/{name}", PART, run, SECONDS, world=world, requires=GATE)
 
 
 def _proof(name: str, world: World, model: str, precision: str, schedule: str, **options: Any) -> Case:
@@ -268,8 +268,10 @@ def clipping(schedule: str, setting: Setting) -> Found:
 def waiting(setting: Setting) -> Found:
     """The synchronizations of a steady step on this rank; none is allowed."""
     with nccl.messages(setting) as sent:
-        found = waits.of_rank(setting, dist.get_rank() if dist.is_initialized() else 0, {"transport": "distributed"})
-    return _with_messages(waits.judged(found, 0), sent)
+        found = synchronizations.of_rank(
+            setting, dist.get_rank() if dist.is_initialized() else 0, {"transport": "distributed"}
+        )
+    return _with_messages(synchronizations.judged(found, 0), sent)
 
 
 def command_line(setting: Setting) -> Found:

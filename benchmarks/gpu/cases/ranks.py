@@ -18,7 +18,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from cases.case import NotHereError, Setting
+from cases.case import Setting, UnsupportedError
 from penstock.launch.agent import end_with_parent
 
 
@@ -36,8 +36,8 @@ def on_ranks(
 ) -> list[Any]:
     """What `job(setting, rank, *given)` returns in each of `ranks` processes, whose default group has that backend.
 
-    They are forks of the process that calls this, which must not have used the device. Raises NotHereError if one does,
-    and RanksFailedError if some take longer than `seconds` in all.
+    They are forks of the process that calls this, which must not have used the device. Raises UnsupportedError if one
+    does, and RanksFailedError if some take longer than `seconds` in all.
     """
     until = None if seconds is None else time.monotonic() + seconds
     folder = Path(tempfile.mkdtemp(dir=setting.folder))
@@ -47,7 +47,7 @@ def on_ranks(
     late = end(processes)
     absent = [file.read_text() for file in sorted(folder.glob("absent.*"))]
     if absent:
-        raise NotHereError(absent[0])
+        raise UnsupportedError(absent[0])
     files = [folder / f"raised.{rank}" for rank in range(ranks)]
     raised = [f"rank {rank}: {file.read_text()}" for rank, file in enumerate(files) if file.exists()]
     ended = [f"rank {rank} ended with {each.exitcode}" for rank, each in enumerate(processes) if each.exitcode]
@@ -97,7 +97,7 @@ def _rank(
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         (folder / f"found.{rank}").write_text(json.dumps(job(setting, rank, *given)))
         dist.destroy_process_group()
-    except NotHereError as reason:
+    except UnsupportedError as reason:
         (folder / f"absent.{rank}").write_text(str(reason))
     except Exception as error:
         (folder / f"raised.{rank}").write_text(f"{type(error).__name__}: {error}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from cases.case import Case, Found, NotHereError, Setting, World
+from cases.case import Case, Found, Setting, UnsupportedError, World
 from cases.models import MODELS, Model
 from cases.ranks import on_ranks
 from penstock.schedule import generator, names
@@ -31,7 +31,7 @@ SCALE = 2.0**10
 TWO_COPIES = ("chimera", "dualpipe")
 """These refuse batch norm, of which each copy would see half of the batch."""
 
-PROVEN = ("mlp", "convnet", "gpt", "llama")
+MODEL_NAMES = ("mlp", "convnet", "gpt", "llama")
 
 PRECISE = (("gpt", "autocast", "zb-h1"), ("gpt", "bf16", "1f1b"), ("gpt", "fp16", "interleaved-1f1b"))
 """What is shown in other precisions between processes."""
@@ -45,7 +45,7 @@ SLICED = "seq1f1b"
 
 def cases() -> Iterator[Case]:
     schedules = [name for name in names() if name != SLICED]
-    for precision, name, schedule in product(PRECISIONS, PROVEN, schedules):
+    for precision, name, schedule in product(PRECISIONS, MODEL_NAMES, schedules):
         run, world = partial(in_one_process, name, precision, schedule), World(1, name=f"{name}, {precision}")
         yield Case(f"verify/one process/{name}/{precision}/{schedule}", 2, run, world=world)
     for name, precision, schedule in (*PRECISE, *product(("gpt", "convnet"), ("float32",), schedules)):
@@ -95,7 +95,7 @@ def prove(
     `small`: with a model as small as for a stand-in; None: only there.
     """
     if setting.device == "standin" and precision != "float32":
-        raise NotHereError("the stand-in has no kernels of its own in half precision")
+        raise UnsupportedError("the stand-in has no kernels of its own in half precision")
     torch.manual_seed(0)
     made = MODELS[name](not setting.is_real if small is None else small)
     made = made.to(torch.bfloat16) if precision == "bf16" else made

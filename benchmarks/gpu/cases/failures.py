@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
 
 def cases_over_nccl() -> Iterator[Case]:
     for how in SAID:
-        yield Case(f"ranks/falls/{how}", nccl.PART, partial(falls, how, over="nccl"), after=nccl.GATE)
+        yield Case(f"ranks/falls/{how}", nccl.PART, partial(falls, how, over="nccl"), requires=nccl.GATE)
 
 
 class Planted(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import penstock
-from cases.case import Case, Found, NotHereError, Setting
+from cases.case import Case, Found, Setting, UnsupportedError
 from cases.models import Model, convnet, gpt, mlp
 from cases.ranks import on_ranks
 
@@ -51,7 +51,7 @@ def _model(setting: Setting, name: str) -> Model:
 
 
 def steady_step(name: str, options: dict[str, Any], also: str, number: int, setting: Setting) -> Found:
-    """The synchronisations of a step, by place. `also`: what the user does in it, which takes `number`."""
+    """The synchronizations of a step, by place. `also`: what the user does in it, which takes `number`."""
     setting.prepare()
     given = _model(setting, name)
     with penstock.pipeline(
@@ -97,11 +97,11 @@ def _waits(setting: Setting, pipe: penstock.Pipeline, given: Model, also: str) -
 
 @contextmanager
 def _watched(setting: Setting) -> Iterator[Counter[str]]:
-    """Collects synchronisations by place."""
+    """Collects synchronizations by place."""
     found: Counter[str] = Counter()
     if setting.device == "cpu":
         yield found
-        raise NotHereError("nothing waits for a CPU")
+        raise UnsupportedError("nothing waits for a CPU")
     if setting.device == "standin":
         from scaffolding import stand_in
 
@@ -110,7 +110,7 @@ def _watched(setting: Setting) -> Iterator[Counter[str]]:
         found.update(stand_in.waits)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first call says that the mode is a prototype, which is no synchronisation
+        warnings.simplefilter("ignore")  # the first call says that the mode is a prototype, which is no synchronization
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -124,5 +124,5 @@ def _watched(setting: Setting) -> Iterator[Counter[str]]:
 def judged(waits: Counter[str], number: int) -> Found:
     """Whether there are exactly so many."""
     places = ", ".join(f"{count} at {place}" for place, count in waits.most_common(3))
-    says = f"{waits.total()} synchronisations in a steady step{': ' if places else ''}{places} (expected: {number})"
+    says = f"{waits.total()} synchronizations in a steady step{': ' if places else ''}{places} (expected: {number})"
     return {"ok": waits.total() == number, "says": says, "places": dict(waits)}
