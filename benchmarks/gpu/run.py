@@ -178,11 +178,12 @@ def _run(cases: Sequence[Case], chosen: argparse.Namespace) -> int:
     if first[0]["status"] != "ok":
         print(f"{first[0]['status']}: {first[0]['says']}", file=sys.stderr)
         return 2
-    moved = results.begin(first[0]["found"], any_code=chosen.any_code)
+    environment = {name: value for name, value in first[0]["found"].items() if name not in ("ok", "says")}
+    moved = results.begin(environment, any_code=chosen.any_code)
     print(moved, end="\n" if moved else "")
     ended(first[0])
     known = {name for name, row in results.rows.items() if row["status"] in DONE} if chosen.missing else {FIRST}
-    jobs = chosen.jobs or running.usual_jobs(first[0]["found"])
+    jobs = chosen.jobs or running.usual_jobs(environment)
     try:
         for part in dict.fromkeys(chosen.part):
             mine = [case for case in cases if case.part == part and case.name not in known]

@@ -248,7 +248,7 @@ def _evaluated(setting: Setting, schedule: str, *, between: bool) -> tuple[list[
 
 
 def _is_close(mine: Tensor, other: Tensor) -> bool:
-    return float((mine - other).abs().max()) <= NEAR * float(other.abs().max())
+    return float((mine.cpu() - other.cpu()).abs().max()) <= NEAR * float(other.abs().max())
 
 
 def clipping(schedule: str, setting: Setting) -> Found:
