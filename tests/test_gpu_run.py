@@ -82,16 +82,6 @@ def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
     assert statuses == ({} if device == "standin" else {"waits/read": "skipped"}), found
 
 
-ABSENT = [f"feature/{where}/recompute every layer" for where in ("one process", "2 processes")]
-
-
-@pytest.mark.long  # test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process has a row that is skipped
-def test_what_the_stand_in_has_no_kernels_for_is_skipped(tmp_path: Path) -> None:
-    for row in rows(tmp_path, "standin", *ABSENT).values():
-        assert row["status"] == "skipped", row
-        assert row["says"] == "the stand-in has no kernels of its own in half precision"
-
-
 def test_every_case_is_collected() -> None:
     listed = [line.partition(" ")[::2] for line in lines_of_script(FOLDER / "run.py", "--list")]
     parts = {name: int(part) for part, name in listed}
