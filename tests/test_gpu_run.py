@@ -143,7 +143,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import penstock
-from cases import nccl, over_nccl, ranks, synchronizations
+from cases import nccl, over_nccl, ranks, synchronizations, verification
 from cases.case import Setting
 
 setting = Setting("cpu", Path(sys.argv[2]))
@@ -213,21 +213,24 @@ def job(setting, rank):
 
 print(json.dumps(ranks.on_ranks(setting, 2, job)))
 
-def one_is_wrong(setting, rank):
+def one_is_wrong(setting, rank, *more):
     return {"ok": rank == 0, "says": "so"}
 
 with mock.patch.object(nccl, "_exchanges", one_is_wrong):
     print(json.dumps(nccl.by_itself(setting)))
+with mock.patch.object(verification, "_on_one_rank", one_is_wrong):
+    print(json.dumps(verification.in_several("mlp", "float32", "1f1b", setting)))
 print(json.dumps([synchronizations.judged(Counter(seen), 1)["ok"] for seen in ({}, {"here": 1}, {"here": 2})]))
 """
 
 
 def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
     lines = lines_of_script(BROKEN, FOLDER, tmp_path, seconds=120)
-    by_rank, gate, watched = (json.loads(line) for line in lines if line.startswith(("[", "{")))
+    by_rank, gate, several, watched = (json.loads(line) for line in lines if line.startswith(("[", "{")))
     for rank, found in enumerate(by_rank):
         assert found == [[name, True, False] for name, _, _ in found], (rank, found)
     assert (gate["ok"], gate["says"]) == (False, "without more: rank 1: so")
+    assert not several["ok"]
     assert watched == [False, True, False]
 
 

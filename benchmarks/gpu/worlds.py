@@ -31,7 +31,7 @@ from penstock.launch.endings import how_it_ended
 
 SCRIPT = Path(__file__).with_name("rank_main.py")
 
-START_SECONDS = 120.0
+START_SECONDS = 60.0
 """For torchrun and its ranks to start, until the first case begins."""
 
 GRACE_SECONDS = 6.0

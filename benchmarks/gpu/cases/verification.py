@@ -64,8 +64,8 @@ def in_a_world(name: str, precision: str, schedule: str, setting: Setting) -> Fo
 
 
 def in_several(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
-    run = partial(on_ranks, setting, PROCESSES, _on_one_rank, name, precision, schedule, options)
-    return _or_refused(name, schedule, lambda: run()[0])
+    found: list[Found] = on_ranks(setting, PROCESSES, _on_one_rank, name, precision, schedule, options)
+    return next((each for each in found if not each["ok"]), found[0])
 
 
 def _on_one_rank(setting: Setting, rank: int, name: str, precision: str, schedule: str, options: Any) -> Found:
