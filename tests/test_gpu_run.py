@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,28 @@ def rows(tmp_path: Path, device: str, *patterns: str, more: Sequence[str] = ()) 
 def assert_ok(found: dict[str, dict[str, Any]], number: int) -> None:
     assert len(found) == number
     for row in found.values():
-        assert row["status"] == "ok", row
+        assert row["status"] in ("ok", "measured"), row
 
 
 SHORT = [
     "verify/one process/mlp/float32/zb-h1",
-    "verify/2 processes/mlp/float32/1f1b",
+    "verify/2 processes/gpt/float32/1f1b",
     "waits/2 processes/zb-h1",
+    "waits/clip",
     "falls/raise in backward",
+    "feature/one process/check_finite finds an infinite value",
+    "figures/addmm_*/bfloat16",
 ]
 LONG = [
     *("feature/one process/recompute", "feature/2 processes/offload", "checkpoint/*", "dropout/*"),
-    *("waits/clip", "falls/kill", "falls/stop", "falls/out of memory", "figures/addmm_*"),
+    *("waits/read", "falls/kill", "falls/stop", "falls/out of memory"),
     *("figures/microseconds per action/zb-h1", "figures/a step with a timeline"),
 ]
+ON_CPU = [
+    *("verify/one process/convnet/*/1f1b", "verify/2 processes/gpt/*/zb-h1", "verify/2 processes/gpt/fp16/*"),
+    *("verify/one process/gpt/*/chimera", "feature/one process/compile*", "figures/microseconds*/beside torch's"),
+]
+"""The stand-in has no kernels for these, or takes no part."""
 
 
 def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
@@ -68,19 +77,9 @@ def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
 @pytest.mark.long  # as above, of the other kinds
 @pytest.mark.parametrize("device", ["standin", "cpu"])
 def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
-    found = rows(tmp_path, device, *LONG)
-    statuses = {name: row["status"] for name, row in found.items() if row["status"] != "ok"}
-    assert statuses == ({} if device == "standin" else {"waits/clip": "not here"}), found
-
-
-ABSENT = [f"feature/{where}/recompute every layer" for where in ("one process", "2 processes")]
-
-
-@pytest.mark.long  # test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process has a row that is not here
-def test_what_the_stand_in_has_no_kernels_for_is_not_here(tmp_path: Path) -> None:
-    for row in rows(tmp_path, "standin", *ABSENT).values():
-        assert row["status"] == "not here", row
-        assert row["says"] == "the stand-in has no kernels of its own in half precision"
+    found = rows(tmp_path, device, *LONG, *(ON_CPU if device == "cpu" else ()))
+    statuses = {name: row["status"] for name, row in found.items() if row["status"] not in ("ok", "measured")}
+    assert statuses == ({} if device == "standin" else {"waits/read": "skipped"}), found
 
 
 def test_every_case_is_collected() -> None:
@@ -94,15 +93,28 @@ def test_every_case_is_collected() -> None:
     for schedule in set(names()) - {"seq1f1b"}:
         assert parts[f"verify/one process/gpt/float32/{schedule}"] == 2
         assert parts[f"verify/2 processes/gpt/float32/{schedule}"] == 3
+        assert parts[f"verify/2 processes/convnet/float32/{schedule}"] == 3
         assert parts[f"ranks/2/verify/{schedule}"] == parts[f"ranks/4/verify/{schedule}"] == 5
 
 
-RANKS = ["ranks/4/verify/zb-v", "ranks/4/replicas, 2 x 2/1f1b", "ranks/falls/kill"]
+def test_make_runs_the_cases() -> None:
+    command = ["make", "-n", "gpu", "PART=5 2", "GPU=--missing", "PYTHON=python3"]
+    done = subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "python3 benchmarks/gpu/run.py --part 5 2 --missing\n"
+
+
+def test_the_page_counts_the_rows_of_the_file() -> None:
+    page = (FOLDER.parents[1] / "docs" / "guides" / "on-gpus.md").read_text()
+    counts = lines_of_script(FOLDER / "run.py", "--counts", "--json", FOLDER / "results-h100.json")
+    table = re.findall(r"^\| \d .*", page, re.MULTILINE)
+    assert [re.sub(r"^(\| \d) [^|]*", r"\1 ", line) for line in table] == counts[:-1]
+    assert counts[-1] in page
+
+
+RANKS = ["ranks/4/verify/zb-v", "ranks/4/messages*/dualpipe", "ranks/4/replicas, 2 x 2/1f1b", "ranks/falls/kill"]
 RANKS_LONG = [
-    "ranks/2/*",
-    "ranks/3/verify/interleaved-1f1b",
-    "ranks/4/a checkpoint*",
-    "ranks/falls/kill under torchrun",
+    *("ranks/2*", "ranks/3/nccl by itself", "ranks/3/verify/interleaved-1f1b", "ranks/4/a checkpoint*"),
+    *("ranks/4/*/interleaved-1f1b", "ranks/penstock verify*", "ranks/falls/*"),
 ]
 
 
@@ -115,19 +127,147 @@ def test_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
 
 @pytest.mark.long  # as above, of the other kinds, by torchrun
 def test_more_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
-    for name, row in rows(tmp_path, "cpu", *RANKS_LONG).items():
+    found = rows(tmp_path, "cpu", *RANKS_LONG)
+    assert found.pop("ranks/2/waits/1f1b")["says"] == "nothing waits for a CPU"
+    for name, row in found.items():
         assert row["status"] == "ok", (name, row)
+
+
+BROKEN = """
+import json, sys
+sys.path[:0] = sys.argv[1:2]
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from unittest import mock
+import torch
+import torch.distributed as dist
+import penstock
+from cases import nccl, over_nccl, ranks, synchronizations, verification
+from cases.case import Setting
+
+setting = Setting("cpu", Path(sys.argv[2]))
+
+
+def dropped():
+    recv, irecv = dist.recv, dist.irecv
+    lost = lambda call: lambda tensor, *more, **options: call(torch.empty_like(tensor), *more, **options)
+    return mock.patch.multiple(dist, recv=lost(recv), irecv=lost(irecv))
+
+def not_added():
+    return mock.patch.object(dist, "all_reduce", lambda tensor, *more, **options: None)
+
+def halved():
+    evaluate = penstock.Pipeline.evaluate
+    def halving(pipe, *args, **options):
+        for parameter in pipe.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        return evaluate(pipe, *args, **options)
+    return mock.patch.object(penstock.Pipeline, "evaluate", halving)
+
+def training():
+    return mock.patch("penstock.pipe.pipeline.evaluating", lambda *args: mock.MagicMock())
+
+def nearly():
+    step = penstock.Pipeline.step
+    def inexact(pipe, *args, **options):
+        result = step(pipe, *args, **options)
+        for parameter in pipe.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + 1e-6)
+        return result
+    return mock.patch.object(penstock.Pipeline, "step", inexact)
+
+def nothing_held():
+    return mock.patch.object(penstock.Pipeline, "named_parameters", lambda pipe: iter(()))
+
+def nothing_waits():
+    return mock.patch.object(penstock.Pipeline, "split_share", {0: 0.0})
+
+def small():
+    large = partial(over_nccl.proof, "wide", "float32", bytes_at_least=1 << 24)
+    return mock.patch.object(over_nccl, "large_messages", large)
+
+def exchanges(setting):
+    return nccl.exchanges(setting, dist.get_rank())
+
+def large(setting):
+    return over_nccl.large_messages("zb-h1", setting)
+
+CASES = [
+    (exchanges, dropped), (exchanges, not_added), (large, small), (large, nothing_waits),
+    (partial(over_nccl.steps, "1f1b"), nearly), (partial(over_nccl.accumulation, "1f1b"), nearly),
+    (partial(over_nccl.accumulation, "1f1b"), nothing_held),
+    (partial(over_nccl.evaluation, "1f1b"), halved), (partial(over_nccl.evaluation, "1f1b"), training),
+]
+
+def job(setting, rank):
+    found = []
+    for run, broken in CASES:
+        with nccl.rules(setting):
+            fine = run(setting)
+        with nccl.rules(setting), broken():
+            found.append([broken.__name__, fine["ok"], run(setting)["ok"]])
+    return found
+
+print(json.dumps(ranks.on_ranks(setting, 2, job)))
+
+def one_is_wrong(setting, rank, *more):
+    return {"ok": rank == 0, "says": "so"}
+
+with mock.patch.object(nccl, "_exchanges", one_is_wrong):
+    print(json.dumps(nccl.by_itself(setting)))
+with mock.patch.object(verification, "_on_one_rank", one_is_wrong):
+    print(json.dumps(verification.in_several("mlp", "float32", "1f1b", setting)))
+print(json.dumps([synchronizations.judged(Counter(seen), 1)["ok"] for seen in ({}, {"here": 1}, {"here": 2})]))
+"""
+
+
+def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
+    lines = lines_of_script(BROKEN, FOLDER, tmp_path, seconds=120)
+    by_rank, gate, several, watched = (json.loads(line) for line in lines if line.startswith(("[", "{")))
+    for rank, found in enumerate(by_rank):
+        assert found == [[name, True, False] for name, _, _ in found], (rank, found)
+    assert (gate["ok"], gate["says"]) == (False, "without more: rank 1: so")
+    assert not several["ok"]
+    assert watched == [False, True, False]
+
+
+SURVIVES = """
+import json, os, sys, time
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+from cases import failures
+from cases.case import Setting
+
+def train(setting, how, transport):
+    if os.environ["LOCAL_RANK"] == "2":
+        (setting.folder / "fell").touch()
+        os._exit(1)
+    time.sleep(600)
+
+failures.MAX_SECONDS, failures.train = 1.0, train
+print(json.dumps(failures.falls("kill", Setting("cpu", Path(sys.argv[2])))["said"]))
+"""
+
+
+def test_ranks_that_outlive_the_one_that_fell_say_where_they_are(tmp_path: Path) -> None:
+    (line,) = lines_of_script(SURVIVES, FOLDER, tmp_path)
+    first, second, fallen = json.loads(line)
+    assert "in train" in first
+    assert "in train" in second
+    assert not fallen
 
 
 WORLD = """
 import json, os, signal, sys, time
 sys.path[:0] = sys.argv[1:2]
-import rank, running, worlds
-from cases import TABLE
+import running, worlds
+from cases import TABLE, case
 from cases.case import Case, World
-from cases.ranks import Forks
 
-worlds.REHEARSING_TAKES, worlds.GRACE_SECONDS = 1.0, 0.5
+case.CPU_TIMEOUT_FACTOR, worlds.GRACE_SECONDS = 1.0, 0.5
 
 
 def here():
@@ -145,6 +285,9 @@ def hangs(setting):
 def raises(setting):
     return time.sleep(600) if here() == 0 else 1 / 0
 
+def fails(setting):
+    raise ValueError("so")
+
 def dies(setting):
     return time.sleep(600) if here() == 0 else os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -156,6 +299,7 @@ def run(world, *kinds):
 
 run(World(2), fine, fine, wrong, fine, hangs, fine, raises, dies, dies, dies, fine)
 run(World(2, "own"), dies, dies, dies, fine)
+run(World(1), fine, fails, fine)
 """
 
 
@@ -165,7 +309,7 @@ def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
     assert [f"{row['name']}: {row['status']}" for row in found[:11]] == [
         "0 fine: ok",
         "1 fine: ok",
-        "2 wrong: wrong",
+        "2 wrong: failed",
         "3 fine: ok",
         "4 hangs: timed out",
         "5 fine: ok",
@@ -184,8 +328,10 @@ def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
     assert "in hangs" in found[4]["log"]["log.1"]
     assert found[6]["says"] == "rank 1: ZeroDivisionError: division by zero"
     assert found[7]["says"] == "a rank was killed by SIGSEGV"
-    assert [row["status"] for row in found[11:]] == ["crashed"] * 3 + ["not begun"]
-    assert found[-1]["says"] == "3 worlds in a row were lost before it"
+    assert [row["status"] for row in found[11:15]] == ["crashed"] * 3 + ["not run"]
+    assert found[14]["says"] == "3 worlds in a row were lost before it"
+    assert [row["status"] for row in found[15:]] == ["ok", "raised", "ok"]
+    assert found[15]["found"]["each"] == found[17]["found"]["each"], "a world of one rank goes on"
 
 
 GATED = """
@@ -214,7 +360,7 @@ def test_ranks_are_not_tried_where_nccl_by_itself_fails() -> None:
     fine, failed = map(json.loads, lines_of_script(GATED, FOLDER))
     gate, *others = "ranks/nccl by itself", "ranks/falls/kill", "ranks/2/verify/1f1b"
     assert fine == {gate: ["ok", "so", None], **{name: ["ok", "so", {"A": "1"}] for name in others}}
-    absent = ["not here", f"{gate}: timed out: so", None]
+    absent = ["skipped", f"{gate}: timed out: so", None]
     assert failed == {gate: ["timed out", "so", None], **dict.fromkeys(others, absent)}
 
 
@@ -241,38 +387,38 @@ def test_the_library_is_put_in_front(tmp_path: Path, packed: bool) -> None:
     folder.mkdir()
     name = "libnccl-2.30.7-sm90.so.2.xz" if packed else "libnccl.so.2"
     (folder / name).write_bytes(lzma.compress(content, preset=0) if packed else content)
-    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
     script = tmp_path / "script.py"
     script.write_text(IN_FRONT)
     command = [sys.executable, str(script), str(FOLDER), str(folder), "a", "b c"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "in front a b c\n"), done.stderr
+    assert (folder / "libnccl.so.2").read_bytes() == content
 
 
 NO_TRANSFORMERS = """
 import sys
 sys.path[:0] = sys.argv[1:2]
-from cases.case import NotHereError
+from cases.case import UnsupportedError
 from cases.models import llama
 
 sys.modules["transformers"] = None
 try:
     llama(True)
-except NotHereError as reason:
+except UnsupportedError as reason:
     assert str(reason) == "transformers is not installed"
 else:
     raise AssertionError
 """
 
 
-def test_a_model_of_transformers_is_not_here_without_it() -> None:
+def test_a_model_of_transformers_is_skipped_without_it() -> None:
     lines_of_script(NO_TRANSFORMERS, FOLDER)
 
 
 PREDICTS = """
 import sys
 sys.path[:0] = sys.argv[1:2]
-from cases.figures import against, predictions
+from cases.figures import against, below, predictions
 from penstock.simulate import StageCost
 
 costs = [StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 2
@@ -282,6 +428,8 @@ assert against([100.0], [105], is_most=False)["ok"]
 assert not against([100.0], [80], is_most=False)["ok"]
 assert against([100.0], [80], is_most=True)["ok"]
 assert not against([100.0], [120], is_most=True)["ok"]
+assert below([80, 99], [100, 100])["ok"]
+assert not below([80, 100], [100, 100])["ok"]
 """
 
 
@@ -295,7 +443,7 @@ import sys, warnings
 sys.path[:0] = sys.argv[1:2]
 from pathlib import Path
 import torch
-from cases import waits
+from cases import synchronizations
 from cases.case import Setting
 
 notices = iter(["Synchronization debug mode is a prototype and does not yet detect all synchronizing operations"])
@@ -306,7 +454,7 @@ def set_sync_debug_mode(mode):  # as torch does: the notice comes once
 
 torch.cuda.set_sync_debug_mode = set_sync_debug_mode
 for number in (0, 2):
-    with waits._watched(Setting("cuda", Path("."))) as found:
+    with synchronizations._watched(Setting("cuda", Path("."))) as found:
         for _ in range(number):
             warnings.warn("called a synchronizing CUDA operation")
     assert found.total() == number, found
@@ -341,10 +489,11 @@ file = Path(sys.argv[2])
 here = {"cores": 8, "code": "a"}
 row = {"name": "x", "status": "ok"}
 first = run.Results(file)
+here |= {"commit": "1", "date": "one day"}
 assert first.begin(here) == ""
 first.add(row)
 again = run.Results(file)
-assert again.begin(here) == ""
+assert again.begin({**here, "commit": "2", "date": "another"}) == ""
 assert again.rows == {"x": {**row, "code": "a"}}
 for number, other in enumerate([{"cores": 8, "code": "b"}, {"cores": 4, "code": "b", "gpu": "H200"}], 1):
     later = run.Results(file)
@@ -361,6 +510,19 @@ mixed = run.Results(file)
 assert mixed.begin({"cores": 4, "code": "c", "gpu": "H200"}, any_code=True) == ""
 mixed.add({"name": "y", "status": "ok"})
 assert {name: one["code"] for name, one in mixed.rows.items()} == {"x": "b", "y": "c"}
+assert [each["code"] for each in json.loads(file.read_text())["environments"]] == ["b", "c"]
+kept = run.Results(file)
+assert kept.begin({"cores": 4, "code": "c", "gpu": "H200"}) == ""
+assert kept.rows.keys() == {"x", "y"}
+
+measured = json.loads(Path(run.HERE / "results-h100.json").read_text())
+file.write_text(json.dumps(measured))
+later = run.Results(file)
+assert later.begin({**measured["environments"][-1], "code": "d"}, any_code=True) == ""
+later.add({"name": "z", "status": "ok"})
+rows = json.loads(file.read_text())["rows"]
+assert rows[:-1] == measured["rows"]
+assert {row["code"] for row in rows} == {each["code"] for each in later.environments}
 """
 
 
@@ -383,8 +545,10 @@ PLANTED = """
 import json, os, signal, subprocess, sys, time
 sys.path[:0] = sys.argv[1:2]
 import running
-from cases.case import Case, NotHereError
+from cases import case
+from cases.case import Case, UnsupportedError
 
+case.CPU_TIMEOUT_FACTOR = 1.0
 
 def leaves_and_hangs(setting):
     subprocess.Popen(["sleep", sys.argv[2]], start_new_session=True)
@@ -405,7 +569,7 @@ def raises(setting):
     raise ValueError("the disk is\\nfull")
 
 def absent(setting):
-    raise NotHereError("no such thing")
+    raise UnsupportedError("no such thing")
 
 cases = [
     Case("hangs", 1, leaves_and_hangs, seconds=2.0),
@@ -430,12 +594,13 @@ def test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process() -> None:
         "hangs": "timed out",
         "dies": "crashed",
         "raises": "raised",
-        "is wrong": "wrong",
-        "cannot be shown": "not here",
+        "is wrong": "failed",
+        "cannot be shown": "skipped",
         "alone": "ok",
-        "cut": "not begun",
-        "late": "not begun",
+        "cut": "not run",
+        "late": "not run",
     }
+    assert "in leaves_and_hangs" in found["hangs"]["log"]
     assert found["dies"]["says"] == "its process was killed by SIGSEGV"
     assert found["dies"]["log"] == "last words"
     assert found["raises"]["says"] == "ValueError: the disk is full"
@@ -450,11 +615,57 @@ def sleeping(number: str) -> list[str]:
     """The processes that sleep for so long."""
     lines = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):
             lines.append((folder / "cmdline").read_bytes().decode())
-        except OSError:
-            continue
     return [line for line in lines if line == f"sleep\0{number}\0"]
+
+
+BLOCKED = """
+import os, signal, sys, time
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import running
+from cases import TABLE
+from cases.case import Case, World
+
+def blocked(setting):
+    (Path(sys.argv[2]) / os.environ["RANK"]).write_text(str(os.getpid()))
+    dist.recv(torch.zeros(1), 1 - dist.get_rank())
+
+def end(number, frame):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGTERM, end)  # as run.py has it
+TABLE["blocked"] = Case("blocked", 3, blocked, world=World(2))
+running.run([TABLE["blocked"]], "cpu", 1, time.monotonic() + 200, print)
+"""
+
+
+def test_ranks_that_wait_in_gloo_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    def ranks() -> list[str]:
+        return [text for file in tmp_path.iterdir() if (text := file.read_text())]
+
+    with WarmScript(BLOCKED, FOLDER, tmp_path, environment=ENVIRONMENT) as process:
+        wait_until(lambda: len(ranks()) == 2)
+        time.sleep(0.5)  # so that both wait
+        process.send_signal(signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, ranks())))
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path) -> None:
@@ -466,9 +677,11 @@ def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path)
         process.send_signal(signal.SIGKILL)
         assert process.status() == -signal.SIGKILL
     assert line.startswith("ok")
-    before = {row["name"] for row in json.loads(file.read_text())["rows"]}
-    assert before == {"environment", names[0]}
-    lines = lines_of_script(FOLDER / "run.py", *command, "--missing", "--only", *names)
+    before = json.loads(file.read_text())
+    assert {row["name"] for row in before["rows"]} == {"environment", names[0]}
+    before["environments"][0] |= {"code": "of another", "date": "yesterday", "commit": "another"}
+    file.write_text(json.dumps(before))
+    lines = lines_of_script(FOLDER / "run.py", *command, "--missing", "--any-code", "--only", *names)
     assert not any(names[0] in line for line in lines)
     assert {row["name"] for row in json.loads(file.read_text())["rows"]} == {"environment", *names}
 

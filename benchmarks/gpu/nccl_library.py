@@ -10,7 +10,6 @@ import lzma
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "nccl"
@@ -31,25 +30,14 @@ def put_in_front(folder: Path = FOLDER) -> None:
 
 
 def found_in(folder: Path) -> Path | None:
-    """The library in that folder; if it is packed there, where it was unpacked to."""
-    if (folder / NAME).is_file():
-        return (folder / NAME).resolve()
-    packed = next(iter(sorted(folder.glob("libnccl*.so.2.xz"))), None)
-    return None if packed is None else _unpacked(packed)
-
-
-def _unpacked(packed: Path) -> Path:
-    """In a temporary folder, where a later run finds it again."""
-    about = packed.stat()
-    place = Path(tempfile.gettempdir()) / f"penstock-nccl-{os.getuid()}-{about.st_size}-{int(about.st_mtime)}"
-    library = place / NAME
-    if not library.is_file():
-        place.mkdir(mode=0o700, exist_ok=True)
-        part = place / f"{NAME}.{os.getpid()}"
+    """The library in that folder, where it is unpacked once."""
+    library, packed = folder.resolve() / NAME, next(iter(sorted(folder.glob("libnccl*.so.2.xz"))), None)
+    if packed is not None and not (library.is_file() and library.stat().st_mtime >= packed.stat().st_mtime):
+        part = folder / f"{NAME}.{os.getpid()}"
         with lzma.open(packed) as source, part.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
         part.replace(library)
-    return library
+    return library if library.is_file() else None
 
 
 def version_in_use() -> tuple[int, ...]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases.case import Case, NotHereError, Setting
+from cases.case import Case, Setting, UnsupportedError
 
 Row = dict[str, Any]
 """What became of a case: its name, part, status, what it says, seconds, and what it found.
 
-Status: "ok"; "wrong": it is not as it should be; "raised"; "crashed": its process ended without a result; "timed out";
-"not here": this machine cannot show it; "not begun", or cut off: the time for all of them was up.
+Status: "ok"; "measured": it has no right or wrong; "failed": it is not as it should be; "raised"; "crashed": its
+process ended without a result; "timed out"; "skipped": this machine cannot show it; "not run", or cut off: the time for
+all of them was up.
 """
 
-BAD = ("wrong", "raised", "crashed", "timed out")
+DONE = ("ok", "measured")
+BAD = ("failed", "raised", "crashed", "timed out")
 
 MAX_CHARACTERS = 500
+LOG_CHARACTERS = 3000
 
 
 def row(case: Case, status: str, says: str, seconds: float, **more: Any) -> Row:
@@ -27,9 +30,11 @@ def outcome(case: Case, setting: Setting) -> Row:
     """Runs a case here, and says what it found: `status`, `says` and `found` of its row."""
     try:
         found = case.run(setting)
-        return {"status": "ok" if found["ok"] else "wrong", "says": found["says"], "found": found}
-    except NotHereError as reason:
-        return {"status": "not here", "says": str(reason), "found": {}}
+        status = "measured" if "ok" not in found else "ok" if found["ok"] else "failed"
+        reached = {"reached": found["reached"]} if "reached" in found else {}
+        return {"status": status, "says": found["says"], "found": found, **reached}
+    except UnsupportedError as reason:
+        return {"status": "skipped", "says": str(reason), "found": {}}
     except Exception as error:
         import traceback
 

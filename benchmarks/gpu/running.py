@@ -7,6 +7,7 @@ what is in there, or bears the case's mark in its environment, is killed when th
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cases.case import Case, DeviceType, Setting, World
-from rows import BAD, Row, outcome, row
+from rows import BAD, LOG_CHARACTERS, Row, outcome, row
 from worlds import WorldRun
 
 from penstock.launch.agent import TAG, end_with_parent, kill_left
@@ -33,9 +34,8 @@ GIB_PER_CASE = 4.0
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.02
-_LOG_CHARACTERS = 3000
 
-MAX_TURNS = 2
+MAX_NCCL_JOBS = 2
 """Jobs at a time whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
 
 
@@ -45,8 +45,8 @@ class _Process:
     is_over = False
 
     def __init__(self, case: Case, device: DeviceType, environment: Mapping[str, str]) -> None:
-        self.alone, self.takes_turns = case.alone, case.takes_turns
-        self._case = case
+        self.alone, self.uses_nccl = case.alone, case.uses_nccl
+        self._case, self._limit = case, case.seconds * Setting(device, Path()).patience
         self._folder, self._mark = Path(tempfile.mkdtemp(prefix="penstock-gpu-")), secrets.token_hex(8)
         self._began = time.monotonic()
         self._pid = _begin(case, Setting(device, self._folder), {**environment, TAG: self._mark})
@@ -55,17 +55,22 @@ class _Process:
         """The case's row once it has ended, or its time is up."""
         seconds = time.monotonic() - self._began
         has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        if not has_ended and seconds <= self._case.seconds and time.monotonic() <= until:
+        is_late = not has_ended and seconds > self._limit
+        if not has_ended and not is_late and time.monotonic() <= until:
             return []
+        if is_late:  # its processes say where their threads are
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGUSR1)
+            time.sleep(0.5)
         result, log = self._folder / "result", self._folder / "log"
         read = json.loads(result.read_text()) if result.exists() else None
-        said = log.read_text(errors="replace").strip()[-_LOG_CHARACTERS:] if log.exists() else ""
+        said = log.read_text(errors="replace").strip()[-LOG_CHARACTERS:] if log.exists() else ""
         exitcode = self.end()
         self.is_over = True
         if read is not None:
             return [row(self._case, **read, seconds=seconds, **({"log": said} if read["status"] in BAD else {}))]
-        if not has_ended and seconds <= self._case.seconds:
-            return [row(self._case, "not begun", "cut off: the time for this part was up", seconds)]
+        if not has_ended and not is_late:
+            return [row(self._case, "not run", "cut off: the time for this part was up", seconds)]
         status = "crashed" if has_ended else "timed out"
         words = f"its process {how_it_ended(exitcode)}" if has_ended else f"ended after {seconds:.0f} s"
         return [row(self._case, status, words, seconds, log=said)]
@@ -114,7 +119,7 @@ def run(
                         running.append(_Process(mine[0], device, environment))
             if time.monotonic() >= until:
                 for case in itertools.chain.from_iterable(waiting):
-                    ended(row(case, "not begun", "the time for this part was up", 0.0))
+                    ended(row(case, "not run", "the time for this part was up", 0.0))
                 waiting.clear()
             for one in list(running):
                 for found in one.look(until):
@@ -144,7 +149,7 @@ def usual_jobs(environment: Mapping[str, Any]) -> int:
 def _may_begin(case: Case, running: Sequence[_Process | WorldRun], jobs: int) -> bool:
     if not running:
         return True
-    if case.takes_turns and sum(one.takes_turns for one in running) >= MAX_TURNS:
+    if case.uses_nccl and sum(one.uses_nccl for one in running) >= MAX_NCCL_JOBS:
         return False
     return len(running) < jobs and not case.alone and not running[0].alone
 
@@ -171,6 +176,7 @@ def _begin(case: Case, setting: Setting, environment: Mapping[str, str]) -> int:
         end_with_parent(parent)
         for number in _INTERRUPTS:
             signal.signal(number, signal.SIG_DFL)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
         os.environ |= environment
         log = os.open(setting.folder / "log", os.O_WRONLY | os.O_CREAT)

@@ -21,29 +21,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import rank as rank_script
-from cases.case import Case, DeviceType
+import rank_main
+from cases.case import Case, DeviceType, Setting
 from cases.ranks import Forks, torchrun
-from rows import BAD, Row, row
+from rows import BAD, LOG_CHARACTERS, Row, row
 
 from penstock.launch.agent import TAG, kill_left
 from penstock.launch.endings import how_it_ended
 
-SCRIPT = Path(__file__).with_name("rank.py")
+SCRIPT = Path(__file__).with_name("rank_main.py")
 
-START_SECONDS = 120.0
+START_SECONDS = 60.0
 """For torchrun and its ranks to start, until the first case begins."""
 
 GRACE_SECONDS = 6.0
 """For the other ranks once one has raised: what they say shows whom they name."""
 
-REHEARSING_TAKES = 4.0
-"""Times the seconds of a case, where the CPU stands in: it may be a crowded one."""
-
 MAX_LOST = 3
 """Worlds of torchrun in a row without a result: after so many the rest do not begin, since each takes long to start."""
-
-_LOG_CHARACTERS = 3000
 
 
 class WorldRun:
@@ -57,10 +52,10 @@ class WorldRun:
         self._waiting = deque(cases)
         self._device = device
         self._environment = environment
-        self._patience = 1.0 if device == "cuda" else REHEARSING_TAKES
+        self._patience = Setting(device, Path()).patience
         self._lost = 0
         assert cases[0].world is not None
-        self.takes_turns = cases[0].takes_turns
+        self.uses_nccl = cases[0].uses_nccl
         self._is_over_nccl = cases[0].world.is_over_nccl
         self._forks = forks or not self._is_over_nccl
         self._agent: subprocess.Popen[bytes] | Forks | None
@@ -91,7 +86,7 @@ class WorldRun:
             why = "the time for this part was up"
             if self._is_given_up:
                 why = f"{MAX_LOST} worlds in a row were lost before it"
-            found += [row(case, "not begun", why, 0.0) for case in self._waiting]
+            found += [row(case, "not run", why, 0.0) for case in self._waiting]
             self._waiting.clear()
         if not self._waiting:
             self.end()
@@ -114,10 +109,10 @@ class WorldRun:
         self._began = self._raised = float("inf")
         (self._folder / "names").write_text(json.dumps([case.name for case in self._waiting]))
         self._agent = None
-        environment = {**self._environment, **dict(world.environment), TAG: self._mark}
+        environment = {**self._environment, TAG: self._mark}
         arguments = [self._device, str(self._folder)]
         if self._forks:
-            self._agent = Forks(world.ranks, partial(rank_script.main, *arguments), environment)
+            self._agent = Forks(world.ranks, partial(rank_main.main, *arguments), environment)
         else:
             self._agent = torchrun(world.ranks, SCRIPT, arguments, self._folder / "log", environment)
 
@@ -147,7 +142,8 @@ class WorldRun:
         seconds = now - self._began
         if len(founds) == len(ranks):
             merged = _merged(founds)
-            return row(case, **merged, seconds=seconds, **self._about(merged["status"])), merged["status"] == "raised"
+            is_lost = len(ranks) > 1 and any(found["status"] == "raised" for found in founds.values())
+            return row(case, **merged, seconds=seconds, **self._about(merged["status"])), is_lost
         if any(found["status"] == "raised" for found in founds.values()):
             self._raised = min(self._raised, now)
             if now < self._raised + GRACE_SECONDS and not is_gone:
@@ -178,7 +174,7 @@ class WorldRun:
         if status not in BAD:
             return {}
         logs = {file.name: file.read_text(errors="replace").strip() for file in sorted(self._folder.glob("log*"))}
-        return {"log": {name: text[-_LOG_CHARACTERS:] for name, text in logs.items()}}
+        return {"log": {name: text[-LOG_CHARACTERS:] for name, text in logs.items()}}
 
 
 def _merged(founds: Mapping[int, Row]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -24,11 +23,10 @@ from penstock.runtime.processes import groups
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.receive_order import ReceiveOrder
-from penstock.schedule import Action, Op
-from penstock.schedule.timeline import Timeline
 from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules
 from scaffolding.by_hand import step_by_hand
+from scaffolding.compared import differences, impossible_messages
 from scaffolding.models import squared_error
 
 WIDTH = 5
@@ -160,41 +158,6 @@ def steps(cell: Cell, **options: Any) -> list[str]:
                 found += [
                     f"{rows} rows, step {step}: {what}" for what in differences(pipe, reference, expected, result)
                 ]
-    return found
-
-
-def impossible_messages(timeline: Timeline) -> list[str]:
-    """Messages that arrive before they could leave, or after what needs them has started."""
-    spans = {span.action: span for span in timeline}
-    users = {Op.RECV_F: (Op.F,), Op.RECV_B: (Op.B, Op.I)}
-    found = []
-    for action, span in spans.items():
-        if action.op.is_send:
-            arrived = spans[action.other_end].end_seconds
-            found += (
-                [f"{action} arrives {arrived}, leaves {span.start_seconds}"] if arrived < span.start_seconds else []
-            )
-        for op in users.get(action.op, ()):
-            user = spans.get(Action(action.stage, op, action.microbatch))
-            if user is not None and user.start_seconds < span.end_seconds:
-                found.append(f"{user.action} starts {user.start_seconds}, {action} ends {span.end_seconds}")
-    return found
-
-
-def differences(pipe: penstock.Pipeline, reference: nn.Module, loss: Tensor, result: Any) -> list[str]:
-    """The loss and the gradients of this rank that are not those of one device: of what one stage holds, to the bit."""
-    found = [] if torch.isclose(torch.as_tensor(float(result.loss)), loss, rtol=1e-6, atol=0) else ["the loss"]
-    holders = Counter(name for stage in pipe.stages for name in stage.parameters)
-    alone = pipe.schedule.placement.pipelines == 1
-    names = dict(reference.named_parameters())
-    for name, parameter in pipe.named_parameters():
-        mine, other = parameter.grad, names[name].grad
-        if mine is None or other is None:
-            found += [f"the gradient of {name}"] if mine is not other else []
-            continue
-        most = 0.0 if alone and holders[name] == 1 else 1e-6 * float(other.abs().max())
-        if not float((mine - other).abs().max()) <= most:
-            found.append(f"the gradient of {name}")
     return found
 
 

@@ -38,7 +38,7 @@ def step_by_hand(
     for weight, (*inputs, wanted) in zip(weights, zip(*pieces, strict=True), strict=True):
         output = model(*inputs)
         value = loss(output, wanted)
-        value.backward(torch.tensor(weight))
+        value.backward(torch.tensor(weight, device=value.device))
         outputs.append(output.detach().clone())
         losses.append(value.detach())
         terms.append(value.detach() * weight)

@@ -26,7 +26,7 @@ CPU_SECONDS = {
     "tests/distributed/test_staged.py": 150,
     "tests/distributed/test_mesh.py": 85,
     "tests/distributed/test_cluster_examples.py": 70,
-    "tests/test_gpu_run.py": 180,
+    "tests/test_gpu_run.py": 300,
     "tests/distributed/test_nodes.py": 150,
     "tests/cli/test_resume.py": 60,
     "tests/distributed/test_plan_ranks.py": 10,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cases import environment, falls, features, figures, nccl, over_nccl, proofs, tools, waits
+from cases import environment, failures, features, figures, nccl, over_nccl, synchronizations, verification
 from cases.case import Case
 
-_KINDS = (environment, waits, features, falls, proofs, figures, tools, nccl, over_nccl)
+_KINDS = (environment, synchronizations, features, failures, verification, figures, nccl, over_nccl)
 
 TABLE: dict[str, Case] = {case.name: case for kind in _KINDS for case in kind.cases()}

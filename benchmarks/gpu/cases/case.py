@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +11,17 @@ from typing import Any, Literal
 
 DeviceType = Literal["cuda", "cpu", "standin"]
 
-TESTS = Path(__file__).parents[3] / "tests"
-"""Where the stand-in for a device is."""
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
+sys.path.append(str(Path(__file__).parents[3] / "tests"))  # `scaffolding`: a stand-in for a device, and steps by hand
+
+CPU_TIMEOUT_FACTOR = 4.0
 
 Found = dict[str, Any]
-"""What a case found: `ok`, whether it is as it should be; `says`, that in one line; and figures by other names."""
+"""What a case found: `ok`, whether it is as it should be, unless it only measures; `says`, that in one line; figures by
+other names, of which `reached` says whether an aim is."""
 
 
-class NotHereError(Exception):
+class UnsupportedError(Exception):
     """This machine cannot show it; says why."""
 
 
@@ -37,24 +41,27 @@ class Setting:
     def is_real(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def patience(self) -> float:
+        """By what to multiply seconds of a device: where the CPU stands in, it may be a crowded one."""
+        return 1.0 if self.is_real else CPU_TIMEOUT_FACTOR
+
     def prepare(self) -> None:
-        """Makes the device usable in this process. Raises NotHereError if there is none."""
+        """Makes the device usable in this process. Raises UnsupportedError if there is none."""
         import torch
 
         torch.set_num_threads(1)
         if self.device == "standin":
-            if str(TESTS) not in sys.path:
-                sys.path.insert(0, str(TESTS))
             from scaffolding import stand_in
 
             stand_in.install()
         elif self.device == "cuda" and not torch.cuda.is_available():
-            raise NotHereError(f"torch {torch.__version__} sees no CUDA device")
+            raise UnsupportedError(f"torch {torch.__version__} sees no CUDA device")
 
     def need_cuda(self, what: str) -> None:
-        """Raises NotHereError anywhere else: `what` has no stand-in."""
+        """Raises UnsupportedError anywhere else: `what` has no stand-in."""
         if not self.is_real:
-            raise NotHereError(f"{what} has no stand-in on {self.device}")
+            raise UnsupportedError(f"{what} has no stand-in on {self.device}")
 
     def synchronize(self) -> None:
         """Waits for all that the device was given."""
@@ -74,13 +81,11 @@ class World:
             starts them, "both" gloo and NCCL, "nccl" only that, "device_id" both and a device; "own" is nothing, so
             that Penstock does it.
         name: tells it from others of that kind.
-        environment: variables besides, as names and values.
     """
 
     ranks: int
     groups: Literal["gloo", "own", "both", "nccl", "device_id"] = "gloo"
     name: str = ""
-    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_over_nccl(self) -> bool:
@@ -94,22 +99,22 @@ class Case:
     Attributes:
         part: of the run, from 1.
         run: shows it, in a process of its own or in each rank of a world, and says what it found. It may raise
-            NotHereError.
+            UnsupportedError.
         seconds: after which it is ended.
         alone: it measures, so that nothing else may run meanwhile.
         world: the ranks that run it, one case after another.
-        after: the case that has to be ok before; the variables that it found, `environment`, are set for this one.
+        requires: the case that has to be ok before; the variables that it found, `environment`, are set for this one.
     """
 
     name: str
     part: int
     run: Callable[[Setting], Found]
-    seconds: float = 120.0
+    seconds: float = 60.0  # about four times what the longest took on an H100
     alone: bool = False
     world: World | None = None
-    after: str = ""
+    requires: str = ""
 
     @property
-    def takes_turns(self) -> bool:
+    def uses_nccl(self) -> bool:
         """Whether its ranks wait for each other on the device."""
-        return bool(self.after)
+        return bool(self.requires)

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,6 +36,8 @@ def environment(setting: Setting) -> Found:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "penstock": penstock.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": _commit(),
         "code": _digest(Path(penstock.__file__).parent, Path(__file__).parents[1]),
         "transformers": _version("transformers"),
         "cores": len(os.sched_getaffinity(0)),
@@ -70,6 +73,14 @@ def _digest(*folders: Path) -> str:
     for file in (file for folder in folders for file in sorted(folder.rglob("*.py"))):
         found.update(file.read_bytes())
     return found.hexdigest()[:12]
+
+
+def _commit() -> str:
+    """Ends in "-dirty" if something has been edited since."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    if shutil.which(command[0]) is None:
+        return "not known"
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "not known"
 
 
 def _version(package: str) -> str:

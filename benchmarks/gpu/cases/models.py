@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cases.case import NotHereError
+from cases.case import UnsupportedError
 
 
 class Model(NamedTuple):
@@ -45,6 +45,18 @@ def mlp(small: bool, rows: int = 16) -> Model:
     width = 9 if small else 1031
     layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
     return Model(nn.Sequential(*layers), (torch.randn(rows, width),), {}, torch.randn(rows, width), F.mse_loss)
+
+
+WIDE_BYTES = 1 << 24
+"""What a microbatch of `wide` sends over a cut, if it has two rows."""
+
+
+def wide(small: bool, rows: int = 16) -> Model:
+    """Much to send and little to compute."""
+    length, width = (3, 8) if small else (1 << 15, 64)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
+    x, y = torch.randn(rows, length, width), torch.randn(rows, length, width)
+    return Model(nn.Sequential(*layers), (x,), {}, y, F.mse_loss)
 
 
 class ConvNet(nn.Module):
@@ -157,7 +169,7 @@ def llama(small: bool, rows: int = 16) -> Model:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ModuleNotFoundError as error:
-        raise NotHereError("transformers is not installed") from error
+        raise UnsupportedError("transformers is not installed") from error
 
     width, length = (16, 7) if small else (256, 96)
     config = LlamaConfig(
@@ -172,5 +184,12 @@ def llama(small: bool, rows: int = 16) -> Model:
 
 
 MODELS: dict[str, Callable[..., Model]] = {
-    "mlp": mlp, "convnet": convnet, "gpt": gpt, "llama": llama, "skips": skips,
+    "mlp": mlp, "convnet": convnet, "gpt": gpt, "llama": llama, "skips": skips, "wide": wide,
 }  # fmt: skip
+
+
+def for_command_line() -> tuple[Any, ...]:
+    """A TARGET of `penstock verify`, on the GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = gpt(small=True)
+    return made.model.to(device), tuple(x.to(device) for x in made.args), made.target.to(device), made.loss

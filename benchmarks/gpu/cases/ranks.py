@@ -14,12 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-import nccl_library
-
-from cases.case import NotHereError, Setting
+from cases.case import Setting, UnsupportedError
 from penstock.launch.agent import end_with_parent
 
 
@@ -37,29 +36,18 @@ def on_ranks(
 ) -> list[Any]:
     """What `job(setting, rank, *given)` returns in each of `ranks` processes, whose default group has that backend.
 
-    They are forks of the process that calls this, which must not have used the device. Raises NotHereError if one does,
-    and RanksFailedError if some take longer than `seconds` in all.
+    They are forks of the process that calls this, which must not have used the device. Raises UnsupportedError if one
+    does, and RanksFailedError if some take longer than `seconds` in all.
     """
     until = None if seconds is None else time.monotonic() + seconds
-    context = multiprocessing.get_context("fork")
     folder = Path(tempfile.mkdtemp(dir=setting.folder))
-    processes = [
-        context.Process(target=_rank, args=(setting, folder, backend, ranks, rank, job, given)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    processes = forks(setting, folder, ranks, job, *given, backend=backend)
     for process in processes:
         process.join(None if until is None else max(0.0, until - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-    for rank in late:  # says where it is
-        os.kill(processes[rank].pid or 0, signal.SIGUSR1)
-    time.sleep(0.5 if late else 0.0)
-    for rank in late:
-        processes[rank].kill()
-        processes[rank].join()
+    late = end(processes)
     absent = [file.read_text() for file in sorted(folder.glob("absent.*"))]
     if absent:
-        raise NotHereError(absent[0])
+        raise UnsupportedError(absent[0])
     files = [folder / f"raised.{rank}" for rank in range(ranks)]
     raised = [f"rank {rank}: {file.read_text()}" for rank, file in enumerate(files) if file.exists()]
     ended = [f"rank {rank} ended with {each.exitcode}" for rank, each in enumerate(processes) if each.exitcode]
@@ -70,6 +58,31 @@ def on_ranks(
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(ranks)]
 
 
+def forks(
+    setting: Setting, folder: Path, ranks: int, job: Callable[..., Any], *given: Any, backend: str = "gloo"
+) -> list[ForkProcess]:
+    """Processes that run `job(setting, rank, *given)`. Each leaves in `folder` what it returned, or why it did not."""
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_rank, args=(setting, folder, backend, ranks, rank, job, given)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def end(processes: Sequence[ForkProcess]) -> list[int]:
+    """Kills those that still run, once they have said where. Returns which."""
+    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for rank in late:
+        os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+    time.sleep(0.5 if late else 0.0)
+    for rank in late:
+        processes[rank].kill()
+        processes[rank].join()
+    return late
+
+
 def _rank(
     setting: Setting, folder: Path, backend: str, ranks: int, rank: int, job: Callable[..., Any], given: Any
 ) -> None:
@@ -77,13 +90,14 @@ def _rank(
 
     end_with_parent(os.getppid())
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-    setting.prepare()
-    dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    os.environ["LOCAL_RANK"] = str(rank)
     try:
+        setting.prepare()
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         (folder / f"found.{rank}").write_text(json.dumps(job(setting, rank, *given)))
         dist.destroy_process_group()
-    except NotHereError as reason:
+    except UnsupportedError as reason:
         (folder / f"absent.{rank}").write_text(str(reason))
     except Exception as error:
         (folder / f"raised.{rank}").write_text(f"{type(error).__name__}: {error}")
@@ -101,7 +115,7 @@ def torchrun(
     with log.open("wb") as file:
         return subprocess.Popen(
             command,
-            env={**os.environ, **_preloading(), **environment},
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -113,11 +127,8 @@ def torchrun(
 def _in_agent(parent: int) -> None:
     end_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whoever started this may have blocked some
-
-
-def _preloading() -> dict[str, str]:
-    library = nccl_library.found_in(nccl_library.FOLDER)
-    return {} if library is None else {"LD_PRELOAD": str(library)}
+    for number in (signal.SIGINT, signal.SIGTERM):  # a handler of run.py's never runs while this waits in gloo
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Forks:
@@ -127,7 +138,6 @@ class Forks:
         context = multiprocessing.get_context("fork")
         self.returncode = 0
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
         self._processes = [
             context.Process(target=_as_rank, args=(run, {**variables, **environment, "RANK": str(rank)}, os.getpid()))
             for rank in range(ranks)

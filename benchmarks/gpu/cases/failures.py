@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -18,16 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from cases import nccl
+from cases import nccl, ranks
 from cases.case import Case, Found, Setting
-from cases.ranks import torchrun
-from penstock.launch.agent import end_with_parent
 
 PART = 1
 RANKS, VICTIM = 3, 2
 Over = Literal["staged", "nccl"]
 MAX_SECONDS = 20.0
 """From the fall to the end of all others."""
+START_SECONDS = 30.0
+"""Until one falls."""
 MAX_UNNAMED_SECONDS = {"stop": 10.0}
 """From the fall until each of the others has named who fell; 5 if not said here. Five pass without a sign of life."""
 
@@ -48,8 +47,7 @@ def cases() -> Iterator[Case]:
 
 def cases_over_nccl() -> Iterator[Case]:
     for how in SAID:
-        yield Case(f"ranks/falls/{how}", nccl.PART, partial(falls, how, over="nccl"), after=nccl.GATE)
-    yield Case("ranks/falls/kill under torchrun", nccl.PART, under_torchrun, after=nccl.GATE)
+        yield Case(f"ranks/falls/{how}", nccl.PART, partial(falls, how, over="nccl"), requires=nccl.GATE)
 
 
 class Planted(torch.autograd.Function):
@@ -69,7 +67,7 @@ def falls(how: str, setting: Setting, over: Over = "staged") -> Found:
     said, statuses, named_at = _run(setting, how, over)
     mark = setting.folder / "fell"
     others = [rank for rank in range(RANKS) if rank != VICTIM]
-    fell = float(mark.read_text()) if mark.exists() else float("-inf")
+    fell = mark.stat().st_mtime if mark.exists() else float("-inf")
     seconds = max(statuses[rank][1] for rank in others) - fell
     named = max(named_at.get(rank, float("inf")) for rank in others) - fell
     ended = all(statuses[rank][0] not in (0, None) for rank in others)
@@ -78,26 +76,6 @@ def falls(how: str, setting: Setting, over: Over = "staged") -> Found:
     ok = ended and seconds < MAX_SECONDS and named < MAX_UNNAMED_SECONDS.get(how, 5.0)
     statuses_ = [status for status, _ in statuses]
     return {"ok": ok, "says": says, "seconds": seconds, "named": named, "statuses": statuses_, "said": said}
-
-
-def under_torchrun(setting: Setting) -> Found:
-    """The same with ranks that torchrun started, which ends the others itself as soon as it sees that one is gone."""
-    script = Path(__file__).parents[1] / "fall.py"
-    agent = torchrun(RANKS, script, [setting.device, str(setting.folder)], setting.folder / "said", {})
-    status = agent.wait()
-    ended = time.time()
-    mark = setting.folder / "fell"
-    seconds = ended - float(mark.read_text()) if mark.exists() else float("inf")
-    said = (setting.folder / "said").read_text()
-    lines = [line for line in said.splitlines() if re.search(r"rank 2 was|rank\s*: 2 |SIGKILL", line)]
-    says = f"torchrun ended after {seconds:.1f} s with {status}: {'; '.join(lines[-2:])}"
-    named = bool(lines)
-    return {
-        "ok": named and status != 0 and seconds < MAX_SECONDS,
-        "says": says,
-        "seconds": seconds,
-        "said": said[-6000:],
-    }
 
 
 def hangs(setting: Setting) -> Found:
@@ -112,14 +90,17 @@ def hangs(setting: Setting) -> Found:
 
 def _run(setting: Setting, how: str, over: Over) -> tuple[list[str], list[tuple[int | None, float]], dict[int, float]]:
     """What each rank wrote; its exit status (None: it was still there) and when it ended; when it named who fell."""
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(setting, how, over, rank)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
+    backend = nccl.backend(setting) if over == "nccl" else "gloo"
+    processes = ranks.forks(setting, setting.folder, RANKS, _rank, how, over, backend=backend)
     files = [setting.folder / f"said.{rank}" for rank in range(RANKS)]
     ends: dict[int, tuple[int | None, float]] = {}
     named: dict[int, float] = {}
-    while not set(range(RANKS)) - {VICTIM} <= set(ends) or (how == "sleep" and VICTIM not in ends):
+    awaited = set(range(RANKS)) - (set() if how == "sleep" else {VICTIM})
+    until = time.time() + START_SECONDS * setting.patience
+    mark = setting.folder / "fell"
+    while awaited - ends.keys() and time.time() < until:
+        if mark.exists():
+            until = mark.stat().st_mtime + MAX_SECONDS
         for rank, process in enumerate(processes):
             has_ended = process.exitcode is not None  # before reading what it said last
             if rank not in named and files[rank].exists() and re.search(SAID.get(how, "$^"), files[rank].read_text()):
@@ -127,24 +108,17 @@ def _run(setting: Setting, how: str, over: Over) -> tuple[list[str], list[tuple[
             if rank not in ends and has_ended:
                 ends[rank] = process.exitcode, time.time()
         time.sleep(0.02)
-    processes[VICTIM].kill()
-    return [file.read_text() for file in files], [ends.get(rank, (None, 0.0)) for rank in range(RANKS)], named
+    ranks.end(processes)
+    said = [file.read_text() if file.exists() else "" for file in files]
+    return said, [ends.get(rank, (None, float("inf"))) for rank in range(RANKS)], named
 
 
-def _rank(setting: Setting, how: str, over: Over, rank: int) -> None:
-    import torch.distributed as dist
-
-    end_with_parent(os.getppid())
+def _rank(setting: Setting, rank: int, how: str, over: Over) -> None:
     log = os.open(setting.folder / f"said.{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
-    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     if how == "sleep":
         _warn_soon()
-    setting.prepare()
-    store = dist.FileStore(str(setting.folder / "store"), RANKS)
-    backend = nccl.backend(setting) if over == "nccl" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS)
     transport = "distributed" if over == "nccl" else "auto" if setting.device == "cpu" else "staged"
     with nccl.rules(setting) if over == "nccl" else nullcontext():
         train(setting, how, transport)
@@ -167,7 +141,7 @@ def train(setting: Setting, how: str, transport: str) -> None:
 
 
 def _fall(how: str, value: Tensor, mark: Path) -> Tensor:
-    mark.write_text(str(time.time()))
+    mark.touch()
     if how == "sleep":
         torch.cuda._sleep(int(8e9))  # private, but there is no public kernel that waits; some four seconds
         return value

@@ -20,6 +20,9 @@ RAISED = 3
 
 
 def main(device: str, place: str) -> None:
+    from penstock.launch.agent import end_with_parent
+
+    end_with_parent(os.getppid())  # before torch is imported, which takes seconds
     folder, rank = Path(place), int(os.environ["RANK"])
     log = os.open(folder / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -30,9 +33,6 @@ def main(device: str, place: str) -> None:
     from cases.case import Setting
     from rows import outcome
 
-    from penstock.launch.agent import end_with_parent
-
-    end_with_parent(os.getppid())
     names = json.loads((folder / "names").read_text())
     world = TABLE[names[0]].world
     assert world is not None
@@ -47,7 +47,7 @@ def main(device: str, place: str) -> None:
             result = outcome(TABLE[name], setting)
         result["found"]["rank_seconds"] = round(time.perf_counter() - began, 2)
         leave(folder / f"found.{number}.{rank}", json.dumps(result))
-        if result["status"] == "raised":
+        if result["status"] == "raised" and world.ranks > 1:
             sys.stdout.flush()
             os._exit(RAISED)
     os._exit(0)  # its groups end with it: how they end is a case's matter

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import penstock
-from cases.case import Case, Found, NotHereError, Setting, World
-from cases.models import MODELS
+from cases.case import Case, Found, Setting, UnsupportedError, World
+from cases.models import MODELS, Model
 from cases.ranks import on_ranks
-from penstock.schedule import names
+from penstock.schedule import generator, names
 
 ONE_PROCESS, PROCESSES = 4, 2
 """How many ranks one process drives, and how many processes there are."""
@@ -31,7 +31,13 @@ SCALE = 2.0**10
 TWO_COPIES = ("chimera", "dualpipe")
 """These refuse batch norm, of which each copy would see half of the batch."""
 
-PROVEN = ("mlp", "convnet", "gpt", "llama")
+MODEL_NAMES = ("mlp", "convnet", "gpt", "llama")
+
+PRECISE = (("gpt", "autocast", "zb-h1"), ("gpt", "bf16", "1f1b"), ("gpt", "fp16", "interleaved-1f1b"))
+"""What is shown in other precisions between processes."""
+
+MIN_SHARE = 0.3
+"""Of a stage's trained elements, how many have to wait for W where the backward is split. 0: I does everything."""
 
 SLICED = "seq1f1b"
 """No model can be run by this one: see `penstock schedules`."""
@@ -39,12 +45,12 @@ SLICED = "seq1f1b"
 
 def cases() -> Iterator[Case]:
     schedules = [name for name in names() if name != SLICED]
-    for precision, name, schedule in product(PRECISIONS, PROVEN, schedules):
-        cell, world = f"{name}/{precision}/{schedule}", f"{name}, {precision}"
-        alone = partial(in_one_process, name, precision, schedule)
-        yield Case(f"verify/one process/{cell}", 2, alone, world=World(1, name=world))
-        among = partial(in_a_world, name, precision, schedule)
-        yield Case(f"verify/{PROCESSES} processes/{cell}", 3, among, world=World(PROCESSES, name=world))
+    for precision, name, schedule in product(PRECISIONS, MODEL_NAMES, schedules):
+        run, world = partial(in_one_process, name, precision, schedule), World(1, name=f"{name}, {precision}")
+        yield Case(f"verify/one process/{name}/{precision}/{schedule}", 2, run, world=world)
+    for name, precision, schedule in (*PRECISE, *product(("gpt", "convnet"), ("float32",), schedules)):
+        run, world = partial(in_a_world, name, precision, schedule), World(PROCESSES, name=f"{name}, {precision}")
+        yield Case(f"verify/{PROCESSES} processes/{name}/{precision}/{schedule}", 3, run, world=world)
 
 
 def in_one_process(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
@@ -58,8 +64,8 @@ def in_a_world(name: str, precision: str, schedule: str, setting: Setting) -> Fo
 
 
 def in_several(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
-    run = partial(on_ranks, setting, PROCESSES, _on_one_rank, name, precision, schedule, options)
-    return _or_refused(name, schedule, lambda: run()[0])
+    found: list[Found] = on_ranks(setting, PROCESSES, _on_one_rank, name, precision, schedule, options)
+    return next((each for each in found if not each["ok"]), found[0])
 
 
 def _on_one_rank(setting: Setting, rank: int, name: str, precision: str, schedule: str, options: Any) -> Found:
@@ -74,7 +80,7 @@ def _or_refused(name: str, schedule: str, run: Any) -> Found:
     if name == "convnet" and schedule in TWO_COPIES:
         try:
             return {**run(), "ok": False, "says": "not refused, though each copy sees half of the batch"}
-        except Exception as error:
+        except penstock.PartitionError as error:
             if "batch norm" not in str(error):
                 raise
             return {"ok": True, "says": "refused, since each copy of the model would see half of the batch"}
@@ -89,7 +95,7 @@ def prove(
     `small`: with a model as small as for a stand-in; None: only there.
     """
     if setting.device == "standin" and precision != "float32":
-        raise NotHereError("the stand-in has no kernels of its own in half precision")
+        raise UnsupportedError("the stand-in has no kernels of its own in half precision")
     torch.manual_seed(0)
     made = MODELS[name](not setting.is_real if small is None else small)
     made = made.to(torch.bfloat16) if precision == "bf16" else made
@@ -105,16 +111,30 @@ def prove(
             devices=setting.device,
             **options,
         )
+        shares = _split_shares(setting, made, schedule, options) if generator(schedule).splits else {}
     furthest = max(report.rows, key=lambda row: row.max_difference / max(row.max_reference, 1e-30))
+    # A stage of `skips` has only a tied weight; what is recomputed in segments does not wait, nor do the stand-in's.
+    waits = name != "skips" and not isinstance(options.get("recompute"), int) and setting.device != "standin"
+    is_split = not waits or min(shares.values(), default=1.0) > MIN_SHARE
     return {
-        "ok": report.ok,
-        "says": report.summary(),
+        "ok": report.ok and is_split,
+        "says": report.summary() + ("" if is_split else f"; waiting for W, by stage: {shares}"),
+        "split_share": shares,
         "values": len(report.rows),
         "equal_to_the_bit": sum(row.verdict == "equal" for row in report.rows),
         "furthest": f"{furthest.kind} {furthest.name}",
         "furthest_relative": furthest.max_difference / max(furthest.max_reference, 1e-30),
         "notes": list(report.notes),
     }
+
+
+def _split_shares(setting: Setting, made: Model, schedule: str, options: dict[str, Any]) -> dict[int, float]:
+    """For each stage of this process how much of its backward waits for W; verification does not show that."""
+    options = {name: value for name, value in options.items() if name != "whole_batch"} | {"schedule": schedule}
+    options |= {"loss": made.loss, "microbatches": MICROBATCHES, "devices": setting.device}
+    with penstock.pipeline(made.model, made.args, made.kwargs, **options) as pipe:
+        pipe.step(*made.args, target=made.target, **made.kwargs)
+        return pipe.split_share
 
 
 def context(setting: Setting, precision: str) -> AbstractContextManager[Any]:
