@@ -33,7 +33,7 @@ test: $(READY)
 # The long tests whose turn it is: see tests/scaffolding/rotation.py. Those that run alone and take a minute are always.
 test-part: $(READY)
 	$(BIN)/python tests/scaffolding/rotation.py $(TOGETHER)
-	$(PYTEST) -m "long and alone" tests/fabric/test_bad_links.py tests/fabric/test_fabric_hosts.py
+	$(PYTEST) -m "long and alone" tests/fabric/test_bad_links.py
 
 test-all: $(READY)
 	$(PYTEST) -m "not alone" $(TOGETHER)

@@ -74,7 +74,7 @@ def table() -> str:
 
 def page() -> str:
     """What `docs/zoo.md` says."""
-    return f"""# The zoo
+    return f"""# Tested models
 
 Models of the tests, each under every schedule. *ok*: with {", ".join(map(str, RANKS[:-1]))} and {RANKS[-1]} ranks, in
 {MICROBATCHES} microbatches of 2, 1, 1 and 1 rows, outputs, loss, gradients and buffers are those of the unsplit model:
