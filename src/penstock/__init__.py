@@ -6,6 +6,7 @@ load torch.
 
 from __future__ import annotations
 
+from penstock._base import __version__ as __version__
 from penstock._base.lazy import TYPE_CHECKING, face, lent
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from penstock.runtime.batch.microbatches import Microbatches as Microbatches
     from penstock.schedule import Schedule as Schedule
     from penstock.schedule.timeline import Timeline as Timeline
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "pipe.pipeline": "Pipeline",

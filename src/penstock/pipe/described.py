@@ -7,13 +7,12 @@ import os
 import socket
 import uuid
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock._base import owner
+from penstock._base import __version__, owner
 from penstock._base.gradients import gradient_bytes
 from penstock.errors import ArgumentError, warn
 from penstock.partition.chance.gate import Gate
@@ -94,7 +93,7 @@ def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None 
         id=run_id,
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         resumed=(),
-        penstock=import_module("penstock").__version__,
+        penstock=__version__,
         torch=str(torch.__version__),
         host=socket.gethostname(),
         threads=torch.get_num_threads() if session.device.type == "cpu" else 0,
