@@ -134,7 +134,7 @@ def test_more_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
 
 
 BROKEN = """
-import json, sys
+import dataclasses, json, sys
 sys.path[:0] = sys.argv[1:2]
 from collections import Counter
 from functools import partial
@@ -221,17 +221,27 @@ with mock.patch.object(nccl, "_exchanges", one_is_wrong):
 with mock.patch.object(verification, "_on_one_rank", one_is_wrong):
     print(json.dumps(verification.in_several("mlp", "float32", "1f1b", setting)))
 print(json.dumps([synchronizations.judged(Counter(seen), 1)["ok"] for seen in ({}, {"here": 1}, {"here": 2})]))
+
+def uncompared(*args, verify=penstock.verify, **options):
+    report = verify(*args, **options)
+    return dataclasses.replace(report, whole_batch=dataclasses.replace(report.whole_batch, verdict="missing"))
+
+with mock.patch.object(penstock, "verify", uncompared):
+    found = verification.prove(setting, "mlp", "float32", "gpipe", ranks=2)
+    print(json.dumps([found["ok"], found["says"]]))
 """
 
 
 def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
     lines = lines_of_script(BROKEN, FOLDER, tmp_path, seconds=120)
-    by_rank, gate, several, watched = (json.loads(line) for line in lines if line.startswith(("[", "{")))
+    by_rank, gate, several, watched, uncompared = (json.loads(line) for line in lines if line.startswith(("[", "{")))
     for rank, found in enumerate(by_rank):
         assert found == [[name, True, False] for name, _, _ in found], (rank, found)
     assert (gate["ok"], gate["says"]) == (False, "without more: rank 1: so")
     assert not several["ok"]
     assert watched == [False, True, False]
+    assert not uncompared[0]
+    assert "the comparison with the whole batch is missing" in uncompared[1]
 
 
 SURVIVES = """
