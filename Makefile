@@ -59,7 +59,8 @@ pictures: $(READY)
 	$(BIN)/python docs/pictures/report.py
 
 # With the Python that is given, its torch and transformers, since .venv has a torch for CPUs; installs nothing.
-# Parts take less than ten minutes each: `make gpu PART=2`; GPU has further options, such as GPU=--missing.
+# A run takes less than eight minutes. `make gpu` runs what no GPU has shown yet, the most telling first; `make gpu PART=2`
+# a part; GPU has further options, such as GPU=--missing, which goes on.
 gpu:
 	$(PYTHON) benchmarks/gpu/run.py $(if $(PART),--part $(PART)) $(GPU)
 

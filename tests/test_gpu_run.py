@@ -83,7 +83,7 @@ def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
 
 
 def test_every_case_is_collected() -> None:
-    listed = [line.partition(" ")[::2] for line in lines_of_script(FOLDER / "run.py", "--list")]
+    listed = [line.partition(" ")[::2] for line in lines_of_script(FOLDER / "run.py", "--list", "--part", *"12345")]
     parts = {name: int(part) for part, name in listed}
     assert len(parts) == len(listed), "two of one name"
     assert set(parts.values()) == {1, 2, 3, 4, 5}
@@ -134,7 +134,7 @@ def test_more_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
 
 
 BROKEN = """
-import json, sys
+import dataclasses, json, sys
 sys.path[:0] = sys.argv[1:2]
 from collections import Counter
 from functools import partial
@@ -221,17 +221,27 @@ with mock.patch.object(nccl, "_exchanges", one_is_wrong):
 with mock.patch.object(verification, "_on_one_rank", one_is_wrong):
     print(json.dumps(verification.in_several("mlp", "float32", "1f1b", setting)))
 print(json.dumps([synchronizations.judged(Counter(seen), 1)["ok"] for seen in ({}, {"here": 1}, {"here": 2})]))
+
+def uncompared(*args, verify=penstock.verify, **options):
+    report = verify(*args, **options)
+    return dataclasses.replace(report, whole_batch=dataclasses.replace(report.whole_batch, verdict="missing"))
+
+with mock.patch.object(penstock, "verify", uncompared):
+    found = verification.prove(setting, "mlp", "float32", "gpipe", ranks=2)
+    print(json.dumps([found["ok"], found["says"]]))
 """
 
 
 def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
     lines = lines_of_script(BROKEN, FOLDER, tmp_path, seconds=120)
-    by_rank, gate, several, watched = (json.loads(line) for line in lines if line.startswith(("[", "{")))
+    by_rank, gate, several, watched, uncompared = (json.loads(line) for line in lines if line.startswith(("[", "{")))
     for rank, found in enumerate(by_rank):
         assert found == [[name, True, False] for name, _, _ in found], (rank, found)
     assert (gate["ok"], gate["says"]) == (False, "without more: rank 1: so")
     assert not several["ok"]
     assert watched == [False, True, False]
+    assert not uncompared[0]
+    assert "the comparison with the whole batch is missing" in uncompared[1]
 
 
 SURVIVES = """
@@ -291,15 +301,17 @@ def fails(setting):
 def dies(setting):
     return time.sleep(600) if here() == 0 else os.kill(os.getpid(), signal.SIGSEGV)
 
-def run(world, *kinds):
+def run(world, *kinds, seconds=200):
     limits = [6.0 if kind is hangs else 30.0 for kind in kinds]
     cases = [Case(f"{k} {kind.__name__}", 5, kind, limits[k], world=world) for k, kind in enumerate(kinds)]
     TABLE.update({case.name: case for case in cases})
-    running.run(cases, "cpu", 3, time.monotonic() + 200, lambda row: print(json.dumps(row), flush=True), forks=True)
+    running.run(cases, "cpu", 3, time.monotonic() + seconds, lambda row: print(json.dumps(row), flush=True), forks=True)
 
 run(World(2), fine, fine, wrong, fine, hangs, fine, raises, dies, dies, dies, fine)
 run(World(2, "own"), dies, dies, dies, fine)
 run(World(1), fine, fails, fine)
+case.CPU_TIMEOUT_FACTOR = 9.0
+run(World(2), hangs, fine, seconds=10)
 """
 
 
@@ -330,8 +342,10 @@ def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
     assert found[7]["says"] == "a rank was killed by SIGSEGV"
     assert [row["status"] for row in found[11:15]] == ["crashed"] * 3 + ["not run"]
     assert found[14]["says"] == "3 worlds in a row were lost before it"
-    assert [row["status"] for row in found[15:]] == ["ok", "raised", "ok"]
+    assert [row["status"] for row in found[15:]] == ["ok", "raised", "ok", "cut off", "not run"]
     assert found[15]["found"]["each"] == found[17]["found"]["each"], "a world of one rank goes on"
+    assert re.fullmatch(r"cut off after \d+ s: the time was up", found[18]["says"])
+    assert "in hangs" in found[18]["log"]["log.1"]
 
 
 GATED = """
@@ -370,6 +384,7 @@ sys.path[:0] = sys.argv[1:2]
 from pathlib import Path
 import nccl_library
 
+nccl_library._refusal = lambda library: ""
 nccl_library.put_in_front(Path(sys.argv[2]))
 assert nccl_library.found_in(Path(sys.argv[2])) == Path(os.environ["LD_PRELOAD"])
 assert os.environ["LD_PRELOAD"] in Path("/proc/self/maps").read_text()
@@ -395,24 +410,163 @@ def test_the_library_is_put_in_front(tmp_path: Path, packed: bool) -> None:
     assert (folder / "libnccl.so.2").read_bytes() == content
 
 
-NO_TRANSFORMERS = """
+REFUSED = """
 import sys
 sys.path[:0] = sys.argv[1:2]
-from cases.case import UnsupportedError
-from cases.models import llama
+from pathlib import Path
+import nccl_library
 
-sys.modules["transformers"] = None
-try:
-    llama(True)
-except UnsupportedError as reason:
-    assert str(reason) == "transformers is not installed"
-else:
-    raise AssertionError
+for name, content in [("libnccl.so.2", b"text"), ("libnccl-x.so.2.xz", b"text"), ("libnccl-x.so.2.xz", b"")]:
+    folder = Path(sys.argv[2]) / str(len(list(Path(sys.argv[2]).iterdir())))
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    print(nccl_library.put_in_front(folder).replace(str(folder), ""))
+    assert [file.name for file in folder.iterdir()] == [name]
+folder = Path(sys.argv[2]) / "a:b"
+folder.mkdir()
+(folder / "libnccl.so.2").touch()
+print(nccl_library.put_in_front(folder).replace(str(folder), ""))
 """
 
 
-def test_a_model_of_transformers_is_skipped_without_it() -> None:
-    lines_of_script(NO_TRANSFORMERS, FOLDER)
+def test_what_cannot_be_put_in_front_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    text, packed, empty, colon = lines_of_script(REFUSED, FOLDER, tmp_path)
+    assert text == "/libnccl.so.2 is no NCCL for this machine (OSError: /libnccl.so.2: file too short)"
+    assert packed == "what is in  cannot be unpacked (Input format not supported by decoder)"
+    assert empty.startswith("what is in  cannot be unpacked (Compressed file ended")
+    assert colon == "/libnccl.so.2 has a colon or a space in its path, where LD_PRELOAD would cut it"
+
+
+LACKS = """
+import collections, importlib, shutil, sys
+sys.path[:0] = sys.argv[1:2]
+from unittest import mock
+import needs, nccl_library, torch
+
+def lacks(device, **attributes):
+    for lack in needs.lacks(device):
+        print(device, *lack, sep="; ")
+
+Usage = collections.namedtuple("Usage", "free")
+with (
+    mock.patch("importlib.util.find_spec", lambda name: None),
+    mock.patch("shutil.which", lambda name: None),
+    mock.patch("shutil.disk_usage", lambda folder: Usage(1 << 20)),
+    mock.patch("tempfile.gettempdir", lambda: "/tmp"),
+    mock.patch.object(nccl_library, "version_in_use", lambda: (2, 28, 9)),
+):
+    lacks("cuda")
+lacks("standin")
+with mock.patch.object(torch, "__version__", "2.9.1+cu128"):
+    lacks("cpu")
+with mock.patch.object(sys, "version_info", (3, 10)), mock.patch.dict(sys.modules, rich=None):
+    lacks("cpu")
+"""
+
+
+def test_what_a_machine_lacks_is_known_at_the_start() -> None:
+    readme = (FOLDER / "README.md").read_text()
+    found = lines_of_script(LACKS, FOLDER)
+    assert found.pop(4).startswith("cuda; ranks/*; NCCL 2.28.9 refuses two ranks on one GPU; put 2.30 or newer into ")
+    assert found == [
+        "cuda; *llama*; transformers is not installed; True",
+        "cuda; ranks/penstock verify*; typer is not installed; True",
+        "cuda; ranks/penstock verify*; pydantic is not installed; True",
+        "cuda; feature/*/compile*; there is no compiler (gcc); True",
+        "cuda; *; /tmp has 1 MiB free, and should have 512; False",
+        "cuda; ranks/*; /dev/shm has 1 MiB free, and should have 64; False",
+        "standin; ranks/*; NCCL has no stand-in there; --device cpu rehearses it; True",
+        "cpu; *; torch 2.11 or newer (it has 2.9.1+cu128); True",
+        "cpu; *; Python 3.11 or newer; True",
+        "cpu; *; rich; True",
+    ]
+    for name in ("rich", "numpy", "torch 2.11", "Python 3.11", "NCCL 2.30", "transformers", "compiler", "/dev/shm"):
+        assert name in readme
+
+
+CHOSEN = """
+import json, sys, time
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+import run
+from cases import TABLE, case, figures
+
+folder = Path(sys.argv[2])
+
+def main(*given):
+    try:
+        print(given[-1], run.main(["--device", "cpu", *given]))
+    except run.RefusedError as reason:
+        print(str(reason).replace(str(folder), ""))
+
+main("--only", "rank/2/*")
+main("--part", "1", "--only", "ranks/*")
+main("--json", str(folder / "none" / "x.json"))
+main("--counts", "--json", str(folder / "x.json"))
+run.SHOWN = folder / "shown.json"
+rows = [{"name": name, "status": "ok"} for name in TABLE if name != "waits/1f1b"]
+run.SHOWN.write_text(json.dumps({"environments": [{"code": "a"}], "rows": rows}))
+main("--list")
+main("--json", str(folder / "y.json"), "--only", "waits/1f1b")
+run.LACKS = [run.needs.Lack("dropout/*", "no dice")]
+main("--json", str(folder / "y.json"), "--only", "dropout/*")
+main("--json", str(folder / "y.json"), "--missing", "--only", "environment")
+(row,) = [row for row in run.read(folder / "y.json")[1].values() if row["name"] == "waits/1f1b"]
+assert row["device"] == "cpu"
+run.BEGAN = time.monotonic() - 100
+main("--json", str(folder / "y.json"), "--total", "104")
+"""
+
+
+def test_a_choice_of_nothing_is_refused_and_one_of_which_nothing_is_shown_fails(tmp_path: Path) -> None:
+    lines = lines_of_script(CHOSEN, FOLDER, tmp_path)
+    assert re.match(r"no case is called 'rank/2/\*'; did you mean 'ranks/2/.* --list names them", lines[0])
+    assert lines[1:6] == [
+        "no case is chosen: --part and --only have none in common",
+        "/none/x.json cannot be written: No such file or directory",
+        "/x.json cannot be read: No such file or directory",
+        "1 waits/1f1b",
+        "--list 0",
+    ]
+    assert "waits/1f1b 1" in lines
+    assert "1 cases (dropout/*) are skipped: no dice" in lines
+    assert "dropout/* 1" in lines
+    assert "environment 0" in lines
+    assert lines[-1] == "104 2", "the time is over before the first case"
+
+
+def test_what_is_open_comes_with_the_most_telling_first() -> None:
+    listed = [line.partition(" ")[2] for line in lines_of_script(FOLDER / "run.py", "--list")]
+    measured = json.loads((FOLDER / "results-h100.json").read_text())["rows"]
+    assert not {row["name"] for row in measured if row["status"] in ("ok", "measured")} & {*listed}
+    assert listed[:2] == ["ranks/4/verify/dualpipe", "ranks/4/verify/chimera"]
+    kinds = list(dict.fromkeys(name.partition("/")[0] for name in listed))
+    assert kinds == ["ranks", "figures", "verify", "feature"]
+
+
+LOCKED = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+import run
+try:
+    run.locked(Path(sys.argv[2]))
+except run.RefusedError as reason:
+    print(reason)
+"""
+
+
+def test_a_second_run_with_the_same_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    command = ("--device", "cpu", "--jobs", "1", "--json", file, "--only", "verify/one process/*/float32/*")
+    with WarmScript(FOLDER / "run.py", *command) as process:
+        next(line for line in process.out if "environment" in line)
+        assert lines_of_script(LOCKED, FOLDER, file) == [
+            f"another run is writing {file}; wait for its end, or give another file: --json"
+        ]
+        process.send_signal(signal.SIGINT)
+        process.out.read()
+    assert not lines_of_script(LOCKED, FOLDER, file)
 
 
 PREDICTS = """
@@ -486,7 +640,7 @@ from pathlib import Path
 import run
 
 file = Path(sys.argv[2])
-here = {"cores": 8, "code": "a"}
+here = {"cores": 8, "code": "a", "device": "cpu"}
 row = {"name": "x", "status": "ok"}
 first = run.Results(file)
 here |= {"commit": "1", "date": "one day"}
@@ -494,26 +648,37 @@ assert first.begin(here) == ""
 first.add(row)
 again = run.Results(file)
 assert again.begin({**here, "commit": "2", "date": "another"}) == ""
-assert again.rows == {"x": {**row, "code": "a"}}
-for number, other in enumerate([{"cores": 8, "code": "b"}, {"cores": 4, "code": "b", "gpu": "H200"}], 1):
+assert again.rows == {"x": {**row, "code": "a", "device": "cpu"}}
+others = [{"cores": 8, "code": "b", "device": "cpu"}, {"cores": 4, "code": "b", "device": "cuda", "gpu": "H200"}]
+for number, other in enumerate(others, 1):
     later = run.Results(file)
     said = later.begin(other)
     aside = file.with_name(f"results-{number}.json")
     assert str(aside) in said, said
     assert later.rows == {}
-    assert json.loads(aside.read_text())["rows"] == [{**row, "code": "ab"[number - 1]}]
+    assert json.loads(aside.read_text())["rows"] == [{**row, "code": "ab"[number - 1], "device": "cpu"}]
     later.add(row)
 assert "cores was 8, is 4" in said, said
 assert "gpu was None, is H200" in said, said
 assert "code" not in said.partition(": ")[2], said
 mixed = run.Results(file)
-assert mixed.begin({"cores": 4, "code": "c", "gpu": "H200"}, any_code=True) == ""
+assert mixed.begin({**other, "code": "c"}, any_code=True) == ""
 mixed.add({"name": "y", "status": "ok"})
 assert {name: one["code"] for name, one in mixed.rows.items()} == {"x": "b", "y": "c"}
 assert [each["code"] for each in json.loads(file.read_text())["environments"]] == ["b", "c"]
 kept = run.Results(file)
-assert kept.begin({"cores": 4, "code": "c", "gpu": "H200"}) == ""
+assert kept.begin({**other, "code": "c"}) == ""
 assert kept.rows.keys() == {"x", "y"}
+for before, after, left in [("ok", "cut off", "ok"), ("not run", "cut off", "cut off"), ("failed", "ok", "ok")]:
+    kept.rows["z"] = {"name": "z", "status": before}
+    kept.add({"name": "z", "status": after})
+    assert kept.rows["z"]["status"] == left
+
+for number, text in enumerate(["", "{", "{}", '{"environments": [], "rows": []}', "[1]"], 3):
+    file.write_text(text)
+    aside = file.with_name(f"results-{number}.json")
+    assert run.Results(file).begin(here) == f"{file} is no file of results; it is now {aside}"
+    assert aside.read_text() == text
 
 measured = json.loads(Path(run.HERE / "results-h100.json").read_text())
 file.write_text(json.dumps(measured))
@@ -537,7 +702,7 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"{sys.executable} has no torch; give a Python that has: make gpu PYTHON=/usr/bin/python3.12"
+        f"{sys.executable} lacks torch; give another: make gpu PYTHON=/usr/bin/python3.12"
     ]
 
 
@@ -597,10 +762,11 @@ def test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process() -> None:
         "is wrong": "failed",
         "cannot be shown": "skipped",
         "alone": "ok",
-        "cut": "not run",
+        "cut": "cut off",
         "late": "not run",
     }
     assert "in leaves_and_hangs" in found["hangs"]["log"]
+    assert "in leaves_and_hangs" in found["cut"]["log"]
     assert found["dies"]["says"] == "its process was killed by SIGSEGV"
     assert found["dies"]["log"] == "last words"
     assert found["raises"]["says"] == "ValueError: the disk is full"
@@ -713,4 +879,4 @@ def test_a_run_that_is_interrupted_shows_its_table(tmp_path: Path) -> None:
         rest = process.out.read()
         assert process.status() == 130
     assert re.search(r"ok +verify/one process/mlp +\d+ cases", rest), rest
-    assert rest.splitlines()[-1].endswith(f" ok: {file}"), rest
+    assert rest.splitlines()[-1].endswith(f" ok on cpu: {file}"), rest

@@ -10,12 +10,15 @@ Row = dict[str, Any]
 """What became of a case: its name, part, status, what it says, seconds, and what it found.
 
 Status: "ok"; "measured": it has no right or wrong; "failed": it is not as it should be; "raised"; "crashed": its
-process ended without a result; "timed out"; "skipped": this machine cannot show it; "not run", or cut off: the time for
-all of them was up.
+process ended without a result; "timed out"; "skipped": this machine cannot show it; "cut off": the time for all of them
+was up while it ran; "not run": before it began.
 """
 
 DONE = ("ok", "measured")
 BAD = ("failed", "raised", "crashed", "timed out")
+UNFINISHED = ("cut off", "not run")
+LOGGED = (*BAD, "cut off")
+TIME_WAS_UP = "the time was up"
 
 MAX_CHARACTERS = 500
 LOG_CHARACTERS = 3000

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cases.case import Case, DeviceType, Setting, World
-from rows import BAD, LOG_CHARACTERS, Row, outcome, row
+from rows import LOG_CHARACTERS, LOGGED, TIME_WAS_UP, Row, outcome, row
 from worlds import WorldRun
 
 from penstock.launch.agent import TAG, end_with_parent, kill_left
@@ -35,6 +35,9 @@ GIB_PER_CASE = 4.0
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.02
 
+DUMP_SECONDS = 1.0
+"""For processes to write where their threads are."""
+
 MAX_NCCL_JOBS = 2
 """Jobs at a time whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
 
@@ -43,36 +46,54 @@ class _Process:
     """A case under way in a process of its own."""
 
     is_over = False
+    _is_asked = False
 
     def __init__(self, case: Case, device: DeviceType, environment: Mapping[str, str]) -> None:
         self.alone, self.uses_nccl = case.alone, case.uses_nccl
         self._case, self._limit = case, case.seconds * Setting(device, Path()).patience
         self._folder, self._mark = Path(tempfile.mkdtemp(prefix="penstock-gpu-")), secrets.token_hex(8)
+        self._result = self._folder / "result"
         self._began = time.monotonic()
         self._pid = _begin(case, Setting(device, self._folder), {**environment, TAG: self._mark})
 
-    def look(self, until: float) -> list[Row]:
-        """The case's row once it has ended, or its time is up."""
+    def ask(self) -> None:
+        """Has its processes write where their threads are, unless it has a result; later ones are ignored."""
+        if not self._has_ended() and not self._result.exists():
+            self._is_asked = True
+            for pid in (int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
+                with contextlib.suppress(ProcessLookupError):
+                    if os.getpgid(pid) == self._pid:
+                        os.kill(pid, signal.SIGUSR1)
+                        time.sleep(0.03)  # at once they would write into each other's lines
+
+    def _has_ended(self) -> bool:
+        if self._is_asked:
+            return False
+        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def look(self, is_up: bool) -> list[Row]:
+        """The case's row once it has ended, or its time is up. `is_up`: that of all is, and it was asked."""
         seconds = time.monotonic() - self._began
-        has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        has_ended = self._has_ended()
         is_late = not has_ended and seconds > self._limit
-        if not has_ended and not is_late and time.monotonic() <= until:
+        if not has_ended and not is_late and not is_up:
             return []
-        if is_late:  # its processes say where their threads are
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGUSR1)
-            time.sleep(0.5)
-        result, log = self._folder / "result", self._folder / "log"
-        read = json.loads(result.read_text()) if result.exists() else None
+        if is_late and not self._is_asked:
+            self.ask()
+            time.sleep(DUMP_SECONDS)
+        log = self._folder / "log"
+        read = json.loads(self._result.read_text()) if self._result.exists() and not self._is_asked else None
         said = log.read_text(errors="replace").strip()[-LOG_CHARACTERS:] if log.exists() else ""
         exitcode = self.end()
         self.is_over = True
         if read is not None:
-            return [row(self._case, **read, seconds=seconds, **({"log": said} if read["status"] in BAD else {}))]
-        if not has_ended and not is_late:
-            return [row(self._case, "not run", "cut off: the time for this part was up", seconds)]
-        status = "crashed" if has_ended else "timed out"
-        words = f"its process {how_it_ended(exitcode)}" if has_ended else f"ended after {seconds:.0f} s"
+            return [row(self._case, **read, seconds=seconds, **({"log": said} if read["status"] in LOGGED else {}))]
+        if has_ended:
+            status, words = "crashed", f"its process {how_it_ended(exitcode)}"
+        elif is_late:
+            status, words = "timed out", f"ended after {seconds:.0f} s"
+        else:
+            status, words = "cut off", f"cut off after {seconds:.0f} s: {TIME_WAS_UP}"
         return [row(self._case, status, words, seconds, log=said)]
 
     def end(self) -> int:
@@ -117,12 +138,16 @@ def run(
                         running.append(WorldRun(mine, device, environment, forks))
                     else:
                         running.append(_Process(mine[0], device, environment))
-            if time.monotonic() >= until:
+            is_up = time.monotonic() >= until
+            if is_up:
+                for one in running:
+                    one.ask()
+                time.sleep(DUMP_SECONDS if running else 0.0)
                 for case in itertools.chain.from_iterable(waiting):
-                    ended(row(case, "not run", "the time for this part was up", 0.0))
+                    ended(row(case, "not run", TIME_WAS_UP, 0.0))
                 waiting.clear()
             for one in list(running):
-                for found in one.look(until):
+                for found in one.look(is_up):
                     ended(found)
                 if one.is_over:
                     running.remove(one)

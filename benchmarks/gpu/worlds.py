@@ -24,7 +24,7 @@ from typing import Any
 import rank_main
 from cases.case import Case, DeviceType, Setting
 from cases.ranks import Forks, torchrun
-from rows import BAD, LOG_CHARACTERS, Row, row
+from rows import BAD, LOG_CHARACTERS, LOGGED, TIME_WAS_UP, Row, row
 
 from penstock.launch.agent import TAG, kill_left
 from penstock.launch.endings import how_it_ended
@@ -69,8 +69,8 @@ class WorldRun:
     def _is_given_up(self) -> bool:
         return self._is_over_nccl and self._lost >= MAX_LOST
 
-    def look(self, until: float) -> list[Row]:
-        """The rows of cases that have ended since. After `until` the rest are cut off."""
+    def look(self, is_up: bool) -> list[Row]:
+        """The rows of cases that have ended since. `is_up`: the time is, and it was asked."""
         found: list[Row] = []
         while self._waiting and not self._is_given_up and (ended := self._ended()) is not None:
             result, is_lost = ended
@@ -82,10 +82,12 @@ class WorldRun:
                 self._lose()
             else:
                 self._lost = 0
-        if self._waiting and (time.monotonic() > until or self._is_given_up):
-            why = "the time for this part was up"
-            if self._is_given_up:
-                why = f"{MAX_LOST} worlds in a row were lost before it"
+        if self._waiting and (is_up or self._is_given_up):
+            why = f"{MAX_LOST} worlds in a row were lost before it" if self._is_given_up else TIME_WAS_UP
+            if not self._is_given_up:
+                seconds = time.monotonic() - (self._started if self._began == float("inf") else self._began)
+                says = f"cut off after {seconds:.0f} s: {why}"
+                found.append(row(self._waiting.popleft(), "cut off", says, seconds, **self._about("cut off")))
             found += [row(case, "not run", why, 0.0) for case in self._waiting]
             self._waiting.clear()
         if not self._waiting:
@@ -154,7 +156,8 @@ class WorldRun:
             return row(case, "crashed", says, seconds, **self._about("crashed")), True
         if seconds < case.seconds * self._patience:
             return None
-        self._dump()
+        self.ask()
+        time.sleep(1.0)
         says = f"ranks {sorted(set(ranks) - founds.keys())} still ran after {seconds:.0f} s"
         return row(case, "timed out", says, seconds, **self._about("timed out")), True
 
@@ -162,16 +165,15 @@ class WorldRun:
         found: Row = json.loads((self._folder / f"found.{self._number}.{rank}").read_text())
         return found
 
-    def _dump(self) -> None:
+    def ask(self) -> None:
         """Has each rank write where its threads are."""
         for file in self._folder.glob(f"began.{self._number}.*"):
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(file.read_text()), signal.SIGUSR1)
-        time.sleep(1.0)
 
     def _about(self, status: str) -> dict[str, Any]:
         """What the ranks and torchrun have written last, for a row that is not as it should be."""
-        if status not in BAD:
+        if status not in LOGGED:
             return {}
         logs = {file.name: file.read_text(errors="replace").strip() for file in sorted(self._folder.glob("log*"))}
         return {"log": {name: text[-LOG_CHARACTERS:] for name, text in logs.items()}}

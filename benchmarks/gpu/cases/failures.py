@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import penstock
 from cases import nccl, ranks
 from cases.case import Case, Found, Setting
+from penstock.runtime.processes.failure_detector import Patience
 
 PART = 1
 RANKS, VICTIM = 3, 2
@@ -31,8 +32,8 @@ MAX_UNNAMED_SECONDS = {"stop": 10.0}
 """From the fall until each of the others has named who fell; 5 if not said here. Five pass without a sign of life."""
 
 SAID = {
-    "kill": r"rank 2 was lost.*its process is gone",
-    "stop": r"rank 2 was lost.*its process is stopped",
+    "kill": r"rank 2 was lost, last seen at 2F.*its process is gone",
+    "stop": r"rank 2 was lost, last seen at 2F.*its process is stopped",
     "out of memory": r"rank 2 failed at 2F.*(OutOfMemory|memory)",
     "raise in backward": r"rank 2 failed at 2B.*ValueError: planted",
 }
@@ -141,6 +142,8 @@ def train(setting: Setting, how: str, transport: str) -> None:
 
 
 def _fall(how: str, value: Tensor, mark: Path) -> Tensor:
+    if how in ("kill", "stop"):
+        time.sleep(2 * Patience().beat_seconds)  # so that the others have seen where it is
     mark.touch()
     if how == "sleep":
         torch.cuda._sleep(int(8e9))  # private, but there is no public kernel that waits; some four seconds
@@ -156,6 +159,5 @@ def _fall(how: str, value: Tensor, mark: Path) -> Tensor:
 def _warn_soon() -> None:
     """A notice each second rather than each half minute."""
     from penstock.pipe import build
-    from penstock.runtime.processes.failure_detector import Patience
 
     build.Patience = partial(Patience, beat_seconds=0.1, warn_seconds=1.0)  # type: ignore[assignment, misc]

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cases.case import UnsupportedError
-
 
 class Model(NamedTuple):
     """`loss(model(*args, **kwargs), target)` is what is trained; without a loss the model computes its own."""
@@ -166,10 +164,7 @@ def gpt(small: bool, rows: int = 16, dropout: float = 0.1) -> Model:
 
 def llama(small: bool, rows: int = 16) -> Model:
     """Of the `transformers` library, with rows of several lengths, which a mask tells apart."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("transformers is not installed") from error
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     width, length = (16, 7) if small else (256, 96)
     config = LlamaConfig(

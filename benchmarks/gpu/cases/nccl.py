@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from cases.case import Case, Found, Setting, UnsupportedError
+from cases.case import Case, Found, Setting
 from cases.ranks import RanksFailedError, on_ranks
 from penstock.testing import nccl_rules
 
@@ -25,9 +25,6 @@ PART = 5
 
 GATE = "ranks/nccl by itself"
 """The case that all others with NCCL come after: it finds the variables with which ranks can share the GPU."""
-
-SHARES_A_GPU = (2, 30)
-"""From this version on NCCL allows several ranks on one GPU, if it is asked to."""
 
 SHARED = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -57,13 +54,6 @@ def cases() -> Iterator[Case]:
 
 def by_itself(setting: Setting) -> Found:
     """Two ranks exchange messages and add, in each way until one works."""
-    if setting.is_real:
-        version = nccl_library.version_in_use()
-        if version < SHARES_A_GPU:
-            said = ".".join(map(str, version)) or "none"
-            raise UnsupportedError(
-                f"NCCL {said} refuses two ranks on one GPU; put 2.30 or later into {nccl_library.FOLDER}: see README.md"
-            )
     os.environ |= variables(setting)
     failed: list[str] = []
     for way in WAYS if setting.is_real else WAYS[:1]:

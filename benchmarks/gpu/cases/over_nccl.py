@@ -305,7 +305,8 @@ def replicas(schedule: str, setting: Setting) -> Found:
             made.model, (x,), target=y, loss_fn=F.mse_loss, microbatches=MICROBATCHES, whole_batch=False, **options
         )
         wrong = _accumulated(setting, options, half) if report.ok else []
-    says = "; ".join(wrong) or f"{report.summary()}; no_sync adds as one process does"
+    also = "; no_sync adds as one process does" if report.ok else ""
+    says = "; ".join(wrong) or report.summary() + also
     return _with_messages({"ok": report.ok and not wrong, "says": says}, sent)
 
 
