@@ -105,6 +105,18 @@ OF_COMMAND = "penstock"
 """Stands for the file where a warning has no line: a command called Penstock."""
 
 
+def formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as a line of a command, unless it is of a line of somebody's file. For `warnings.formatwarning`."""
+    if filename == OF_COMMAND:
+        return f"penstock: warning: {message}\n"
+    return _usual(message, category, filename, lineno, line)
+
+
+_usual = warnings.formatwarning
+
+
 def warn(message: str) -> None:
     """Warns the user at the line of theirs that called Penstock."""
     level, frame = 1, sys._getframe()  # from Python 3.12 on, `skip_file_prefixes` does this

@@ -59,10 +59,10 @@ def test_a_plan_without_a_pipeline_names_the_best_one_with_one(profile: str) -> 
     every = make_plans(Sizes({1: PROFILE}), Cluster(4, link=link), 16, best=1000).best
     assert every[0].choice.ranks == 1
     piped = min((one for one in every if one.choice.ranks > 1), key=lambda one: one.step_seconds)
-    (line,) = (line for line in text.splitlines() if line.startswith("It has no pipeline; the best with one is "))
+    (line,) = (line for line in text.splitlines() if line.startswith("It has no pipeline; "))
     numbers = f", dp {piped.choice.replicas} x pp {piped.choice.ranks}"
     assert numbers in line
-    assert line.endswith(" slower.")
+    assert line.endswith((" slower.", "takes as long."))  # within half a percent
     assert "It has no pipeline" not in output(*command, "--link", "1gbit delay 5us", columns=400)
 
 

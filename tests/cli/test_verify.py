@@ -306,6 +306,7 @@ def test_a_target_may_bring_its_reduction(recwarn: pytest.WarningsRecorder) -> N
     assert "targets of -100" in str(recwarn.pop(UserWarning).message)
     assert "not a mean over rows" not in verify("cases.py:weighted").output
     assert not recwarn.list
+    assert "brings a reduction" in verify("cases.py:weighted", "--reduction", "sum").output
 
 
 def test_chunks_are_what_the_schedule_is_known_for() -> None:

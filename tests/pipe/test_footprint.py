@@ -63,7 +63,7 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.LSTM(64, 128, 2, batch_first=True)
-        self.second = nn.LSTM(128, 64, bidirectional=True, batch_first=True)
+        self.second = nn.LSTM(128, 16, bidirectional=True, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.second(self.first(x)[0])[0]

@@ -7,7 +7,7 @@ In come measured or estimated `UnitCost`s; out come the units with which stages 
 """
 
 from penstock.balance.cuts import Problem, best_starts, stage_bytes, stage_loads
-from penstock.balance.doubts import doubts, spread
+from penstock.balance.doubts import doubts, variation
 from penstock.balance.estimate import estimated, fitted
 from penstock.balance.profile import (
     OPTIMIZER_VALUES,
@@ -41,8 +41,8 @@ __all__ = [
     "fitted",
     "kept_bytes",
     "read_profile",
-    "spread",
     "stage_bytes",
     "stage_loads",
     "ties_of",
+    "variation",
 ]

@@ -9,8 +9,8 @@ from penstock.balance.profile import Profile
 
 BUSY = 0.25
 """Times that spread by more than this part of their median were not measured on a quiet machine."""
-TWICE, LEAST = 2.0, 1e-3
-"""A forward does much the same where backwards are split: it does not take so many times as long and seconds more."""
+SPLIT_RATIO, SPLIT_SECONDS = 2.0, 1e-3
+"""A forward does much the same where backwards are split: it does not take twice as long and a millisecond."""
 
 
 def doubts(profile: Profile) -> tuple[str, ...]:
@@ -19,15 +19,15 @@ def doubts(profile: Profile) -> tuple[str, ...]:
         return ()
     found = []
     sizes = profile.each_size
-    if (varies := spread(profile)) > BUSY:
+    if (varies := variation(profile)) > BUSY:
         found.append(f"times vary by {varies:.0%} from run to run; measure again while the machine does nothing else")
     for size in sizes:
         plain = sum(unit.forward_seconds for unit in size.units)
         split = sum(unit.split.forward_seconds for unit in size.units)
-        if max(plain, split) > TWICE * min(plain, split) + LEAST:
+        if max(plain, split) > SPLIT_RATIO * min(plain, split) + SPLIT_SECONDS:
             found.append(
-                f"forwards took {split * 1e3:.3g} ms where backwards are split, and {plain * 1e3:.3g} ms otherwise: "
-                "something else ran; measure again"
+                f"forwards of {counted(size.rows, 'row')} took {split * 1e3:.3g} ms where backwards are split, and "
+                f"{plain * 1e3:.3g} ms otherwise: something else ran; measure again"
             )
     for smaller, larger in pairwise(sizes):
         if _seconds(larger) < _seconds(smaller):
@@ -42,7 +42,7 @@ def _seconds(size: Profile) -> float:
     return sum(unit.seconds for unit in size.units)
 
 
-def spread(profile: Profile) -> float:
+def variation(profile: Profile) -> float:
     """How much its times vary from run to run, as a fraction: of its sizes the most, of units by the time of each."""
     return max(map(_spread, profile.each_size))
 

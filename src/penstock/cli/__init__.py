@@ -21,7 +21,7 @@ from penstock._base.second_names import of_peer
 from penstock._base.words import printable
 from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
 from penstock.cli._child import calls_a_target, in_child
-from penstock.errors import OF_COMMAND, ArgumentError, PartitionError, PenstockError, VerificationError
+from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError, formatted
 from penstock.launch.endings import stopped_by
 
 VERBS = (
@@ -31,7 +31,6 @@ VERBS = (
 """In the order of `--help`."""
 
 
-_USUAL_FORMAT = warnings.formatwarning
 _NOTHING_LEFT = "no process is left running"
 
 
@@ -119,20 +118,11 @@ def main() -> None:
     sys.exit(in_child(_run) if calls_a_target(sys.argv[1:]) and hasattr(signal, "sigwaitinfo") else _run())
 
 
-def _formatted(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """A warning as a line of a command, unless it is of a line of somebody's file."""
-    if filename == OF_COMMAND:
-        return f"penstock: warning: {message}\n"
-    return _USUAL_FORMAT(message, category, filename, lineno, line)
-
-
 def _run() -> int:
     """Runs the command and returns its exit status."""
     status: Any = 0
     lost: OSError | None = None
-    warnings.formatwarning = _formatted
+    warnings.formatwarning = formatted
     try:
         app(prog_name="penstock")
     except SystemExit as ended:

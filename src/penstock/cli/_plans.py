@@ -50,10 +50,10 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
         every: list[Plan | Lost] = sorted((*found.best, *found.lost), key=lambda one: one.step_seconds)
         piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
         if not any(one.choice.ranks > 1 for one in every):
-            beside = "as was asked for, or as no other layout divides this batch"
+            beside = "as was asked for, or as no other layout works"
         elif piped is None:
             beside = "none with one fits"
-        elif piped.step_seconds <= best.step_seconds:
+        elif abs(piped.step_seconds - best.step_seconds) <= found.equal * best.step_seconds:
             beside = f"{_named(piped.choice)}, which has one, takes as long"
         elif isinstance(piped, Lost) and piped.bubble is None:
             beside = f"any plan with one is at least {_slower(piped, best)}"
@@ -193,7 +193,10 @@ def _reasons(found: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     lacking = sorted((one for one in typical if one.lacking_bytes), key=lambda one: one.lacking_bytes)
     slower = [one for one in typical if one.bubble is not None and not one.lacking_bytes]
     bounded = [one for one in typical if one.bubble is None]
-    if slower:
+    alike = [one for one in slower if one.step_seconds < best.step_seconds]
+    if alike:
+        yield f"As good as equal (within {found.equal:.1%}), not as simple:", _lines(alike, lambda one: _why(one, best))
+    if slower := [one for one in slower if one not in alike]:
         yield "Slower:", _lines(slower, lambda one: _why(one, best))
     if bounded:
         yield (
@@ -235,7 +238,10 @@ def _named(choice: Choice) -> str:
 
 
 def _slower(lost: Lost | Plan, best: Plan) -> str:
-    return f"{lost.step_seconds / best.step_seconds - 1:.1%} slower" if best.step_seconds else "no faster"
+    if not best.step_seconds:
+        return "no faster"
+    more = lost.step_seconds / best.step_seconds - 1
+    return f"{abs(more):.1%} {'faster' if more < 0 else 'slower'}"
 
 
 def _why(lost: Lost, best: Plan) -> str:

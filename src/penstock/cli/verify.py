@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from penstock.errors import (
     PipelineFailure,
     VerificationError,
     check_counts,
+    formatted,
 )
 from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
@@ -54,7 +56,9 @@ class Case(SplitOptions):
     microbatches: Annotated[int | None, option(f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")] = (
         None
     )
-    reduction: Annotated[ReductionName, option("Whether the loss is a mean over the batch's rows or a sum.")] = "mean"
+    reduction: Annotated[
+        ReductionName | None, option("Whether the loss is a mean over the batch's rows (the default) or a sum.")
+    ] = None
     replicas: Annotated[
         int, option("Pipelines that train together, each on its part of the batch; one process per rank.")
     ] = 1
@@ -181,7 +185,11 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
             part = _part(given, case.replicas, mesh.get_local_rank("dp"))
         options: dict[str, Any] = {**case.arguments(), "ranks": case.ranks, "microbatches": case.microbatches}
         options |= {"mesh": mesh, "transport": _choice(case.transport), **given.cutting}
-        reduction = case.reduction if given.reduction is None else given.reduction
+        if case.reduction is not None and given.reduction is not None:
+            raise ArgumentError(
+                f"--reduction {case.reduction}: {case.target} brings a reduction; leave one of them out"
+            )
+        reduction = given.reduction or case.reduction or "mean"
         verification = Verification(*twins(make, None), part, options, reduction, case.exact, case.whole_batch)
         for number, schedule in enumerate(schedules, 1):
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
@@ -266,6 +274,7 @@ def prove_distributed(case: Case) -> dict[str, Any]:
 def rank_main(folder: Path) -> int:
     """Runs one rank of `prove_distributed`. Returns its exit status."""
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+    warnings.formatwarning = formatted
     try:
         left: dict[str, Any] = {"report": prove(case, [case.schedule])[0]}
     except PenstockError as error:

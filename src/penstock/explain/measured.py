@@ -168,7 +168,7 @@ def run_of(recording: Recording) -> Run:
     shapes = {(one.slowest.schedule.name, one.slowest.schedule.microbatches): one.number for one in reversed(steps)}
     if len(shapes) > 1:
         (name, many), *others = sorted(shapes, key=lambda shape: shapes[shape])
-        theirs = ", ".join(f"step {shapes[shape]} {shape[0]} with {shape[1]}" for shape in others)
+        theirs = ", ".join(f"step {shapes[shape]} {shape[0]} with {shape[1]}" for shape in others[:_MAX_NAMED])
         notes.append(
             f"steps differ: step {shapes[name, many]} is {name} with {counted(many, 'microbatch')}, {theirs}; if they "
             "are of several runs, explain each alone"

@@ -119,10 +119,11 @@ def recording_of_run(run: RunRead) -> Recording:
         raise ArgumentError(f"run {str(run.path)!r} has no timeline: {why}")
     found = recording_of(list(timelines.values()), str(run.path), list(timelines))
     steps = run.steps(_RECENT_BYTES)
+    noted: list[str] = []
     timed = [one.seconds for one in steps if one.step in timelines]
     if timed and not 1 / _UNLIKE < (times := median(one.seconds for one in steps) / median(timed)) < _UNLIKE:
-        damaged.append(f"the last {len(steps):,} steps took {times:.2f} times as long as those with a timeline")
-    return replace(found, stages=run.about.stages.stages, notes=(*damaged, *found.notes))
+        noted.append(f"the last {len(steps):,} steps took {times:.2f} times as long as those with a timeline")
+    return replace(found, stages=run.about.stages.stages, notes=(*damaged, *noted, *found.notes))
 
 
 def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[int] = ()) -> Recording:

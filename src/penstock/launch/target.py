@@ -195,6 +195,11 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
             f"TARGET {text!r} returned {given} after the loss; expected a dict with any of "
             f"{', '.join(sorted(_CUTTING))}, reduction; for penstock blame, also {', '.join(sorted(_TRAINING))}"
         )
+    reduction = more.get("reduction")
+    if reduction is not None and reduction not in ("mean", "sum") and not callable(reduction):
+        raise ArgumentError(
+            f"TARGET {text!r}: reduction={reduction!r}: expected 'mean', 'sum' or a function of the target"
+        )
     cutting, training = ({key: more[key] for key in keys & more.keys()} for keys in (_CUTTING, _TRAINING))
     if not isinstance(model, nn.Module) and not _is_layers(model):
         raise ArgumentError(
@@ -213,7 +218,7 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
             f"TARGET {text!r} returned {a(type(loss).__name__)} as the loss; {_RETURNS}, "
             "loss: a function of output and target, or None"
         )
-    return Target(model, args, kwargs, target, loss, cutting, again, training, more.get("reduction"))
+    return Target(model, args, kwargs, target, loss, cutting, again, training, reduction)
 
 
 _CUTTING = {"batch_dims", "split", "merge"}

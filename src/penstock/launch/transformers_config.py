@@ -68,8 +68,8 @@ def _batch(text: str, model: Any, rows: int, length: int | None) -> dict[str, An
     config, kind = model.config, type(model).__name__
     classes = torch.randint(max(getattr(config, "num_labels", 2), 1), (rows,))
     if model.main_input_name == "input_ids":
-        if config.is_encoder_decoder and config.decoder_start_token_id is None:
-            config.decoder_start_token_id = config.pad_token_id or 0
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.pad_token_id = config.decoder_start_token_id = config.pad_token_id or 0
         text_config = config.get_text_config()
         usual = min(_LENGTH, getattr(text_config, "max_position_embeddings", None) or _LENGTH)
         tokens = torch.randint(text_config.vocab_size, (rows, length or usual))

@@ -86,7 +86,6 @@ def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None 
     limit = options.memory_limit
     if plan is not None and len({*plan.limit_bytes}) == 1 and math.isfinite(plan.limit_bytes[0]):
         limit = plan.limit_bytes[0]
-    whole = {name: one.numel() for stage in partition.stages for name, one in stage.parameters.items()}
     trained = [[one for one in held if one.requires_grad] for held in parameters]
     return About(
         name=os.path.basename(os.path.abspath(asked.path)),
@@ -109,7 +108,7 @@ def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None 
         placement=str(place),
         cuts=tuple(session.split.cuts),
         units=tuple(modules_of(stage) for stage in partition.stages),
-        parameters=sum(whole.values()),
+        parameters=sum(one.numel() for one in session.split.model.parameters()),
         parameter_bytes=tuple(sum(one.nbytes for one in held) for held in parameters),
         gradient_bytes=tuple(gradient_bytes(held, options.gradient_dtype) for held in trained),
         activation_bytes=activation_bytes(session),

@@ -90,7 +90,8 @@ class Followed:
             if planned not in (0, here):
                 warn(
                     f"the plan's times are of {counted(planned, 'thread')} per rank, and this one has {here}: steps "
-                    f"will not take what it predicts; profile with --threads {here}, and plan again"
+                    f"will not take what it predicts; profile with --threads {here} while nothing else runs, and plan "
+                    "again"
                 )
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
             remedy = f"start {choice.ranks} processes, or one that runs all ranks"

@@ -109,17 +109,22 @@ def profile(
     if links and kind is not None:
         raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
 
+    where = there or input_device(example, model)
+
     def units() -> Profile:
         partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
         if kind is not None:
             return estimated(_measured(partitioner, pieces, None, there, per_row), kind, _efficiency(calibrate, kind))
-        where = there or input_device(example, model)
-        found = undisturbed(lambda: _measured(partitioner, pieces, budget_seconds, there, per_row), where)
+        # ranks that measure their links do so all at once, so none decides by itself to do it again
+        return measuring(partitioner) if links else undisturbed(lambda: measuring(partitioner), where)
+
+    def measuring(partitioner: Partitioner) -> Profile:
+        found = _measured(partitioner, pieces, budget_seconds, there, per_row)
         found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
         # other devices compute while the runtime goes on
         return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
-    return _with_links(units, there or input_device(example, model)) if links else units()
+    return _with_links(units, where) if links else units()
 
 
 def _measured(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.balance import UnitCost, spread
+from penstock.balance import UnitCost, variation
 from penstock.errors import ArgumentError
 from penstock.plan.bounds import Shape, least_seconds, least_seconds_anyhow
 from penstock.plan.choice import ANY, Choice, Wanted, choices
@@ -35,9 +35,9 @@ from penstock.search import search
 BEST = 5
 """How many plans to list."""
 
-EQUAL, OF_SPREAD = 0.005, 0.25
-"""Times that differ by less are taken as equal, since no profile tells them apart: by this fraction, or, if that is
-more, by this part of the spread of the profile's times. The simplest such plan comes first.
+EQUAL, OF_VARIATION, MOST_EQUAL = 0.005, 0.25, 0.1
+"""Steps that differ by less are taken as equal, since no profile tells them apart: by the first fraction, or, if that
+is more, by this part of what the profile's times vary, up to the last. The simplest such plan comes first.
 """
 
 ROUNDING = 1e-9
@@ -75,7 +75,8 @@ class Planned:
     """What was found.
 
     Attributes:
-        best: the plans that fit, the fastest first; of those as good as equal to it, the simplest first.
+        best: the plans that fit, the fastest first; of those as good as equal to it, the simplest first. The fastest is
+            among them.
         lost: the other choices, the fastest first.
         nearest: if nothing fits, the plan that lacks least.
         equal: the fraction by which steps may differ to be as good as equal.
@@ -143,10 +144,10 @@ def make_plans(
     nearest: Plan | None = None
     candidates = sorted(open_candidates(sizes, cluster, global_batch, wanted), key=lambda one: one.at_least)
     kept: dict[int, Candidate] = {}
-    equal = max(EQUAL, OF_SPREAD * max(map(spread, sizes.profiles.values())))
+    equal = min(MOST_EQUAL, max(EQUAL, OF_VARIATION * max(map(variation, sizes.profiles.values()))))
     for number, candidate in enumerate(candidates):
         times = sorted(map(_seconds, found))
-        if len(found) >= best and candidate.at_least >= max((1 + equal) * times[0], (1 + EQUAL) * times[best - 1]):
+        if len(found) >= best and candidate.at_least >= max((1 + equal) * times[0], times[best - 1]):
             lost += [Lost(one.choice, one.at_least) for one in candidates[number:]]
             break
         plan, where = candidate.best(cluster)
@@ -159,6 +160,9 @@ def make_plans(
     ranked = simplest_first(found, equal)
     if search_seconds > 0:
         ranked = simplest_first([*found, *_finer(ranked, kept, cluster, search_seconds)], equal)
+    fastest = min(ranked, key=_seconds, default=None)
+    if fastest is not None and fastest not in ranked[:best]:
+        ranked = [*ranked[: best - 1], fastest, *(one for one in ranked[best - 1 :] if one is not fastest)]
     lost += map(_as_lost, ranked[best:])
     made_for = MadeFor.of(next(iter(sizes.profiles.values())))
     return Planned(
