@@ -21,8 +21,7 @@ import penstock
 from penstock.runtime.execute.clock import StreamClock
 from penstock.runtime.processes import groups
 from penstock.runtime.processes.groups import Groups
-from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.receive_order import ReceiveOrder
+from penstock.runtime.transport.distributed import DistributedTransport, ReceiveOrder
 from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules
 from scaffolding.by_hand import step_by_hand

@@ -17,7 +17,7 @@ from penstock.runtime.execute import transports
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.processes.world import World
 from penstock.runtime.transport.shared_memory import Neighbors
-from penstock.runtime.transport.staged import StagedTransport
+from penstock.runtime.transport.staging import StagedTransport
 from penstock.testing import check_transport
 from scaffolding import stand_in
 from scaffolding.models import Case

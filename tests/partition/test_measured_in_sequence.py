@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.balance import Profile
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import candidates
-from penstock.partition.measure import clock, in_sequence
+from penstock.partition.measure import clock, measuring
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.running import Splits
 from penstock.partition.recorder.attempts import record
@@ -83,7 +83,7 @@ def test_units_are_as_cold_as_in_a_step() -> None:
 
 def test_without_time_or_memory_one_of_each_kind_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forwards(profile_of(model(), 0.0)) == [0.001] * LAYERS
-    monkeypatch.setattr(in_sequence, "MAX_BYTES", 0)
+    monkeypatch.setattr(measuring, "MAX_BYTES", 0)
     assert forwards(profile_of(model(), LONG)) == [0.001] * LAYERS
 
 

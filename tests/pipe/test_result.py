@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock
 from penstock.pipe.result import StepResult
-from penstock.runtime.step.shared_loss import SharedLoss
+from penstock.runtime.step.results import SharedLoss
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
 

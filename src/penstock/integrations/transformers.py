@@ -18,7 +18,7 @@ from penstock import checkpoint
 from penstock.errors import ArgumentError
 from penstock.integrations.accelerate import ranks_as_one_device
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.step.outputs import Wanted
+from penstock.runtime.step.results import Wanted
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainingArguments

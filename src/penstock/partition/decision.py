@@ -196,37 +196,44 @@ def measured(
     names = [unit.name for unit in profile.units]
     if len(names) <= len(by_work):
         return Decision(unchanged)
-    pieces = [unit for unit in units if unit.name in names]
-    problem, notes = _problem(recording, model, pieces, [unit.seconds for unit in profile.units], room)
-    notes = (*profile.notes, *notes)
-    crossing = [room.crossing_seconds(unit, profile) for unit in profile.units]
-    problem = replace(problem, crossing_seconds=crossing)
-    starts = _best(problem, len(by_work) + 1, room)
-    if all(name in names for name in by_work):
-        before = [0, *map(names.index, by_work)]
+    units = [unit for unit in units if unit.name in names]
+    found = _by_times(
+        recording, model, units, [[unit] for unit in profile.units], profile, room, len(by_work) + 1, by_work
+    )
+    return replace(found, notes=(*profile.notes, *found.notes))
+
+
+def _by_times(
+    recording: Recording,
+    model: nn.Module,
+    units: Sequence[Candidate],
+    pieces: Sequence[Sequence[UnitCost]],
+    profile: Profile,
+    room: Room,
+    stages: int,
+    usual: Sequence[str] | None = None,
+) -> Decision:
+    """The best cuts at these units by a profile's times, or the usual ones where these do as well.
+
+    Args:
+        pieces: for each unit, those of the profile that begin there.
+    """
+    names, times = [unit.name for unit in units], [sum(unit.seconds for unit in piece) for piece in pieces]
+    problem, notes = _problem(recording, model, units, times, room)
+    problem = replace(problem, crossing_seconds=[room.crossing_seconds(piece[0], profile) for piece in pieces])
+    starts = _best(problem, stages, room)
+    if usual is not None and all(name in names for name in usual):
+        before = [0, *map(names.index, usual)]
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = before
-    return _with_costs(_decided(names, problem, starts, notes), profile, room)
-
-
-def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:
-    """The decision, and what its stages cost by the profile."""
-    names = [unit.name for unit in profile.units]
-    if not all(cut in names for cut in found.cuts):
-        return found
-    starts = [0, *map(names.index, found.cuts)]
-    costs = priced(profile.units, starts, [1.0] * len(starts), profile.action_seconds or 0.0)
-    return replace(found, costs=costs, link=room.link_of(profile))
-
-
-def _decided(names: Sequence[str], problem: Problem, starts: Sequence[int], notes: tuple[str, ...]) -> Decision:
-    """Cuts at these units, what each stage takes, and whether that is uneven."""
     loads, runs = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
-    notes += uneven(loads, names, runs, problem.seconds)
-    return Decision(tuple(names[start] for start in starts[1:]), tuple(loads), notes)
+    notes += _uneven(loads, names, runs, times)
+    cuts, every = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
+    costs = priced(profile.units, [0, *map(every.index, cuts)], [1.0] * stages, profile.action_seconds or 0.0)
+    return Decision(cuts, tuple(loads), notes, costs, room.link_of(profile))
 
 
-def uneven(
+def _uneven(
     loads: Sequence[float], names: Sequence[str], stages: Sequence[Sequence[int]], seconds: Sequence[float]
 ) -> tuple[str, ...]:
     """What to say of a slowest stage above `UNEVEN` times the mean; nothing if there is none.
@@ -303,13 +310,9 @@ def _by_profile(
                 f"balance: the profile is not of this model: there {before!r} runs before {after!r}, and here after "
                 "it. Make one with penstock.profile(...) or `penstock profile`, or use balance='time'"
             )
-    times = [sum(unit.seconds for unit in units) for units in pieces]
     starting = [Candidate(*piece, 0) for piece in zip(names, positions, strict=True)]
-    problem, unknown = _problem(recording, model, starting, times, room)
-    problem = replace(problem, crossing_seconds=[room.crossing_seconds(units[0], profile) for units in pieces])
-    starts = _best(problem, stages, room)
-    found = _decided(names, problem, starts, unknown)
-    return replace(_with_costs(found, profile, room), notes=(*notes, *found.notes))
+    found = _by_times(recording, model, starting, pieces, profile, room, stages)
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def _of_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[str, ...]]:

@@ -13,10 +13,9 @@ from penstock._base.marks import computing
 from penstock._base.trees import Flat, flatten, unflatten
 from penstock.balance import Profile
 from penstock.errors import ArgumentError, PartitionError, check_counts
-from penstock.partition.cut.balance import candidates, cut_at
+from penstock.partition.cut.balance import candidates, cut_at, joined, spans, too_few
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
-from penstock.partition.cut.inseparable import joined, spans, too_few
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
 from penstock.partition.measure.measuring import BUDGET_SECONDS
 from penstock.partition.measure.running import Splits
@@ -33,8 +32,7 @@ from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
-from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Grain, find_units, public_name, refuse_compiled, refuse_lazy
+from penstock.partition.units.units import Grain, Opening, find_units, public_name, refuse_compiled, refuse_lazy
 from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.objects import input_path
 

@@ -38,7 +38,7 @@ from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.front_end import MakeFrontEnd
-from penstock.runtime.gradients.dtypes import accumulate_in
+from penstock.runtime.gradients.distribution import accumulate_in
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel

@@ -35,7 +35,7 @@ from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitFunction
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.loss import Loss, Reduction
-from penstock.runtime.model.overlaps import refuse_overlaps
+from penstock.runtime.model.taking_over import refuse_overlaps
 from penstock.runtime.processes.world import World
 from penstock.schedule import Schedule, generator
 from penstock.schedule.lowering import order_of

@@ -32,7 +32,7 @@ from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
-from penstock.runtime.step.outputs import Wanted
+from penstock.runtime.step.results import Wanted
 from penstock.schedule import check, summary
 
 

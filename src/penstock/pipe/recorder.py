@@ -41,7 +41,7 @@ from penstock.runtime.execute.clock import counter
 from penstock.runtime.processes.failure import Failure, Position
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World
-from penstock.runtime.step.shared_loss import SharedLoss
+from penstock.runtime.step.results import SharedLoss
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LAST_LOSSES_SECONDS = 0.5

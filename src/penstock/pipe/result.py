@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.runtime.step.shared_loss import SharedLoss
+from penstock.runtime.step.results import SharedLoss
 from penstock.schedule.timeline import Timeline
 
 

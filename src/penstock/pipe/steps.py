@@ -35,10 +35,8 @@ from penstock.runtime.loss.of_torch import padding
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.one_at_a_time import one_at_a_time
-from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
-from penstock.runtime.step.shared_loss import LossParts, share_loss
-from penstock.runtime.step.shared_timeline import share_timeline
+from penstock.runtime.step.results import LossParts, Wanted, bring, code_of, share_loss, share_timeline
 from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 

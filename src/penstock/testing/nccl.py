@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._base.compat import bound_to, is_bound
 from penstock.errors import ArgumentError
 from penstock.runtime.execute import clock
-from penstock.runtime.transport.courier import Courier, Operation
+from penstock.runtime.transport.staging import Courier, Operation
 
 NCCL_DTYPES = frozenset({
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,

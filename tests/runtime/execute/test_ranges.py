@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import profiler
 
 import penstock
-from penstock.runtime.execute import ranges
+from penstock.runtime.execute import program
 from scaffolding.small import batch, mlp
 
 
@@ -42,14 +42,14 @@ def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_torch_still_says_whether_it_profiles() -> None:
-    assert not ranges.is_profiling()
+    assert not program.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert ranges.is_profiling()
+        assert program.is_profiling()
     with profiler.emit_nvtx(enabled=False):
-        assert not ranges.is_profiling()
+        assert not program.is_profiling()
     assert hasattr(profiler, "_is_profiler_enabled")  # else every step pays for ranges
 
 
 def test_where_torch_does_not_say_every_step_has_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
-    assert ranges.is_profiling()
+    assert program.is_profiling()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.execute import program
-from penstock.runtime.features import away, offload
+from penstock.runtime.features import offload
 
 
 class Event:
@@ -168,7 +168,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
     copies = SlowCopies()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda _: copies)
-        lanes = away.Lanes(torch.device("cpu"))
+        lanes = offload.Lanes(torch.device("cpu"))
     monkeypatch.setattr(offload, "lanes_of", lambda _: lanes)
     monkeypatch.setattr(Tensor, "record_stream", _record_stream)
     bind = program.with_neighbors

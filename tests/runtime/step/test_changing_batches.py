@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 import penstock.runtime.step.bound_schedules
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
-from penstock.runtime.step.outputs import code_of, words
+from penstock.runtime.step.results import code_of, words
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
 from scaffolding.small import ONE_STAGE, WIDTH, Retrieval, batch, mlp, retrieval_error, tokens

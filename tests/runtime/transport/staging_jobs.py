@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.stages import Link
-from penstock.runtime.transport.staged import StagedChannel
-from penstock.runtime.transport.staging import HOST, Staging
+from penstock.runtime.transport.staging import HOST, StagedChannel, Staging
 from scaffolding.stand_in import DEVICE
 from scaffolding.stand_in_streams import Event, Stream
 

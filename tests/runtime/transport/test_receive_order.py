@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.transport.receive_order import ReceiveOrder
+from penstock.runtime.transport.distributed import ReceiveOrder
 
 Started = list[tuple[str, int]]
 

@@ -15,8 +15,7 @@ from penstock.partition.cut.balance import Weighed, candidates, even_starts, hea
 from penstock.partition.cut.places import is_mark, place_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import unwrapped
-from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, repeats, resolve
+from penstock.partition.units.units import LISTS, Opening, Unit, canonical_names, find_units, repeats, resolve
 
 WORTHWHILE = 0.95
 """Modules are opened if that shrinks the largest stage below this fraction of its size."""

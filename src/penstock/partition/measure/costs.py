@@ -1,4 +1,7 @@
-"""What the units of a recording cost, and what they are: those of one kind cost the same."""
+"""What the units of a recording cost, and what they are: those of one kind cost the same.
+
+`kind_of` says which run the same code on the same shapes, so that one has to be measured for all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from penstock._base.stages import MODEL_INPUT, Input, TensorMeta
 from penstock._base.trees import flatten
 from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Profile, Tied, UnitCost
 from penstock.errors import PartitionError
-from penstock.partition.cut.balance import Candidate, cut_at
-from penstock.partition.cut.inseparable import joined, spans
-from penstock.partition.measure.alike import kind_of
+from penstock.partition.cut.balance import Candidate, cut_at, joined, spans
 from penstock.partition.measure.footprint import Footprint
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
@@ -217,3 +218,89 @@ def _name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine() if device.type == "cpu" else device.type
+
+
+NUMBERS_OF_PLACES = ("idx", "index", "id", "number", "layer_num", "depth")
+"""Attributes whose names end like this say which of several blocks a module is, not what it does."""
+
+
+def kind_of(split: CutRecording, stage: int) -> Hashable:
+    """A value that is equal for two units only if they run the same: the recorded calls, the work of each, the modules
+    that they call, with all their settings, and the shapes of everything."""
+    plan = split.plans[stage]
+    numbers: dict[fx.Node, int] = {}
+    for node in plan.received:
+        numbers[node] = len(numbers)
+    calls = []
+    for node in plan.run:
+        numbers[node] = len(numbers)
+        fact = split.facts[node]
+        target = _module(split.model.get_submodule(str(node.target))) if fact.kind == "unit" else _target(split, node)
+        given = fx.map_arg((node.args, node.kwargs), lambda n: _Number(numbers[n]))
+        calls.append((target, _plain(given), fact.work, fact.meta, fact.modes))
+    received = tuple(value.meta for value in plan.inputs)
+    returned = tuple((numbers[node], value.meta) for node, value in zip(plan.returned, plan.outputs, strict=True))
+    return tuple(calls), received, returned
+
+
+class _Number(int):
+    """A node, by its number among those of its stage."""
+
+
+def _target(split: CutRecording, node: fx.Node) -> Hashable:
+    fact = split.facts[node]
+    if fact.kind in ("parameter", "buffer", "constant"):
+        tensor = split.recording.held.get(str(node.target))
+        return (fact.kind, str(node.target)) if tensor is None else (fact.kind, *_tensor(tensor))
+    return node.op, str(node.target)
+
+
+def _module(module: nn.Module) -> Hashable:
+    """What a module does: the classes, settings and shapes of all modules in it."""
+    return tuple(
+        (
+            name,
+            type(inner),
+            inner.training,
+            _settings(inner),
+            tuple((key, _tensor(tensor)) for key, tensor in inner._parameters.items() if tensor is not None),
+            tuple((key, _tensor(tensor)) for key, tensor in inner._buffers.items() if tensor is not None),
+        )
+        for name, inner in module.named_modules()
+    )
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Its plain attributes. Of a fraction only whether it is 0 matters: a dropout's rate costs nothing."""
+    return tuple(
+        (name, value != 0 if isinstance(value, float) else value)
+        for name, value in sorted(vars(module).items())
+        if _is_plain(value) and not name.endswith(NUMBERS_OF_PLACES)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def _tensor(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
+
+
+def _plain(value: Any) -> Hashable:
+    """Arguments as a hashable value; what cannot be hashed is itself only."""
+    if isinstance(value, _Number):
+        return "node", int(value)
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return "dict", tuple((key, _plain(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return "slice", _plain((value.start, value.stop, value.step))
+    try:
+        hash(value)
+    except TypeError:
+        return "object", id(value)
+    return type(value), value

@@ -27,19 +27,18 @@ from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Recorder
+from penstock.partition.recording.calls import EntryModes
 from penstock.partition.recording.guards import is_readable
-from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.recording import Constant, Recording
 from penstock.partition.run.known_values import Restart
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.source import raising_line
 from penstock.partition.state.carried_over import carried
-from penstock.partition.state.left_behind import Behind, gather
+from penstock.partition.state.left_behind import Left, gather
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.remembered import Remembered, draws_alone
 from penstock.partition.units.chain import Chain
-from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Grain, Learned, Unit, canonical_names, intercepted
+from penstock.partition.units.units import Grain, Learned, Opening, Unit, canonical_names, intercepted
 from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path, leaves_of, tensors_in
 
 
@@ -280,7 +279,7 @@ def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
     return {name: tuple(positions) for name, positions in called.items()}
 
 
-def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
+def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Left], grain: Grain) -> Recording:
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _calls(recorder)
@@ -292,7 +291,7 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
     read = recorder.returned.settle(recorder.facts, recorder.sized)
     free = {number for node, number in recorder.sized.items() if node not in read}
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
-    carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
+    carried = [entry.recorded(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
     texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]

@@ -18,8 +18,7 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempt import Attempt
 from penstock.partition.recording.recording import Recording
 from penstock.partition.state.left_behind import EVERY
-from penstock.partition.units.opening import NOTHING, Opening
-from penstock.partition.units.units import NO_GRAIN, Grain, Learned, find_units
+from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Learned, Opening, find_units
 
 
 def record(

@@ -30,23 +30,21 @@ from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
+from penstock.partition.recording.calls import EntryModes
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard, ancestors, make_guard
-from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.result_checks import Returned
 from penstock.partition.run.known_values import KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
 from penstock.partition.run.side_channels import SideChannels
-from penstock.partition.state.attribute_outputs import attributes_of, taken
+from penstock.partition.state.left_behind import attributes_of, taken
 from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
-from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Call, Learned, Unit
+from penstock.partition.units.units import Call, Learned, Opening, Unit
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.values.passed import Passed
-from penstock.partition.watch.observer import Observer
-from penstock.partition.watch.seeds import Seeds
+from penstock.partition.watch.observer import Observer, Seeds
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""

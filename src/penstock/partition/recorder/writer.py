@@ -21,12 +21,11 @@ from penstock.partition import source
 from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
+from penstock.partition.recording.calls import EntryModes
 from penstock.partition.recording.facts import Fact, Kind, tensor_meta
-from penstock.partition.recording.modes import EntryModes
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
-from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Learned, Unit
+from penstock.partition.units.units import Learned, Opening, Unit
 from penstock.partition.values.objects import (
     CONSTANTS,
     OPAQUE,

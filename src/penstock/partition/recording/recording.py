@@ -16,8 +16,7 @@ from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard
 from penstock.partition.state.left_behind import Left
 from penstock.partition.state.remembered import Remembered
-from penstock.partition.units.opening import NOTHING, Opening
-from penstock.partition.units.units import NO_GRAIN, Grain
+from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Opening
 
 
 class RandomSource(Protocol):

@@ -18,8 +18,7 @@ from torch import Tensor, fx
 from penstock._base.trees import LEAF, flatten
 from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact, Pattern
-from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Learned
+from penstock.partition.units.units import Learned, Opening
 
 CONTAINERS = ("items", "keys", "leaves")
 LITERALS = (bool, int, float, str, type(None))

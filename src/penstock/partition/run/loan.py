@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from penstock.partition.state.containers import is_container, refill
+from penstock.partition.state.reach import is_container, refill
 
 
 class Snapshot:

@@ -19,7 +19,7 @@ from penstock._base.compat import FakeTensor, generator_of, storage_of, unset_fa
 from penstock._base.trees import map_tensors
 from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
-from penstock.partition.state.attribute_outputs import attributes_of
+from penstock.partition.state.left_behind import attributes_of
 from penstock.partition.units.units import Call, Unit, has_forward
 from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import tensors_in

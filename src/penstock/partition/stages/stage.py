@@ -15,8 +15,8 @@ from torch.fx.node import map_aggregate
 
 from penstock._base.stages import StageMeta
 from penstock.partition.chance.gate import Gate
+from penstock.partition.recording.calls import enter_autocast, leave_autocast
 from penstock.partition.recording.facts import Branch, Fact, Modes
-from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.recording.result_checks import check_returned
 from penstock.partition.stages.split import CutRecording, StagePlan

@@ -3,14 +3,19 @@
 Stages do not leave it: a value that was recorded call by call is not stored in any attribute, and another stage's
 modules are in another process. So small values that require a gradient travel to the last stage as extra outputs, and
 are put in their places while the loss function runs. All other values are replaced by something that raises when used.
+
+Most blocks that leave something for others (`self.l_aux = ...`) are opened, so that nothing is left anywhere
+(`run/side_channels.py`). One that depends on values must run as a whole: right after the call, its value is taken out
+of the attribute, and is then a value like any other.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,33 +83,24 @@ class Left:
     """An entry of a place that the forward has changed.
 
     Attributes:
-        value: what it was changed to, with `Carried` and `Absent` instead of tensors.
+        value: what it was changed to; once recorded, with `Carried` and `Absent` instead of tensors.
         units: the modules that made it, if all of its tensors are from modules that run as a whole.
-        is_carried: whether it contains outputs.
+        small: its tensors to carry.
+        is_carried: whether there are any.
     """
 
     place: Holder
     key: Any
     value: Any
     units: frozenset[str] = frozenset()
-    is_carried: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Behind:
-    """An entry of a place that the forward has changed, with its own tensors; `small` are those to carry."""
-
-    place: Holder
-    key: Any
-    value: Any
-    units: frozenset[str]
     small: tuple[Tensor, ...] = ()
+    is_carried: bool = False
 
     @property
     def text(self) -> str:
         return self.place.name(self.key)
 
-    def to_carry(self, index_of: Callable[[Tensor], int]) -> Left:
+    def recorded(self, index_of: Callable[[Tensor], int]) -> Left:
         """The same with its tensors replaced. `index_of` returns the index of the output that carries a tensor."""
         wanted = {id(t) for t in self.small}
 
@@ -112,7 +108,7 @@ class Behind:
             return Carried(index_of(tensor)) if id(tensor) in wanted else None
 
         template = template_of(self.value, self.text, carried)
-        return Left(self.place, self.key, template, self.units, bool(self.small))
+        return replace(self, value=template, small=(), is_carried=bool(self.small))
 
 
 def gather(
@@ -123,7 +119,7 @@ def gather(
     grain: Grain,
     units: Iterable[Unit],
     real: Collection[str],
-) -> list[Behind]:
+) -> list[Left]:
     """What the forward left, while it is still there.
 
     Args:
@@ -154,7 +150,7 @@ def gather(
             small = [t for t in wanted if has_node(t)]
             to_open |= {u for t in wanted if not has_node(t) and (u := made[id(t)].unit) in names - grain.shut}
             whole = makers and all(makers)
-            found.append(Behind(place, key, value, frozenset(makers if whole else ()), tuple(small)))
+            found.append(Left(place, key, value, frozenset(makers if whole else ()), tuple(small)))
     if to_open:
         texts = ", ".join(sorted(to_open)[:4])
         raise Learned(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
@@ -194,14 +190,56 @@ def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
     return template
 
 
-def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | None]) -> Any:
-    """A value with its tensors replaced: by what `replace` returns, otherwise by `Absent`."""
+def template_of(value: Any, text: str, carried: Callable[[Tensor], Carried | None]) -> Any:
+    """A value with its tensors replaced: by what `carried` returns, otherwise by `Absent`."""
     if isinstance(value, Tensor):
-        return replace(value) or Absent.at(text)
+        return carried(value) or Absent.at(text)
     if type(value) in SEQUENCES:
-        return type(value)(template_of(v, f"{text}[{i}]", replace) for i, v in enumerate(value))
+        return type(value)(template_of(v, f"{text}[{i}]", carried) for i, v in enumerate(value))
     if type(value) is dict:
-        return {k: template_of(v, f"{text}[{k!r}]", replace) for k, v in value.items()}
+        return {k: template_of(v, f"{text}[{k!r}]", carried) for k, v in value.items()}
     if value is None or isinstance(value, nn.Module) or type(value) in CONSTANTS:
         return value
     return Absent.at(text) if any(True for _ in tensors_in(value)) else value
+
+
+class Attribute:
+    """An attribute of a module that each call of a block sets anew.
+
+    Args:
+        name: where a user finds it.
+        module, key: the module and the attribute's name.
+    """
+
+    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+        self.name, self.key = name, key
+        self._entries = vars(module)  # not the module: a stage would then hold its parameters twice
+        self._last: Callable[[], Tensor | None] = lambda: None
+
+    def take(self) -> Tensor:
+        """The value that the latest call left. Raises PartitionError if it left none."""
+        value = self._entries.get(self.key)
+        if not isinstance(value, Tensor) or value is self._last():
+            raise PartitionError(
+                f"{self.name!r} was set by the call in which the model was recorded, but not by this one: set it to a "
+                "tensor in every forward"
+            )
+        self._last = weakref.ref(value)
+        return value
+
+
+def taken(result: Any, attribute: Attribute) -> Tensor:
+    """What the call that returned `result` left in an attribute."""
+    return attribute.take()
+
+
+def attributes_of(block: nn.Module, name: str, taken: Collection[str]) -> Iterator[tuple[Attribute, Tensor]]:
+    """The attributes of a block's modules that hold tensors to take, apart from parameters and buffers.
+
+    These are tensors that require a gradient, and the attributes in `taken`, which did so in another recording: the
+    loss of an evaluation reads them too.
+    """
+    for inner, module in block.named_modules(prefix=name):
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and (value.requires_grad or f"{inner}.{key}" in taken):
+                yield Attribute(f"{inner}.{key}", module, key), value

@@ -4,7 +4,8 @@ Not followed, as no published model needs it: attributes of classes, slots, arra
 around functions.
 
 A snapshot is restored after a recording, so that no fake tensor stays behind. Whatever changed in between is a way for
-blocks to talk behind the model's back.
+blocks to talk behind the model's back. Functions that cache (DINOv3's positions) are found by their names in the code
+of the model's classes, across a few files.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock._base.closures import contents
-from penstock.partition.state.containers import is_container, refill
+from penstock._base.closures import EMPTY, contents
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
-from penstock.partition.state.names_in_classes import CachedFunctions, named_by
-from penstock.partition.values.objects import CONSTANTS
+from penstock.partition.values.objects import CONSTANTS, hides_tensors
 
 LARGEST = 1000
 """Containers with more entries count as tables, not as places where a forward leaves something."""
@@ -268,3 +268,116 @@ def is_below(text: str, name: str) -> bool:
 def is_of_others(module: str) -> bool:
     """Whether objects of classes from this Python module hold nothing that the user put there."""
     return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)
+
+
+_KINDS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
+_BASES = (list, dict, set)
+_HARMLESS = {"__doc__", "__init__", "__new__", "__repr__"}
+"""The methods that a subclass may override nevertheless."""
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value is a list, a deque, a dict or a set.
+
+    A subclass counts too, unless it overrides a method of its base: then even copying it may have side effects.
+    """
+    return _is_kind(type(value))  # type: ignore[arg-type]  # mypy: a class of Any has no hash
+
+
+@cache
+def _is_kind(kind: Any) -> bool:
+    if kind in _KINDS:
+        return True
+    base = next((each for each in kind.__mro__ if each in _BASES), None)
+    if base is None:
+        return False
+    methods = vars(base).keys() - _HARMLESS
+    return all(methods.isdisjoint(vars(each)) for each in kind.__mro__[: kind.__mro__.index(base)])
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Gives a container the contents of a copy of it, in the same order."""
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(contents)
+    else:
+        container.update(contents)
+
+
+CACHED = type(functools.cache(lambda: None))
+
+FILES = 3
+"""How many files names are followed across."""
+
+
+def named_by(model: nn.Module) -> list[Any]:
+    """Classes, functions (including those that `functools.cache` wraps) and, as dicts, the globals of files."""
+    kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+    return _named(tuple(kinds))
+
+
+@functools.lru_cache(maxsize=8)
+def _named(kinds: tuple[type, ...]) -> list[Any]:
+    """Cached: a model is recorded several times, and its code does not change."""
+    return list(_walk(list(kinds)))
+
+
+def _walk(kinds: list[Any]) -> Iterator[Any]:
+    """Searches breadth first, so that everything is reached by its shortest path."""
+    pending, seen = deque((kind, FILES) for kind in kinds), {id(kind) for kind in kinds}
+    while pending:
+        value, files = pending.popleft()
+        yield value
+        for item, crosses in _named_in(value):
+            left = files - crosses
+            if left > 0 and id(item) not in seen:
+                seen.add(id(item))
+                pending.append((item, left))
+
+
+def _named_in(value: Any) -> Iterator[tuple[Any, bool]]:
+    """What a class or function names, and whether it may be from another file."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        yield value.__func__, False
+    elif isinstance(value, property):
+        yield value.fget, False
+    elif type(value) is CACHED:
+        yield value.__wrapped__, False
+    elif isinstance(value, type):
+        if not is_library(value.__module__):
+            yield from ((item, False) for item in vars(value).values() if isinstance(item, _CODE))
+    elif isinstance(value, FunctionType):
+        yield from ((item, False) for item in _closure(value) if isinstance(item, _CODE))
+        if not is_library(value.__module__):
+            yield value.__globals__, False
+    elif type(value) is dict:
+        yield from ((item, True) for item in list(value.values()) if isinstance(item, _CODE))
+
+
+_CODE = (FunctionType, type, CACHED, staticmethod, classmethod, MethodType, property)
+
+
+def _closure(function: FunctionType) -> Iterator[Any]:
+    held = (contents(cell) for cell in function.__closure__ or ())
+    return (value for value in held if value is not EMPTY)
+
+
+class CachedFunctions:
+    """The caching functions among those that a model's code names (see `named_by`). A table of positions with fake
+    tensors must not stay: neither for the next plain forward, nor for another block, where it would look like a tensor
+    passed behind the model's back. Entries are looked at only if there are new ones.
+    """
+
+    def __init__(self, named: Iterable[Any]) -> None:
+        cached = [value for value in named if type(value) is CACHED]
+        self._misses = {function: function.cache_info().misses for function in cached}
+
+    def forget(self) -> None:
+        """Empties those that have cached something new that contains a tensor."""
+        for function, before in self._misses.items():
+            now = function.cache_info().misses
+            if now != before:
+                if hides_tensors(function):
+                    function.cache_clear()
+                    now = 0
+                self._misses[function] = now

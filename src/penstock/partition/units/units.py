@@ -2,7 +2,15 @@
 
 Everything else is opened, and its torch calls are recorded one by one. A module whose result is used outside its unit
 (a router's logits, which a hook collects for an auxiliary loss) is a separate unit, and the modules around it are
-opened. `opening.py` says which other modules are opened for cuts, and why random streams are unaffected.
+opened.
+
+Other modules are opened so that cuts can fall inside them (`Opening`): a stage of a hierarchical model (ConvNeXt, Swin,
+MaxViT) is one element of a list, yet may do most of the work. A module is opened if `opens=` names it, if a cut lies
+inside it, or if the stages would be less even with it whole.
+
+Random streams are unaffected: draws inside a block come from the stream of its innermost module, wherever that is
+called. Only what an opened module draws in its own forward would come from another stream if it ran as a whole. So such
+a module is opened only for `opens=`, which does not depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any
@@ -48,8 +56,7 @@ class Grain:
         whole: names of modules that are units because a call in them uses modules that it was given as constants.
         shut: names of units that are not opened for what they leave behind: they cannot be recorded call by call.
         carried: names of the places whose contents are carried to the last stage for the loss function.
-        taken: names of attributes that are read after the calls of units that depend on values; see
-            `state/attribute_outputs.py`.
+        taken: names of attributes that are read after the calls of units that depend on values; see `Attribute`.
         functions: functions that are recorded as one call each, since they draw from Python's or numpy's generators.
     """
 
@@ -248,3 +255,56 @@ def intercepted(modules: Iterable[nn.Module], handler: Callable[[Call, nn.Module
                 cls.__call__ = own[cls]  # type: ignore[method-assign]
             elif "__call__" in cls.__dict__:
                 del cls.__call__
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Names of modules to open.
+
+    Attributes:
+        asked: opened because the user asked for it.
+        for_cuts: opened because a cut lies inside.
+        tried: opened for balance; they stay whole if they cannot be recorded call by call.
+        whole: tried, but could not be recorded call by call.
+    """
+
+    asked: frozenset[str] = frozenset()
+    for_cuts: frozenset[str] = frozenset()
+    tried: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.asked | self.for_cuts | self.tried
+
+    def without(self, names: Collection[str]) -> Opening:
+        """The same, but with these tried modules left whole."""
+        return replace(self, tried=self.tried - set(names), whole=self.whole | (self.tried & set(names)))
+
+    def around(self, scope: str) -> str:
+        """The outermost module that was tried and is, or encloses, the one named `scope`; empty if there is none."""
+        return min((name for name in self.tried if f"{scope}.".startswith(f"{name}.")), key=len, default="")
+
+    def cut_inside(self, scope: str) -> str:
+        """The same for modules that are opened because a cut lies inside."""
+        return min((name for name in self.for_cuts if f"{scope}.".startswith(f"{name}.")), key=len, default="")
+
+    def refusal(self, name: str, why: str) -> str:
+        """The message for a module with a cut inside that cannot be opened."""
+        return (
+            f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {why}. Or cut at {name!r}"
+        )
+
+    def refuse_draw(self, scope: str, source_line: str) -> None:
+        """Refuses, or leaves whole, a module that was opened unasked and draws random numbers in its own forward."""
+        if name := self.around(scope):
+            raise Learned(stays=name)
+        if name := self.cut_inside(scope):
+            raise PartitionError(
+                f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "
+                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass opens=[{name!r}] for "
+                "any number of stages"
+            )
+
+
+NOTHING = Opening()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Streams:
         for name, module in modules.items():
             if id(module) not in self._hooked:
                 self._hooked.add(id(module))
-                self._handles.append(module.register_forward_pre_hook(_Hook(self, name)))
+                self._handles.append(module.register_forward_pre_hook(Hook(partial(self._entering, name))))
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -126,6 +127,9 @@ class Streams:
             seed = self._drawn[place] = mix(self._base, self._key(name), self._count(name))
         self._seed(seed)
 
+    def _entering(self, name: str, module: nn.Module, args: Any) -> None:
+        self.enter(name)
+
     @property
     def generator_seed(self) -> int:
         """The seed that torch's generator was last set to."""
@@ -165,19 +169,18 @@ class Streams:
                 sys.modules["numpy"].random.set_state(self._foreign[1])
 
 
-class _Hook:
-    """A pre-hook that sets the stream. A deep copy of the module (a reference model, say) does not keep it."""
+class Hook:
+    """A hook on a module. A deep copy of the module (a reference model, say) has one that does nothing."""
 
-    def __init__(self, streams: Streams | None, name: str) -> None:
-        self._streams = streams
-        self._name = name
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._streams is not None:
-            self._streams.enter(self._name)
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None, self._name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None, self._name)
+        return Hook, ()

@@ -19,15 +19,22 @@ from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Marks, Moment, clock_of, counter, noting_messages, shifted
 from penstock.runtime.execute.control import Arriving, Control
-from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run_actions, run_timed
+from penstock.runtime.execute.program import (
+    BoundAction,
+    Feed,
+    Program,
+    is_profiling,
+    on_device,
+    ranged,
+    run_actions,
+    run_timed,
+)
 from penstock.runtime.execute.progress import Progress, has_events
-from penstock.runtime.execute.ranges import is_profiling, ranged
 from penstock.runtime.execute.transports import STAGES_NOTHING, TransportChoice, staged_note, transport_of
 from penstock.runtime.features.context import Binding
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas
-from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
-from penstock.runtime.gradients.ties import TieGroup, TieReducer
+from penstock.runtime.gradients.ties import Tied, TieGroup, TieReducer, refuse_hooks, tied_among
 from penstock.runtime.kinds import Kinds, all_uses, distinct
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched

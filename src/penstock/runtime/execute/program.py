@@ -2,6 +2,9 @@
 
 `Program` knows no schedule by name; `run_actions` is the only executor. If one process drives all ranks, it gets the
 actions of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
+
+A profiler shows a range for each action, `penstock 2F3`, and for its wait, `penstock 2F3 waits`. Only steps that run
+under one have them: torch's own, or `emit_nvtx`, which passes them to nsys.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.errors import ScheduleError
@@ -315,3 +319,17 @@ def _between(
 def model_inputs(meta: StageMeta) -> list[int]:
     """The positions of the model's own inputs among a stage's inputs, in order."""
     return [position for position, i in enumerate(meta.inputs) if i.source == MODEL_INPUT]
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler, or `emit_nvtx`, is on.
+
+    Torch has no public way to ask. Its own optimizers check `_is_profiler_enabled`; in a torch without it, every step
+    has ranges, which cost about 15 microseconds per action.
+    """
+    return bool(getattr(profiler, "_is_profiler_enabled", True))
+
+
+def ranged(actions: Sequence[BoundAction]) -> list[BoundAction]:
+    """The actions, each wrapped in its ranges."""
+    return [within_context(each, lambda text: profiler.record_function(f"penstock {text}")) for each in actions]

@@ -16,11 +16,11 @@ from penstock.runtime.execute.control import Control
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import is_accelerator
 from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.paired import Paired
 from penstock.runtime.transport.protocol import (
     COLLECTIVES,
     POINT_TO_POINT,
     Endpoint,
+    Paired,
     PointToPoint,
     Transport,
     TransportFactory,
@@ -28,8 +28,7 @@ from penstock.runtime.transport.protocol import (
     missing,
 )
 from penstock.runtime.transport.shared_memory import Neighbors, SharedMemoryTransport
-from penstock.runtime.transport.staged import StagedTransport
-from penstock.runtime.transport.staging import HOST
+from penstock.runtime.transport.staging import HOST, StagedTransport
 
 TransportName = Literal["auto", "distributed", "staged"]
 TransportChoice = TransportName | TransportFactory

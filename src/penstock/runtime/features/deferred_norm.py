@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock._base.compat_compiler import compiled as compiled_as
 from penstock.errors import ArgumentError
 from penstock.partition.values.memory import same_bits
+from penstock.runtime.exact.streams import Hook
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.kinds import distinct
@@ -65,9 +66,10 @@ class DeferredNorms(Feature):
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._norms = [m for _, m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._handles: list[RemovableHandle] = [
-            m.register_forward_pre_hook(_Hook(self), with_kwargs=True) for m in self._norms
+            m.register_forward_pre_hook(Hook(self._note), with_kwargs=True) for m in self._norms
         ]
         self._expected: dict[nn.Module, tuple[tuple[Tensor, Tensor], Moments]] = {}
+        self._compared: set[nn.Module] = set()
         self._microbatch: int | None = None
         self._seen: dict[nn.Module, dict[int, list[Moments]]] = {}
 
@@ -96,8 +98,9 @@ class DeferredNorms(Feature):
         self._seen = defaultdict(lambda: defaultdict(list))
         before = {norm: _copies(norm) for norm in self._norms if _tracks(norm) and not _is_elsewhere(norm)}
         for norm in before:
-            if _has_own_forward(norm) and not any(isinstance(one, _Compare) for one in norm._forward_hooks.values()):
-                self._handles.append(norm.register_forward_hook(_Compare(self)))
+            if _has_own_forward(norm) and norm not in self._compared:
+                self._compared.add(norm)
+                self._handles.append(norm.register_forward_hook(Hook(self._compare)))
         ended = False
         try:
             yield
@@ -127,8 +130,9 @@ class DeferredNorms(Feature):
                 "in each, or leave deferred_batch_norm out"
             )
 
-    def note(self, norm: nn.Module, values: Tensor) -> None:
+    def _note(self, norm: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Notes the values that enter a module."""
+        values = args[0] if args else kwargs["input"]
         if self._microbatch is not None and _tracks(norm):
             mean = norm.get_buffer("running_mean")
             moments = Moments.of(values, torch.promote_types(mean.dtype, values.dtype))
@@ -136,7 +140,7 @@ class DeferredNorms(Feature):
             if _has_own_forward(norm):
                 self._expected[norm] = (mean.clone(), norm.get_buffer("running_var").clone()), moments
 
-    def compare(self, norm: nn.Module) -> None:
+    def _compare(self, norm: nn.Module, args: Any, result: Any) -> None:
         """Called after a module with its own forward. Raises ArgumentError if it normalized something other than what
         entered it, as timm's `SplitBatchNorm2d` does.
         """
@@ -197,29 +201,6 @@ def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
         for buffer, value in ((norm.running_mean, moments.mean), (norm.running_var, unbiased)):
             if buffer is not None:
                 buffer.mul_(1 - factor).add_(value.to(buffer.dtype) * factor)
-
-
-class _Hook:
-    """A hook that a deep copy of the module (a reference model, say) does not keep."""
-
-    def __init__(self, norms: DeferredNorms | None) -> None:
-        self._norms = norms
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if self._norms is not None:
-            self._norms.note(module, args[0] if args else kwargs["input"])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None,)
-
-
-class _Compare(_Hook):
-    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
-        if self._norms is not None:
-            self._norms.compare(module)
 
 
 # -- what cannot be deferred ------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-from torch import Tensor
+from torch import Tensor, fx
 
+from penstock.errors import ArgumentError
 from penstock.runtime.front_end import Stage
 from penstock.schedule import Action
 
@@ -45,6 +46,20 @@ class Start(NamedTuple):
 
     reduces: bool = True
     loss_scale: float = 1.0
+
+
+def recorded_code(stage: Stage, option: str) -> fx.GraphModule:
+    """The code of a recorded stage.
+
+    Raises:
+        ArgumentError: the stage is ready-made, so what it calls is unknown.
+    """
+    if isinstance(stage.module, fx.GraphModule):
+        return stage.module
+    raise ArgumentError(
+        f"{option} works on the recorded calls of a stage, and stage {stage.meta.index} is a ready-made "
+        f"{type(stage.module).__name__}; leave it out, or let penstock.pipeline split the model"
+    )
 
 
 class Rerun(Protocol):

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH
+from penstock.partition.state.reach import is_container, refill
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.schedule import Op

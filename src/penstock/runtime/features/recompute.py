@@ -18,10 +18,9 @@ from penstock.errors import PartitionError
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import SavedTensor
-from penstock.runtime.features.away import Away
 from penstock.runtime.features.context import MakeFeature, Recompute, StageContext
 from penstock.runtime.features.feature import Feature, Rerun
-from penstock.runtime.features.offload import Offload
+from penstock.runtime.features.offload import Away, Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.kinds import any_use
 from penstock.schedule import Action, Op, Schedule

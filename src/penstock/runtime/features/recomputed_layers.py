@@ -22,10 +22,9 @@ from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature
+from penstock.runtime.features.feature import Feature, recorded_code
 from penstock.runtime.features.forward_attributes import AttributeCopies
 from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
-from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Stage
 
 

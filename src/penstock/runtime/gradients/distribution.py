@@ -1,13 +1,16 @@
-"""Distributed tensors, of which each process holds a part: torch's `DTensor`, which is slow to import."""
+"""Distributed tensors, of which each process holds a part, and the dtype in which gradients accumulate.
+
+torch's `DTensor` is slow to import. `_base.gradients` says what follows from `gradient_dtype=`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock._base.gradients import gradient_dtype
 from penstock.errors import ArgumentError
 from penstock.runtime.front_end import Stage
 
@@ -116,3 +119,27 @@ def check_sharding(stage: Stage, divided: Sequence[str], shared: Mapping[str, Se
                 f"parallelize sharded {name!r} over {over}, but the batch is divided along {left[0]!r} as well, where "
                 f"nothing would add its gradients up; shard over {tuple(divided)} together, as mesh[{tuple(divided)}]"
             )
+
+
+def accumulate_in(dtype: torch.dtype, named: Iterable[tuple[str, Tensor]], divided: Sequence[str]) -> None:
+    """Lets the gradients of parameters in lower precision accumulate in `dtype`; those already there are cast.
+
+    Args:
+        named: the parameters and their names.
+        divided: the mesh dimensions along which the batch is divided.
+
+    Raises:
+        ArgumentError: `fully_shard` sums a parameter's gradient itself.
+    """
+    lower = [(n, p) for n, p in named if gradient_dtype(p, dtype) != gradient_dtype(p)]
+    for name, parameter in lower:
+        if set(divided) & set(mesh_dimensions(parameter)):
+            raise ArgumentError(
+                f"gradient_dtype={dtype}: fully_shard has sharded {name!r}, which is in {parameter.dtype}, and adds up "
+                "its gradient itself; leave gradient_dtype out, keep the parameters in torch.float32, and pass "
+                "fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+            )
+    for _, parameter in lower:
+        grad, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = dtype
+        parameter.grad = None if grad is None else grad.to(dtype)

@@ -16,7 +16,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.of_torch import is_of_torch, may_draw
-from penstock.runtime.loss.reads import check_graph, watching
+from penstock.runtime.loss.own_tensors import check_graph, watching
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""

@@ -28,8 +28,13 @@ from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.failed_steps import undone_if_it_raises
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.originals import Originals
-from penstock.runtime.model.overlaps import refuse_overlaps
-from penstock.runtime.model.taking_over import holders_of, move_together, refuse_held_elsewhere, take_over
+from penstock.runtime.model.taking_over import (
+    holders_of,
+    move_together,
+    refuse_held_elsewhere,
+    refuse_overlaps,
+    take_over,
+)
 from penstock.schedule import Placement
 
 if TYPE_CHECKING:

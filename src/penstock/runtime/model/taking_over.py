@@ -1,17 +1,23 @@
 """Takes a model over for a pipeline: the tensors of this process's stages move to their devices, those of other
 processes' stages are freed.
+
+Two parameters in one memory are refused on ranks of several processes, where each would be updated alone. Public models
+tie so: `out.weight.data = embedding.weight.data`, or a slice or the transpose of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from itertools import combinations
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx, nn
 
+from penstock._base.compat import storage_of
 from penstock.errors import ArgumentError
+from penstock.partition.values.memory import overlap
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import Stage
 from penstock.runtime.model.materialize import Materialize, materialize, own_tensors
@@ -200,3 +206,29 @@ def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, T
     """The places of a module's own parameters and buffers: the dict, the name in it, and the tensor."""
     for slot in (module._parameters, module._buffers):
         yield from ((slot, name, tensor) for name, tensor in slot.items() if tensor is not None)  # type: ignore[misc]
+
+
+def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]) -> None:
+    """Raises ArgumentError if two parameters overlap, one is trained, and they are in different processes.
+
+    A parameter with two names is a tie, and is kept equal. Parameters next to each other in one allocation share
+    nothing, nor do columns of one matrix.
+
+    Args:
+        stages: all stages.
+        place_of: returns the process, or the device, of a stage.
+    """
+    found: dict[int, list[tuple[str, int, Tensor]]] = {}
+    for stage in stages:
+        for name, tensor in stage.parameters.items():
+            if not tensor.is_meta and tensor.numel():
+                found.setdefault(storage_of(tensor), []).append((name, stage.meta.index, tensor))
+    for entries in found.values():
+        for (name, index, one), (other_name, other_index, other) in combinations(entries, 2):
+            apart = name != other_name and place_of(index) != place_of(other_index)
+            if apart and (one.requires_grad or other.requires_grad) and overlap(one, other):
+                raise ArgumentError(
+                    f"{name!r} on stage {index} and {other_name!r} on stage {other_index} are two parameters in the "
+                    "same memory: in processes of their own, each would be updated alone. Make them one (b.weight = "
+                    "a.weight, which is a tie), or give each its own memory (nn.Parameter(a.weight.detach().clone()))"
+                )

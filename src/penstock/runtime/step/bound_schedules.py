@@ -28,7 +28,7 @@ from penstock.runtime.execute.program import model_inputs
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.step.outputs import words
+from penstock.runtime.step.results import words
 
 CACHED_SCHEDULES = 32
 """How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""

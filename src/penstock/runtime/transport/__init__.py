@@ -3,8 +3,7 @@
 Your own transport needs only the names below (docs/extending.md shows one).
 """
 
-from penstock.runtime.transport.agreement import Agreement
-from penstock.runtime.transport.payload import from_bytes, to_bytes
+from penstock.runtime.transport.agreement import Agreement, from_bytes, to_bytes
 from penstock.runtime.transport.protocol import (
     Channel,
     Collectives,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from penstock._base.gradients import CACHE_LINE_BYTES
 from penstock._base.stages import Link
 from penstock.errors import ShapeError
+from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.protocol import Message
 
@@ -136,3 +138,16 @@ def describe(layout: Layout | None) -> str:
         return "absent"
     dtype = str(layout.dtype).removeprefix("torch.")
     return f"{dtype}{list(layout.shape)} with strides {list(layout.stride)}"
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """The elements of a tensor, on any device, in storage order."""
+    return exact.pack(tensor).cpu().view(torch.uint8).numpy().tobytes()
+
+
+def from_bytes(data: bytes, layout: Layout, device: torch.device) -> Tensor:
+    """A tensor made from these bytes, in its own memory, with the layout that it had when `to_bytes` was called."""
+    buffer = exact.allocate(layout, device)
+    if data:
+        buffer.flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return exact.unpack(buffer)

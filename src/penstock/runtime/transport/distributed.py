@@ -7,6 +7,12 @@ only payload is sent, and a sender whose tensor is not as agreed raises before s
 Messages follow NCCL's rules, on gloo too, so that what is tested on one holds on the other. There are no tags: a rank's
 sends to another match that rank's receives in order (`ReceiveOrder`). The first operation of two ranks, which waits for
 both, is `connect`. Messages are sent as bytes, since NCCL has no type for some of torch's.
+
+All messages from one rank to another are received in one order, whatever their links. Back ends without tags (NCCL)
+match the k-th message that a rank sends another with the k-th receive that the other starts. Schedules post receives in
+the order of the peer's sends (`check` proves it), so receives start in the order in which they were posted, even if
+they cannot start immediately: while layouts are learned, a receive has to wait for a header. It starts when it is
+needed, after all receives posted before it.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +34,6 @@ from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.agreement import Agreement, Layouts, describe
 from penstock.runtime.transport.protocol import Begun, Message, Observer, Pending
-from penstock.runtime.transport.receive_order import ReceiveOrder
 from penstock.schedule import Action, Op
 
 SENDS_IN_FLIGHT = 2
@@ -277,3 +283,44 @@ def _layouts(rows: list[int]) -> Layouts:
         shape, stride = tuple(sizes[:dims]), tuple(sizes[MAX_DIMS : MAX_DIMS + dims])
         layouts.append(Layout(shape, stride, _DTYPES[dtype], misalignment, bool(requires_grad)))
     return layouts
+
+
+class Receiver(Protocol):
+    """One link's end at the receiving rank."""
+
+    @property
+    def can_start(self) -> bool:
+        """Whether `start` returns without waiting for the sender."""
+
+    def has_started(self, microbatch: int) -> bool: ...
+
+    def start(self, microbatch: int) -> None:
+        """Starts the receive of a message; waits for the sender if `can_start` is false."""
+
+
+R = TypeVar("R", bound=Receiver)
+
+
+class ReceiveOrder(Generic[R]):
+    """The receives from one rank, first in, first out."""
+
+    def __init__(self) -> None:
+        self._due: deque[tuple[R, int]] = deque()
+
+    def post(self, receiver: R, microbatch: int) -> None:
+        """Queues a receive, and starts those that can start without waiting. Never blocks."""
+        self._due.append((receiver, microbatch))
+        while self._due and self._due[0][0].can_start:
+            self._start_next()
+
+    def start_until(self, receiver: R, microbatch: int) -> None:
+        """Starts receives in order until this one has started.
+
+        This waits no longer than necessary: what was posted earlier was sent earlier.
+        """
+        while not receiver.has_started(microbatch):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        receiver, microbatch = self._due.popleft()
+        receiver.start(microbatch)

@@ -31,8 +31,7 @@ from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly
 from penstock.runtime.processes.joining import say
 from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport
-from penstock.runtime.transport.paired import Paired
-from penstock.runtime.transport.protocol import Channel, Message, Pending
+from penstock.runtime.transport.protocol import Channel, Message, Paired, Pending
 from penstock.schedule.communication import BUFFERS_PER_LINK
 
 SLOTS = BUFFERS_PER_LINK

@@ -3,21 +3,31 @@
 Nothing waits for the device but a thread (`Courier`), and that for the copies alone: the host goes on giving work to
 the device, and the device goes on computing. Pinned memory comes from torch's caching allocator, which keeps what is
 freed for the next tensor of its size, and hands it out only once the copies from it and to it have been made.
+
+`StagedTransport` serves devices that cannot reach each other, or that several ranks share: what a rank sends goes on as
+between ranks on the CPU: through shared memory on one machine, over gloo's sockets between machines. What the host
+waits for is that a message has arrived, as there.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock._base.stages import Link
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
-from penstock.runtime.transport.courier import Courier, Operation
-from penstock.runtime.transport.protocol import Message, Pending
+from penstock.runtime.transport.agreement import Agreement
+from penstock.runtime.transport.distributed import SENDS_IN_FLIGHT
+from penstock.runtime.transport.protocol import Channel, Message, Paired, Pending, Transport
 
 HOST = torch.device("cpu")
 
@@ -116,3 +126,122 @@ class Departed:
         self._left.wait()
         for started in self._started:
             started.wait()
+
+
+@dataclass(slots=True)
+class Operation:
+    """Something that a courier is to do, as `torch.distributed` returns a `Work`."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Waits until the operation has run. Raises what it raised."""
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+
+class Courier:
+    """Runs operations one after another, in the order in which they were issued.
+
+    The thread is a daemon: one that waits for a rank that is gone keeps no process alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Operation, Callable[[], object]] | None] = SimpleQueue()
+        self._last: Operation | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
+        self._thread.start()
+
+    def issue(self, run: Callable[[], object], operation: Operation | None = None) -> Operation:
+        """Queues what `operation` stands for (by default a new one)."""
+        self._last = operation or Operation()
+        self._queue.put((self._last, run))
+        return self._last
+
+    def synchronize(self) -> None:
+        """Waits for everything that was issued. Raises what the first operation that failed raised."""
+        if self._last is not None:
+            self._last.ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Ends the thread once everything has run."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (issued := self._queue.get()) is not None:
+            operation, run = issued
+            try:
+                run()
+            except BaseException as error:  # `wait` raises it
+                operation.error = error
+                self._error = self._error or error
+            del issued, run  # with what it held
+            operation.ended.set()
+
+
+class StagedTransport(Paired):
+    """A transport for tensors on the host (`messages`), for those on a device."""
+
+    def __init__(self, inner: Transport, staging: Staging) -> None:
+        super().__init__(inner.rank, inner.ranks, inner, inner)
+        self._staging = staging
+        self._channels: dict[int, list[StagedChannel]] = {}
+
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        self._staging.synchronize()
+        super().connect(source_rank, target_rank)
+
+    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> StagedChannel:
+        inner = super().channel(program, link, source_rank, target_rank, backward=backward)
+        channel = StagedChannel(inner, link, self._staging)
+        self._channels.setdefault(program, []).append(channel)
+        return channel
+
+    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
+        return self._staging.around(partial(super().reduce, group, holders))(tensors)
+
+    def release(self, program: int) -> None:
+        self._staging.synchronize()
+        self._channels.pop(program, None)
+        super().release(program)
+
+    def end_step(self) -> None:
+        learned = [channel.agreement.end_step() for channels in self._channels.values() for channel in channels]
+        if any(learned):
+            self._staging.synchronize()  # the channels inside must have seen what these have
+        super().end_step()
+
+    def close(self) -> None:
+        self._staging.synchronize()
+        super().close()
+
+
+class StagedChannel:
+    """One link's messages to or from one other rank."""
+
+    def __init__(self, inner: Channel, link: Link, staging: Staging) -> None:
+        self._inner = inner
+        self._staging = staging
+        self.agreement = Agreement(link)
+        self._leaving: deque[Operation] = deque()
+
+    def send(self, microbatch: int, message: Message) -> None:
+        self.agreement.check(microbatch, message)
+        while len(self._leaving) >= SENDS_IN_FLIGHT:
+            self._leaving.popleft().wait()
+        self._leaving.append(self._staging.leave(message, partial(self._inner.send, microbatch)))
+
+    def post(self, microbatch: int) -> None:
+        self._inner.post(microbatch)
+
+    def receive(self, microbatch: int) -> list[Tensor | None]:
+        return self._staging.arrive(self._inner.receive(microbatch))

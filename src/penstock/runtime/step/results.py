@@ -1,23 +1,112 @@
-"""A batch's loss, given to every rank: a step starts that, and only those who read the loss wait for it.
+"""What ranks get of a step: the model's outputs if they ask for them, the batch's loss, and the timeline.
 
-On the CPU the loss is there at the end of a step, and travels as other small values do. A device computes it later, so
-it travels once it has been copied to the host (`Control.send_late`).
+The loss goes to every rank: a step starts that, and only those who read the loss wait for it. On the CPU it is there at
+the end of a step, and travels as other small values do. A device computes it later, so it travels once it has been
+copied to the host (`Control.send_late`).
+
+All ranks know all rows of the schedule, so of a timeline only times travel, as integers in one array: actions that were
+pickled took longer than noting the times, and a tensor takes longer than an array.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from penstock._base.process import cores
+from penstock._base.trees import map_tensors
 from penstock.errors import ArgumentError
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.rules import Layout
+from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.control import Arriving
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.distributed import all_reduce, broadcast_from
 from penstock.runtime.transport.protocol import Message, Pending
+from penstock.schedule import Schedule
+from penstock.schedule.timeline import Timeline
+
+Wanted = bool | int | Literal["all"]
+"""Who gets a step's outputs: True, the rank of the last stage; "all" ranks; or the rank with that number."""
+
+_ALL = 1
+
+
+def code_of(wanted: Wanted, ranks: int) -> int:
+    """The choice, on which all ranks must agree, as a number: 0 for True and False, since outputs then stay in place.
+
+    Raises:
+        ArgumentError: this is not a valid choice.
+    """
+    if isinstance(wanted, bool):
+        return 0
+    if wanted == "all":
+        return _ALL
+    if isinstance(wanted, int) and 0 <= wanted < ranks:
+        return _ALL + 1 + wanted
+    raise ArgumentError(f"outputs={wanted!r}: expected True, False, 'all' or a rank from 0 to {ranks - 1}")
+
+
+def words(code: int) -> str:
+    """The argument that a code stands for."""
+    return {0: "outputs=True or False", _ALL: "outputs='all'"}.get(code, f"outputs={code - _ALL - 1}")
+
+
+def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, code: int) -> tuple[Any, ...] | None:
+    """Each microbatch's output, in order, on the ranks that want it; None on the others. Every rank calls it.
+
+    Args:
+        outputs: the outputs by microbatch, on the ranks of last stages; None for those that are elsewhere.
+        code: the choice, from `code_of`; not 0.
+    """
+    here = engine.world.rank
+    if here is None:
+        return None if outputs is None else tuple(outputs)
+    wanted = range(engine.world.ranks) if code == _ALL else range(code - _ALL - 1, code - _ALL)
+    owners = _owners(schedule)
+    mine = {} if outputs is None else {k: outputs[k] for k, owner in owners.items() if owner == here}
+    heads = {k: map_tensors(_without_memory, output) for k, output in mine.items()}
+    found = {k: head for part in engine.control.gather_line(heads, "the outputs") for k, head in part.items()}
+    for k, owner in owners.items():
+        if here == owner:
+            found[k] = map_tensors(partial(_sent, engine, owner, wanted), mine[k])
+        elif here in wanted:
+            found[k] = map_tensors(partial(_received, engine, owner, wanted), found[k])
+    return tuple(found[k] for k in owners) if here in wanted else None
+
+
+def _owners(schedule: Schedule) -> dict[int, int]:
+    """The rank that has each microbatch's output, ascending by microbatch."""
+    placement = schedule.placement
+    lasts = [stage for stage in range(placement.stages) if placement.is_last(stage)]
+    found = {k: placement.rank_of[stage] for stage in lasts for k in schedule.numbers_on(stage)}
+    return dict(sorted(found.items()))
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _sent(engine: Engine, owner: int, wanted: Sequence[int], tensor: Tensor) -> Tensor:
+    if tensor.numel():
+        engine.control.bring(exact.pack(tensor).cpu().view(torch.uint8), owner, wanted)
+    return tensor
+
+
+def _received(engine: Engine, owner: int, wanted: Sequence[int], head: Tensor) -> Tensor:
+    layout = Layout(tuple(head.shape), head.stride(), head.dtype, 0, False)
+    buffer = exact.allocate(layout, torch.device("cpu"))
+    if head.numel():
+        engine.control.bring(buffer.flat.view(torch.uint8), owner, wanted)
+    return exact.unpack(buffer).to(engine.devices[engine.ranks[0]])
+
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -195,3 +284,22 @@ def _broadcast(sources: Sequence[int], shared: SharedLoss, groups: Groups, terms
 def _sum(shared: SharedLoss, groups: Groups, terms: Message) -> Pending:
     """Starts to give every process the terms of all."""
     return all_reduce(shared.fill(terms), groups["losses"])
+
+
+def share_timeline(
+    engine: Engine, schedule: Schedule, moments: Mapping[int, Sequence[Moment]], *, wanted: bool
+) -> Timeline | None:
+    """The timeline of a step, on every rank; None if it is not wanted. Every rank calls it.
+
+    Args:
+        moments: by rank of this process, in the order of its row.
+    """
+    if not wanted:
+        return None
+    times = {rank: [(began, ready, ended) for _, began, ready, ended in row] for rank, row in moments.items()}
+    if engine.world.is_local:
+        return Timeline.of_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
+    on_cpu, here = engine.devices[engine.ranks[0]].type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    crowded = on_cpu and here * torch.get_num_threads() > cores()
+    everyone = engine.control.gather_line(np.array(times[engine.ranks[0]], dtype=np.int64), "the timeline")
+    return Timeline.of_rows(schedule.rows, [one.tolist() for one in everyone], crowded=crowded)
