@@ -40,7 +40,7 @@ from penstock.runtime.processes.launcher import Launcher
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
-_LAST_WORDS_SECONDS = 1.0
+_FLUSH_SECONDS, _LAST_WORDS_SECONDS = 1.0, 3.0
 _INTERRUPTED_SECONDS = 0.3  # instead of either, if Ctrl-C ends this rank: it most likely ends the others too
 
 
@@ -65,8 +65,8 @@ class Watchdog:
         raised: called if something raised here, before the others are told: with that; None if it is most likely the
             effect of another rank's failure.
         members: of each rank, its number in the whole job.
-        last_words: called before this process is ended because of a failure, on any thread. Like `raised` it takes a
-            moment at most.
+        last_words: called before this process is ended because of a failure, on any thread, which waits three seconds
+            for it: a run's last steps and files may take 2.5.
     """
 
     def __init__(
@@ -340,10 +340,10 @@ class Watchdog:
     def _stop(self, failure: Failure) -> None:
         if FAILURES not in os.environ:  # otherwise the launcher will
             say(self._words(failure))
-        for act in (_flush, self.last_words):
+        for act, seconds in ((_flush, _FLUSH_SECONDS), (self.last_words, _LAST_WORDS_SECONDS)):
             thread = threading.Thread(target=act, daemon=True)
             thread.start()
-            thread.join(_LAST_WORDS_SECONDS)  # a stuck reader of our output, or a disk, must not hold us up
+            thread.join(seconds)  # a stuck reader of our output, or a disk, must not hold us up
         self._leave_last(failure)
 
     def _leave_last(self, failure: Failure) -> None:
