@@ -41,6 +41,8 @@ def main(device: str, place: str) -> None:
     join(setting, world.groups, rank, world.ranks)
     for number, name in enumerate(names):
         leave(folder / f"began.{number}.{rank}", str(os.getpid()))
+        while not all((folder / f"began.{number}.{other}").exists() for other in range(world.ranks)):
+            time.sleep(0.005)  # or a rank could end in this case while others are in the one before
         print(f"-- {name}", flush=True)
         began = time.perf_counter()
         with nccl.rules(setting, eager=world.groups == "device_id") if world.is_over_nccl else nullcontext():
