@@ -275,7 +275,10 @@ def test_a_number_that_is_wanted_is_a_count(name: str) -> None:
             Wanted(replicas=3),
             r"replicas=3: 4 devices cannot be divided by 3; pass 3 or 6 devices, or one of \[1, 2, 4\]",
         ),
-        (Wanted(replicas=3, pipeline=2), "replicas=3: 4 devices cannot be divided by 3; pass 6 devices"),
+        (
+            Wanted(replicas=3, pipeline=2),
+            "replicas=3: 4 devices cannot be divided by 3; pass 6 devices, or 2 in its place",
+        ),
         (Wanted(replicas=2, pipeline=4), "replicas=2, pipeline=4: .* the closest have 1 x 4 x .* or 2 x 2 x "),
         (Wanted(pipeline=4, microbatches=7), r"pipeline=4, microbatches=7: .* the closest have 1 x 4 x 8 or "),
         (Wanted(["1f1b"], pipeline=3), "pipeline=3: 4 devices cannot be divided by 3"),

@@ -43,7 +43,7 @@ class ClusterOptions:
         ),
     ] = None
     per_host: Annotated[int | None, _option("How many of them a host has; by default one host has all.")] = None
-    between_hosts: Annotated[str | None, _option("The link between hosts [default: as --link]; needs --per-host.")] = (
+    between_hosts: Annotated[str | None, _option("The link between hosts; by default as --link. Needs --per-host.")] = (
         None
     )
     host_link: Annotated[

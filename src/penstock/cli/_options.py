@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
@@ -57,6 +58,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
         verb(**made, **given)
 
     vars(called)["__signature__"] = inspect.Signature(parameters)
+    called.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(verb) or "")  # Typer would keep the line breaks
     return called
 
 

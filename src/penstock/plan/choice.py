@@ -101,13 +101,14 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
     """
     if global_batch < 1:
         raise ArgumentError(f"global_batch={global_batch}: expected the rows of a step, at least 1")
-    for name, number in (("replicas", wanted.replicas), ("pipeline", wanted.pipeline)):
+    replicas, pipeline = wanted.replicas or 0, wanted.pipeline or 0
+    for name, number, other in (("replicas", replicas, pipeline), ("pipeline", pipeline, replicas)):
         if number and cluster.devices % number:
-            both = (wanted.replicas or 0) * (wanted.pipeline or 0)
+            divides = cluster.devices // other if other else f"one of {divisors(cluster.devices)}"
+            instead = "" if other and cluster.devices % other else f", or {divides} in its place"
             raise ArgumentError(
                 f"{name}={number}: {counted(cluster.devices, 'device')} cannot be divided by {number}; pass "
-                f"{both or _multiples(cluster.devices, number)} devices, or one of {divisors(cluster.devices)} in its "
-                "place"
+                f"{number * other or _multiples(cluster.devices, number)} devices{instead}"
             )
     units, found = len(sizes.units), []
     for replicas in divisors(cluster.devices):
