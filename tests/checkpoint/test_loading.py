@@ -40,6 +40,13 @@ def test_masks_go_on_as_they_were_in_a_pipeline_of_another_seed(tmp_path: Path, 
     assert expected[0] != expected[1]
 
 
+def test_the_order_of_torch_save_is_answered_with_the_right_one(tmp_path: Path) -> None:
+    with made(seed=0) as pipe:
+        for act in (checkpoint.save, checkpoint.load):
+            with pytest.raises(ArgumentError, match=r"expected a Pipeline, not a .*Path; the folder comes before it"):
+                act(pipe, tmp_path)  # type: ignore[operator]
+
+
 def test_a_write_in_the_background_ends_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
