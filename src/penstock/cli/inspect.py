@@ -84,7 +84,12 @@ def show(found: Inspection, console: Console) -> None:
 
 def _stages(found: Inspection) -> Table:
     known = any(stage.seconds is not None for stage in found.stages)
-    heads = ("work", *(("ms",) if known else ()), "parameters", "share", "size", "gradients", "activations")
+    differ = any(stage.gradient_bytes != stage.parameter_bytes for stage in found.stages)
+    heads = (
+        *("work", *(("ms",) if known else ()), "parameters", "share", "size"),
+        *(("gradients",) if differ else ()),
+        "activations",
+    )
     made = table("stage", "begins at", *heads, left=2, overflow="fold")
     for stage in found.stages:
         made.add_row(
@@ -95,7 +100,7 @@ def _stages(found: Inspection) -> Table:
             f"{stage.parameters:,}",
             f"{stage.parameter_share:.1%}",
             sized(stage.parameter_bytes),
-            sized(stage.gradient_bytes),
+            *((sized(stage.gradient_bytes),) if differ else ()),
             "unknown" if stage.activation_bytes is None else sized(stage.activation_bytes),
         )
     return made
