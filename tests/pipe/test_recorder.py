@@ -24,6 +24,7 @@ from penstock import ArgumentError
 from penstock.plan import Choice, Plan
 from penstock.runs import RunFolder, RunRead, StepRecord, is_run, read_run
 from penstock.runs.writer import Writer, begin
+from penstock.schedule import generators
 from scaffolding.models import squared_error
 from scaffolding.run_folders import about
 from scaffolding.small import batch, mlp
@@ -227,6 +228,18 @@ def test_memory_on_a_cpu_is_what_the_schedule_says(tmp_path: Path) -> None:
     assert [one.bytes[-1] for one in (first, last)] == always
     train(tmp_path / "again", recompute="always")
     assert read_run(tmp_path / "again").memory(5) == ()  # not known, so not said
+
+
+@pytest.mark.parametrize("schedule", [entry.name for entry in generators() if entry.slices == 1])
+def test_every_schedule_is_recorded(tmp_path: Path, schedule: str) -> None:
+    train(tmp_path, steps=5, schedule=schedule, microbatches=4)
+    run = read_run(tmp_path)
+    timeline, found = run.timeline(5), run.memory(5)
+    assert [len(one.bytes) for one in found] == [len(track) for track in timeline.tracks]
+    held = run.schedule(5).placement.by_rank
+    for one, stages in zip(found, held, strict=True):
+        most = sum(run.about.activation_bytes[stage] for stage in stages) * 4
+        assert 0 < max(one.bytes) - one.bytes[-1] <= most
 
 
 def test_memory_on_a_device_is_what_it_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

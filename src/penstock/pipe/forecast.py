@@ -174,7 +174,7 @@ def memory_after_actions(schedule: Schedule, kept: Sequence[int], held: Sequence
     costs = [
         StageCost(1, 1, 1, activation_bytes=one, weight_gradient_bytes=one, parameter_bytes=always)
         for one, always in zip(kept, held, strict=True)
-    ] * schedule.placement.pipelines
+    ]
     # The order alone counts, so let the nth action last from 2n to 2n + 1.
     times = [[(2 * n * 10**9, 2 * n * 10**9, (2 * n + 1) * 10**9) for n in range(len(row))] for row in schedule.rows]
     timeline = Timeline.of_rows(schedule.rows, times)
