@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.errors import ArgumentError
 from penstock.schedule import generators
-from penstock.studio import answers, exports
+from penstock.studio import answers
 from penstock.studio.question import MAX_SIZES, Question
 
 NAMES = tuple(one.name for one in generators())
@@ -150,7 +150,7 @@ def test_too_long_a_walk_or_search_is_refused() -> None:
 
 def test_an_unknown_kind_of_file_is_refused() -> None:
     with pytest.raises(ArgumentError, match="expected csv"):
-        exports.export(answers.named(Question(), "1f1b"), "exe")
+        answers.export(answers.named(Question(), "1f1b"), "exe")
 
 
 def test_slices_are_called_slices() -> None:
@@ -161,7 +161,7 @@ def test_slices_are_called_slices() -> None:
     assert "F2" not in labels
     (drawn,) = answers.simulate(question)["timeline"]["bands"]
     assert drawn["slices"] == 2
-    trace = json.loads(exports.export(answers.named(question, "seq1f1b"), "perfetto").content)
+    trace = json.loads(answers.export(answers.named(question, "seq1f1b"), "perfetto")[2])
     names = {one["name"] for one in trace["traceEvents"]}
     assert any("slice 1 of microbatch 1" in name for name in names)
     assert not any("microbatch 2" in name for name in names)

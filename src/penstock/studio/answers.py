@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.report import Moment, walkthrough
+from penstock.report import Moment, schedule_svg, to_perfetto, walkthrough
 from penstock.report.marks import label_of
-from penstock.schedule import Placement, Schedule, generate, generators
+from penstock.schedule import Placement, Schedule, generate, generators, to_csv
 from penstock.schedule.generators import Numbers
 from penstock.search import Found
 from penstock.search.search import search_within
@@ -20,7 +22,6 @@ from penstock.simulate.figures import Figures, units_of_memory, with_activations
 from penstock.studio.question import MAX_CELLS, MAX_SECONDS, MAX_SIZES, MAX_TO_SEARCH, Question
 from penstock.web.page_data import Order, band, curve, timeline_data
 
-PlacementName = Literal["loop", "v"]
 SEARCHED = "search"
 """The name of a schedule that was searched for."""
 
@@ -38,7 +39,7 @@ def catalog() -> dict[str, Any]:
         }
         for one in generators()
     ]
-    return {"schedules": known, "most": MAX_SIZES, "most_seconds": MAX_SECONDS, "usual": Question().to_dict()}
+    return {"schedules": known, "most": MAX_SIZES, "most_seconds": MAX_SECONDS, "usual": asdict(Question())}
 
 
 def stage_costs(question: Question, placement: Placement, slices: int = 1) -> list[StageCost]:
@@ -51,24 +52,18 @@ def stage_costs(question: Question, placement: Placement, slices: int = 1) -> li
 
 
 @lru_cache(maxsize=64)
-def simulated(question: Question, name: str) -> Figures:
-    """One named schedule. Raises ArgumentError if its definition does not allow these numbers."""
-    entry = next(one for one in question.entries() if one.name == name)
-    numbers = question.numbers(entry)
-    return _figures(question, _generated(entry.name, numbers))
+def named(question: Question, name: str) -> Figures:
+    """One of a question's schedules. Raises ArgumentError if it is not one, or its definition does not allow it."""
+    entry = next((one for one in question.entries() if one.name == name), None)
+    if entry is None:
+        raise ArgumentError(f"schedule={name[:40]!r} is not in the question: {', '.join(question.schedules)}")
+    return _figures(question, _generated(name, question.numbers(entry)))
 
 
 @lru_cache(maxsize=64)
 def _generated(name: str, numbers: Numbers) -> Schedule:
     """The same while only costs change."""
     return generate(name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices)
-
-
-def named(question: Question, name: str) -> Figures:
-    """One of a question's schedules. Raises ArgumentError if it is not one, or its definition does not allow it."""
-    if name not in (one.name for one in question.entries()):
-        raise ArgumentError(f"schedule={name[:40]!r} is not in the question: {', '.join(question.schedules)}")
-    return simulated(question, name)
 
 
 def _figures(question: Question, schedule: Schedule) -> Figures:
@@ -83,7 +78,7 @@ def simulate(question: Question) -> dict[str, Any]:
         if reason := entry.refusal(question.numbers(entry)):
             refused.append({"name": entry.name, "reason": reason})
         else:
-            found.append(simulated(question, entry.name))
+            found.append(named(question, entry.name))
     return {
         "schedules": [_described(question, one) for one in found],
         "not_allowed": refused,
@@ -130,9 +125,11 @@ def _per_unit(cost: Any, unit: float) -> StageCost:
 
 
 @lru_cache(maxsize=16)
-def searched(question: Question, where: PlacementName, seconds: float) -> tuple[Found, Figures]:
+def searched(question: Question, where: str, seconds: float) -> tuple[Found, Figures]:
     """The best schedule found for a question's costs within its memory limit. Raises ArgumentError: there is too much
-    to search, or the limit leaves no room."""
+    to search, the limit leaves no room, or stages are neither in a loop nor on a v."""
+    if where not in ("loop", "v"):
+        raise ArgumentError(f"placement={where[:20]!r}: expected loop or v")
     if not 0 < seconds <= MAX_SECONDS:
         raise ArgumentError(f"seconds={seconds:g}: the studio searches up to {MAX_SECONDS:g} s; `penstock search` more")
     chunks = 2 if where == "v" else question.chunks or 1
@@ -150,7 +147,7 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
     return found, _figures(question, Schedule(SEARCHED, made.placement, made.microbatches, made.rows, made.slices))
 
 
-def search_for(question: Question, where: PlacementName, seconds: float) -> dict[str, Any]:
+def search_for(question: Question, where: str, seconds: float) -> dict[str, Any]:
     """What a search found, its figures, its timeline, and how far it may be from the best."""
     found, figures = searched(question, where, seconds)
     return {
@@ -158,8 +155,6 @@ def search_for(question: Question, where: PlacementName, seconds: float) -> dict
         "timeline": timeline_data([_band(question, figures)], unit="units"),
         "lower_bound": found.lower_bound_seconds,
         "gap": found.gap,
-        "best_by_name": found.known,
-        "best_by_name_objective": found.known_seconds if found.known else None,
         "is_named": found.schedule.name if found.schedule.name != SEARCHED else None,
     }
 
@@ -174,7 +169,7 @@ def walk(question: Question) -> dict[str, Any]:
     for entry in question.entries():
         if reason := entry.refusal(question.numbers(entry)):
             raise ArgumentError(f"{entry.name} {reason}")
-        found = walkthrough(simulated(question, entry.name).schedule)
+        found = walkthrough(named(question, entry.name).schedule)
         cells += found.slots * question.ranks
         if cells > MAX_CELLS:
             raise ArgumentError(
@@ -201,3 +196,31 @@ def _cell(moment: Moment, slices: int) -> dict[str, Any]:
     doing = {} if action is None else {"op": action.op.value, "label": label}
     needs = [[one.rank, one.slot] for one in moment.needs]
     return {"text": moment.text, "needs": needs, "done": action is None and moment.next is None, **doing}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+_FILES: Mapping[str, tuple[str, str, Callable[[Figures], str]]] = {
+    "csv": ("csv", "text/csv", lambda one: to_csv(one.schedule)),
+    "svg": ("svg", "image/svg+xml", lambda one: schedule_svg(one.schedule, one.timeline, unit="units")),
+    "perfetto": (
+        "perfetto.json",
+        "application/json",
+        lambda one: json.dumps(to_perfetto(one.timeline, slices=one.schedule.slices)),
+    ),
+}
+"""How a file's name ends, its type, and what is in it. Of the SVG the page makes a PNG."""
+
+
+def export(figures: Figures, kind: str) -> tuple[str, str, str]:
+    """A simulated schedule as a file of that kind: its name, its type, and what is in it.
+
+    Raises:
+        ArgumentError: there is no such kind.
+        ScheduleError: a CSV cannot say what the schedule has.
+    """
+    if kind not in _FILES:
+        raise ArgumentError(f"export {kind[:20]!r}: expected {', '.join(_FILES)}")
+    ending, media_type, write = _FILES[kind]
+    schedule = figures.schedule
+    return f"{schedule.name}-p{schedule.ranks}-m{schedule.microbatches}.{ending}", media_type, write(figures)

@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock._base.files import finite
 from penstock.errors import ArgumentError, PenstockError
 from penstock.report.frame import base_style
-from penstock.studio import answers, background, exports, live
+from penstock.studio import answers, background, live
 from penstock.studio.guard import ENTER, HEADERS, Guard
 from penstock.studio.library import Library
 from penstock.studio.question import Question, number, whole
@@ -58,88 +59,52 @@ class Studio:
 
     def __init__(self, library: Library, guard: Guard) -> None:
         self.library, self.guard = library, guard
-        self._playing, self._searching, self._reading, self._reporting = Lane(), Lane(), Lane(), Lane()
 
     def app(self) -> ASGIApp:
+        playing = Lane()
         routes = [
-            Route("/", self.page),
+            Route("/", _page),
             Route(ENTER, self.enter),
-            Route("/static/{folder}/{name}", self.static),
-            Route("/api/catalog", _answering(lambda given: answers.catalog())),
-            Route("/api/simulate", _answering(lambda given: answers.simulate(Question.of(given)), self._playing)),
-            Route("/api/walk", _answering(lambda given: answers.walk(Question.of(given)), self._playing)),
-            Route("/api/search", _answering(self._search, self._searching)),
-            Route("/api/library", _answering(lambda given: self._entries())),
-            Route("/api/open", _answering(self._open, self._reading)),
-            Route("/api/live", _answering(self._live)),
-            Route("/export/{kind}", self.export),
-            Route("/report", self.report),
+            Route("/static/{folder}/{name}", _static),
+            _answering("/api/catalog", lambda given: answers.catalog()),
+            _answering("/api/simulate", lambda given: answers.simulate(Question.of(given)), playing),
+            _answering("/api/walk", lambda given: answers.walk(Question.of(given)), playing),
+            _answering("/api/search", _search, Lane()),
+            _answering("/api/library", lambda given: self._entries()),
+            _answering("/api/open", self._open, Lane()),
+            _answering("/api/live", self._live),
+            _answering("/export/{kind}", _export, Lane()),
+            _answering("/report", self._report, Lane()),
         ]
         return Guarded(Starlette(routes=routes), self.guard)
-
-    async def page(self, request: Request) -> Response:
-        return _asset("studio/index.html")
 
     async def enter(self, request: Request) -> Response:
         entered = _json({})
         entered.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="strict")
         return entered
 
-    async def static(self, request: Request) -> Response:
-        return _asset("{folder}/{name}".format(**request.path_params))
-
-    async def export(self, request: Request) -> Response:
-        def made() -> Response:
-            given = _given(request)
-            name, where, seconds = given.pop("schedule", ""), given.pop("placement", "loop"), given.pop("seconds", "1")
-            question = Question.of(given)
-            searching = name == answers.SEARCHED
-            figures = (
-                answers.searched(question, _where(where), number("seconds", seconds))[1]
-                if searching
-                else answers.named(question, name)
-            )
-            file = exports.export(figures, request.path_params["kind"])
-            return Response(
-                file.content,
-                media_type=file.media_type,
-                headers={"Content-Disposition": f'attachment; filename="{file.name}"'},
-            )
-
-        searching = request.query_params.get("schedule") == answers.SEARCHED
-        return await _tried(request, made, self._searching if searching else self._playing)
-
-    async def report(self, request: Request) -> Response:
-        def made() -> Response:
-            given = _given(request)
-            name, step = given.pop("name", ""), given.pop("step", "")
-            _refuse(given)
-            path, number = self.library.path(name), whole("step", step) if step else None
-            text = self.library.readable(lambda: background.read("report", path, number), name)
-            return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy(text)})
-
-        return await _tried(request, made, self._reporting)
-
-    def _search(self, given: dict[str, str]) -> Any:
-        where, seconds = _where(given.pop("placement", "loop")), number("seconds", given.pop("seconds", "1"))
-        return answers.search_for(Question.of(given), where, seconds)
-
     def _entries(self) -> Any:
         return {"folder": self.library.root.name, "entries": [asdict(one) for one in self.library.entries()]}
 
     def _open(self, given: dict[str, str]) -> Any:
-        name, step = given.pop("name", ""), given.pop("step", "")
+        name, step = given.pop("name", ""), _step(given)
         what_ifs = [one for one in given.pop("what_if", "").split("|") if one]
         _refuse(given)
-        number = whole("step", step) if step else None
         path = self.library.path(name)
-        return self.library.readable(lambda: background.read("opened", path, name, number, what_ifs), name)
+        return self.library.readable(lambda: background.read("opened", path, name, step, what_ifs), name)
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
         _refuse(given)
         path = self.library.path(name, live.PARTS)
         return self.library.readable(lambda: live.live(path, place), name)
+
+    def _report(self, given: dict[str, str]) -> Response:
+        name, step = given.pop("name", ""), _step(given)
+        _refuse(given)
+        path = self.library.path(name)
+        text = self.library.readable(lambda: background.read("report", path, step), name)
+        return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy(text)})
 
 
 class Guarded:
@@ -156,9 +121,9 @@ class Guarded:
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
-                own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *(one for one in own if one[0] not in given)]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         request = Request(scope)
@@ -172,20 +137,22 @@ class Guarded:
         await answer(scope, receive, with_headers)
 
 
-def _answering(answer: Callable[[dict[str, str]], Any], lane: Lane | None = None) -> Any:
+def _answering(path: str, answer: Callable[[dict[str, str]], Any], lane: Lane | None = None) -> Route:
+    """Where questions of a kind are answered: with a response, or a value for JSON, or why there is none. What has no
+    lane is quick, and waits for nothing."""
+
     async def answered(request: Request) -> Response:
-        return await _tried(request, lambda: _json(answer(_given(request))), lane)
+        def act() -> Response:
+            made = answer(_given(request))
+            return made if isinstance(made, Response) else _json(made)
 
-    return answered
+        try:
+            return await (run_in_threadpool(act) if lane is None else lane.run(request, act))
+        except (PenstockError, CrowdedError) as error:
+            status = 503 if isinstance(error, CrowdedError) else 400
+            return _json({"error": str(error)}, 200 if request.headers.get(PAGE) else status)
 
-
-async def _tried(request: Request, act: Callable[[], Response], lane: Lane | None) -> Response:
-    """An answer, or why there is none. What has no lane is quick, and waits for nothing."""
-    try:
-        return await (run_in_threadpool(act) if lane is None else lane.run(request, act))
-    except (PenstockError, CrowdedError) as error:
-        status = 503 if isinstance(error, CrowdedError) else 400
-        return _json({"error": str(error)}, 200 if request.headers.get(PAGE) else status)
+    return Route(path, answered)
 
 
 def _given(request: Request) -> dict[str, str]:
@@ -193,7 +160,7 @@ def _given(request: Request) -> dict[str, str]:
     given = request.query_params.multi_items()
     if len(found := dict(given)) < len(given):
         raise ArgumentError("a parameter is there twice; pass each once")
-    return found
+    return found | request.path_params
 
 
 def _refuse(given: Mapping[str, str]) -> None:
@@ -201,12 +168,35 @@ def _refuse(given: Mapping[str, str]) -> None:
         raise ArgumentError(f"{min(given)!r} is no parameter of this address")
 
 
-def _where(text: str) -> answers.PlacementName:
-    if text == "loop":
-        return "loop"
-    if text == "v":
-        return "v"
-    raise ArgumentError(f"placement={text[:20]!r}: expected loop or v")
+def _step(given: dict[str, str]) -> int | None:
+    return whole("step", step) if (step := given.pop("step", "")) else None
+
+
+def _where(given: dict[str, str]) -> tuple[str, float]:
+    """Where and for how long to search."""
+    return given.pop("placement", "loop"), number("seconds", given.pop("seconds", "1"))
+
+
+def _search(given: dict[str, str]) -> Any:
+    where, seconds = _where(given)
+    return answers.search_for(Question.of(given), where, seconds)
+
+
+def _export(given: dict[str, str]) -> Response:
+    kind, name, (where, seconds) = given.pop("kind"), given.pop("schedule", ""), _where(given)
+    question = Question.of(given)
+    searched = name == answers.SEARCHED
+    figures = answers.searched(question, where, seconds)[1] if searched else answers.named(question, name)
+    file, media_type, text = answers.export(figures, kind)
+    return Response(text, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{file}"'})
+
+
+async def _page(request: Request) -> Response:
+    return _asset("studio/index.html")
+
+
+async def _static(request: Request) -> Response:
+    return _asset("{folder}/{name}".format(**request.path_params))
 
 
 def _asset(name: str) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from penstock._base.words import counted
 from penstock.errors import ScheduleError
 from penstock.report.walkthrough import WORK
-from penstock.runs import About, RankState, RunRead, StepRecord, read_run
+from penstock.runs import About, RankState, read_run
 from penstock.runs.folder import ABOUT, RANKS, STEPS
 from penstock.runs.health import Health, health
 from penstock.runs.progress import Progress
@@ -34,17 +33,17 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
     run, now = read_run(path), time.time()
     about = run.about
     added, end = run.steps_after(place)
+    progress = Progress.of(run.steps(_RECENT_BYTES), about.total_steps)
     return {
         "id": about.id,
         "headline": _headline(about),
         "ranks": about.ranks,
         "alone": about.processes == about.replicas,
-        "memory_limit": about.memory_limit,
         "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MAX_STEPS:]],
         "place": end,
         "recorded": max(run.timeline_steps(), default=None),
-        "progress": _progress(run, end, about.total_steps),
-        "states": [_state(one, health(one, now), now) for one in run.ranks()],
+        "progress": None if progress is None else progress.to_dict(),
+        "states": [_state(one, now) for one in run.ranks()],
     }
 
 
@@ -55,25 +54,13 @@ def _headline(about: About) -> str:
     return ", ".join((about.model, about.schedule, ranks, counted(about.microbatches, "microbatch"), about.device))
 
 
-def _progress(run: RunRead, end: int, total_steps: int | None) -> dict[str, Any] | None:
-    recent: Sequence[StepRecord] = run.steps_after(max(0, end - _RECENT_BYTES))[0]
-    known = Progress.of(joined([], recent), total_steps)
-    return None if known is None else known.to_dict()
-
-
-def _state(state: RankState, how: Health, now: float) -> dict[str, Any]:
-    return {
-        "number": state.number,
-        "ranks": list(state.ranks),
-        "replica": state.replica,
-        "step": state.step,
-        "action": state.action,
+def _state(state: RankState, now: float) -> dict[str, Any]:
+    how = health(state, now)
+    return state.to_dict() | {
         "health": how,
         "doing": in_words(state, how),
         "action_seconds": max(0.0, state.written - state.since) if state.action else 0.0,
         "silent_seconds": max(0.0, now - state.written),
-        "rss_bytes": state.rss_bytes,
-        "device_bytes": state.device_bytes,
     }
 
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock._base.files import read_json, read_text
+from penstock._base.files import read_text
 from penstock.errors import ArgumentError
-from penstock.explain import Explanation, Run, explain, run_of
-from penstock.explain import read_run as read_trace
 from penstock.explain.reading import SUFFIXES
-from penstock.plan import Plan
-from penstock.runs import read_run
-from penstock.runs.folder import ABOUT
+from penstock.runs import is_run, read_run
 from penstock.schedule import Schedule, from_csv
 from penstock.schedule.check import require_legal
 from penstock.simulate import StageCost, simulate
 from penstock.studio.question import MAX_SIZES
-from penstock.web.measured import of_explanation
 from penstock.web.page_data import band, timeline_data
-from penstock.web.planned import of_plan
-from penstock.web.run_folder import of_run
 from penstock.web.sources import shown
 
 _MAX_SHOWN = 100_000
@@ -50,85 +42,39 @@ def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[st
     for chunks in _CHUNKS.findall(",".join(what_ifs)):
         if len(chunks) > 2 or int(chunks) > MAX_SIZES["chunks"]:
             raise ArgumentError(f"{chunks[:20]} chunks: the studio tries up to {MAX_SIZES['chunks']}")
-    if path.is_dir():
-        return _of_folder(path, name, step, what_ifs)
+    if path.is_dir() and not any(one.name.endswith(SUFFIXES) for one in path.iterdir()):
+        raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
     if path.name.removesuffix(".gz").endswith(".csv") and (schedule := _schedule(path)) is not None:
         return _of_schedule(schedule, name)
-    if path.suffix == ".json":
-        given = read_json(path, repr(name))
-        if isinstance(given, dict) and "choice" in given:
-            return _of_plan(Plan.from_dict(given, f"plan {name!r}"), name)
-    return _of_trace(path, name, step, what_ifs)
-
-
-def _of_trace(path: Path, name: str, step: int | None, what_ifs: Sequence[str]) -> dict[str, Any]:
-    """A trace in a file, or in the files of a folder."""
-    found = _explained(path, _stamp(path), step, tuple(what_ifs))
-    bands = of_explanation(found, name).bands
-    return _of_step(found, name, found.step.slowest.schedule.name, bands)
-
-
-def _stamp(path: Path) -> float:
-    """Changes when what is at a path changes."""
-    newest = path / "timelines" if path.is_dir() else path
-    return (newest if newest.exists() else path).stat().st_mtime
-
-
-@lru_cache(maxsize=4)
-def _steps(path: Path, stamp: float) -> Run:
-    return run_of(read_trace([path]))
-
-
-@lru_cache(maxsize=32)
-def _explained(path: Path, stamp: float, step: int | None, what_ifs: tuple[str, ...]) -> Explanation:
-    return explain(_steps(path, stamp), step=step, what_ifs=what_ifs)
-
-
-def _of_folder(path: Path, name: str, step: int | None, what_ifs: Sequence[str]) -> dict[str, Any]:
-    """The folder of a run, whose schedule is known by name: on one rank all orders look alike."""
-    if not (path / ABOUT).exists():
-        if not any(one.name.endswith(SUFFIXES) for one in path.iterdir()):
-            raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
-        return _of_trace(path, name, step, what_ifs)
-    run = read_run(path)
-    try:
-        found = _explained(path, _stamp(path), step, tuple(what_ifs))
-    except ArgumentError:
+    view = shown([path], step, what_ifs=what_ifs)
+    if view.plan is not None:
+        of_plan = {
+            "plan": view.plan.to_dict(),
+            "rows_per_second": view.plan.rows_per_second,
+            "bubble": view.plan.bubble,
+        }
+        note = " ".join((*view.warnings, _CUTS))
+        return {"kind": "plan", "name": name, **of_plan, "note": note} | _drawn(view.bands)
+    found = view.explanation
+    if found is None:
         if what_ifs:
-            raise
-        view = shown([path], step)  # which shows what cannot be explained, or says why not
+            raise ArgumentError(f"nothing can be tried on {name!r}: {' '.join(view.warnings)}")
         return {"kind": "unexplained", "name": name, "note": " ".join(view.warnings)} | _drawn(view.bands)
-    bands = of_run(run, found, found.step.number).bands
-    return _of_step(found, name, run.about.schedule, bands)
+    order = found.step.slowest.schedule
+    cuts = [{"cut": stage, "rank": order.placement.rank_of[stage]} for stage in range(1, order.placement.depth)]
+    # a run's schedule is known by name: on one rank all orders look alike
+    ran = read_run(path).about.schedule if is_run(path) else order.name
+    explained = {"kind": "run", "name": name, "schedule": ran, "explanation": found.to_dict(), "cuts": cuts}
+    return explained | _drawn(view.bands)
 
 
-def _of_step(found: Explanation, name: str, schedule: str, bands: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    rank_of = found.step.slowest.schedule.placement.rank_of
-    cuts = [{"cut": stage, "rank": rank_of[stage]} for stage in range(1, found.step.slowest.schedule.placement.depth)]
-    said = {"kind": "run", "name": name, "schedule": schedule, "explanation": found.to_dict(), "cuts": cuts}
-    return said | _drawn(bands)
-
-
-def _drawn(bands: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _drawn(bands: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The timeline of these bands; None if there are none, or too many actions."""
-    given = [dict(one) for one in bands]
-    actions = sum(len(rank["start"]) for one in given for rank in one["ranks"])
+    actions = sum(len(rank["start"]) for one in bands for rank in one["ranks"])
     if actions > _MAX_SHOWN:
         note = f"{actions:,} actions are too many to draw here; the full report shows them"
         return {"timeline": None, "note": note}
-    return {"timeline": timeline_data(given, unit="s") if given else None}
-
-
-def _of_plan(plan: Plan, name: str) -> dict[str, Any]:
-    view = of_plan(plan, name)
-    return {
-        "kind": "plan",
-        "name": name,
-        "plan": plan.to_dict(),
-        "rows_per_second": plan.rows_per_second,
-        "bubble": plan.bubble,
-        "note": " ".join((*view.warnings, _CUTS)),
-    } | _drawn(view.bands)
+    return {"timeline": timeline_data(bands) if bands else None}
 
 
 def _schedule(path: Path) -> Schedule | None:

@@ -98,10 +98,6 @@ class Question:
         broken = entry.broken(asked)
         return usual if broken is not None and broken.argument == "chunks" else asked
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
 
 def whole(name: str, text: str) -> int:
     """An integer from an address. Raises ArgumentError."""
@@ -133,14 +129,7 @@ def _names(name: str, text: str) -> tuple[str, ...]:
 _ALL_AT_MOST = 32
 _LONGEST_NAME = 40
 _READ: Mapping[str, Callable[[str, str], Any]] = {
+    **{one.name: number for one in fields(Question)},
+    **dict.fromkeys(MAX_SIZES, whole),
     "schedules": _names,
-    "ranks": whole,
-    "microbatches": whole,
-    "chunks": whole,
-    "forward": number,
-    "backward_input": number,
-    "backward_weight": number,
-    "comm": number,
-    "head": number,
-    "memory_limit": number,
 }

@@ -14,8 +14,6 @@ from penstock.simulate.figures import title
 from penstock.web.page_data import band, curve
 from penstock.web.shown import Figure, Held, Idle, Shown, duration
 
-PREDICTED = "pipeline, predicted"
-"""The figure of a prediction."""
 _IDLE_NOTE = (
     "Warm-up and drain are the schedule's own; what follows is added by what is uneven, as penstock explain counts it."
 )
@@ -31,7 +29,8 @@ def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = (
     step = found.step
     slowest = step.slowest
     held = memory(slowest.schedule, costs, slowest.timeline) if costs else []
-    measured = band(_measured(found), slowest.timeline, slowest.schedule, memory=_curves(held))
+    what = f"{found.origin}, step {step.number}" if len(found.run.steps) > 1 else found.origin
+    measured = band(what, slowest.timeline, slowest.schedule, memory=_curves(held))
     return Shown(
         title=title(slowest.schedule),
         headings=tuple(_headings(found, name)),
@@ -44,6 +43,7 @@ def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = (
         memory=tuple(Held(rank, one.peak, None, "predicted") for rank, one in enumerate(held)),
         memory_note="Predicted by what the profile says that stages keep." if held else "",
         numbers=found.to_dict(),
+        explanation=found,
     )
 
 
@@ -52,10 +52,6 @@ def _headings(found: Explanation, name: str) -> list[str]:
     several = [counted(len(found.run.steps), "step")] if len(found.run.steps) > 1 else []
     more = [f"{counted(replicas, 'replica')}; the slowest is shown"] if replicas > 1 else []
     return [name, *several, *more]
-
-
-def _measured(found: Explanation) -> str:
-    return f"{found.origin}, step {found.step.number}" if len(found.run.steps) > 1 else found.origin
 
 
 def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
@@ -94,23 +90,27 @@ def _curves(held: Sequence[Memory]) -> list[dict[str, Any] | None] | None:
 
 def figures_of(found: Explanation) -> list[Figure]:
     """The summary of a step."""
-    step, idle = found.step, idle_of(found)
+    step = found.step
     several = f"step {step.number}, the median of {len(found.run.steps)}" if len(found.run.steps) > 1 else ""
     outside = step.seconds - step.pipeline_seconds
     if outside > 0.001 * step.seconds:
         several = "; ".join(filter(None, [several, f"{duration(outside)} outside the pipeline"]))
-    figures = [
-        Figure("a step takes", duration(step.seconds), several),
+    return [Figure("a step takes", duration(step.seconds), several), *reasons(found), *predicted_of(found)]
+
+
+def reasons(found: Explanation) -> list[Figure]:
+    """Why a step takes as long as it does."""
+    idle, pipeline = idle_of(found), duration(found.step.pipeline_seconds)
+    return [
         Figure("idle", f"{idle.share:.1%}", f"of all ranks' time; most: {idle.worst}" if idle.worst else ""),
-        Figure(
-            "if all were even",
-            duration(found.where.even_seconds),
-            f"of the pipeline's {duration(step.pipeline_seconds)}",
-        ),
+        Figure("if all were even", duration(found.where.even_seconds), f"of the pipeline's {pipeline}"),
     ]
-    if found.predicted_seconds is not None:
-        figures.append(against(PREDICTED, found.predicted_seconds, step.pipeline_seconds))
-    return figures
+
+
+def predicted_of(found: Explanation) -> list[Figure]:
+    """The explanation's prediction, if it has one."""
+    seconds = found.predicted_seconds
+    return [] if seconds is None else [against("pipeline, predicted", seconds, found.step.pipeline_seconds)]
 
 
 def against(name: str, predicted: float, measured: float) -> Figure:

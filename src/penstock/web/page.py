@@ -10,7 +10,7 @@ from penstock.errors import require
 from penstock.report.frame import frame
 from penstock.web.assets import asset, bundle, embedded
 from penstock.web.page_data import timeline_data
-from penstock.web.shown import Idle, Shown, duration
+from penstock.web.shown import Shown, duration
 
 _MAX_RANKS = 32
 """Ranks of which each has a line."""
@@ -33,7 +33,6 @@ def page(shown: Shown) -> str:
         duration=duration,
         sized=sized,
         percent=_percent,
-        longest=_longest,
         ranks_shown=_ranks,
         data=embedded("timeline-data", timeline_data(shown.bands, unit=shown.unit)),
         numbers=embedded("numbers", finite(dict(shown.numbers))),
@@ -45,10 +44,6 @@ def page(shown: Shown) -> str:
 
 def _percent(value: float, whole: float) -> str:
     return f"{100 * min(1.0, value / whole):.3f}%" if whole > 0 else "0%"
-
-
-def _longest(idle: Idle) -> float:
-    return max(map(idle.total, range(len(idle.computes))), default=0.0)
 
 
 def _ranks(count: int) -> list[int]:

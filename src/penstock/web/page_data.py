@@ -21,19 +21,17 @@ from penstock.simulate.waits import CriticalPath, critical_path
 OPS = [op.value for op in Op]
 """Names by `Op.code`."""
 
-_NAMES = {"float64": "f8", "int32": "i4", "int16": "i2", "int8": "i1", "uint8": "u1"}
 _WHOLE = (np.int8, np.int16, np.int32)
 
 
-def timeline_data(bands: Iterable[dict[str, Any]], *, unit: str = "s") -> dict[str, Any]:
+def timeline_data(bands: Iterable[Mapping[str, Any]], *, unit: str = "s") -> dict[str, Any]:
     """The `data` of the component in static/timeline.js, ready for JSON.
 
     Args:
         bands: what `band` made, from top to bottom.
         unit: of time: "s", or the name of another one.
     """
-    made: dict[str, Any] = for_page({"unit": unit, "ops": OPS, "bands": [*bands]})
-    return made
+    return {"unit": unit, "ops": OPS, "bands": for_page([*bands])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,8 @@ def packed(column: NDArray[Any]) -> dict[str, str]:
     else:
         kind = np.float64
     made = np.ascontiguousarray(column, np.dtype(kind).newbyteorder("<"))
-    return {"type": _NAMES[np.dtype(kind).name], "base64": base64.b64encode(made.tobytes()).decode("ascii")}
+    text = base64.b64encode(made.tobytes()).decode("ascii")
+    return {"type": f"{made.dtype.kind}{made.dtype.itemsize}", "base64": text}
 
 
 def for_page(value: Any) -> Any:

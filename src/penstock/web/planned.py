@@ -63,6 +63,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
         facts_head="What is planned",
         facts=tuple(_facts(plan)),
         numbers=plan.to_dict(),
+        plan=plan,
     )
 
 

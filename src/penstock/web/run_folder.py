@@ -17,14 +17,7 @@ from penstock.runs.health import health, troubles
 from penstock.runs.progress import RECENT, Progress
 from penstock.schedule import Schedule
 from penstock.simulate.columns import Columns
-from penstock.web.measured import (
-    PREDICTED,
-    TURNS_NOTE,
-    against,
-    compared,
-    figures_of,
-    idle_of,
-)
+from penstock.web.measured import TURNS_NOTE, against, compared, idle_of, predicted_of, reasons
 from penstock.web.page_data import band
 from penstock.web.shown import Course, Figure, Held, Shown, date_text, duration
 
@@ -88,6 +81,7 @@ def of_run(
         courses=(*_courses(steps), *_peaks(run)),
         facts=tuple(_facts(run)),
         numbers=numbers,
+        explanation=found,
     )
 
 
@@ -122,8 +116,7 @@ def _of_prediction(predicted: Predicted | None, found: Explanation | None, steps
     """Why ranks are idle, and the prediction, which is of a step without the optimizer."""
     figures = []
     if found:
-        names = ("idle", "if all were even", *(() if predicted else (PREDICTED,)))
-        of_step = [one for one in figures_of(found) if one.name in names]
+        of_step = reasons(found) + ([] if predicted else predicted_of(found))
         figures = [one._replace(of=f"{one.of}; step {found.step.number}") for one in of_step]
     if predicted is not None and steps:
         measured = found.step.pipeline_seconds if found else median(one.seconds for one in steps[1:] or steps)

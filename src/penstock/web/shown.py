@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.explain import Change
+from penstock.explain import Change, Explanation
+from penstock.plan import Plan
 from penstock.runs.about import moment
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -31,12 +32,16 @@ class Idle:
     @property
     def names(self) -> list[str]:
         """The causes that make any rank wait for a thousandth of its time or more."""
-        whole = max(map(self.total, range(len(self.computes))), default=0.0)
         every = dict.fromkeys(name for one in self.causes for name in one)
-        return [name for name in every if any(one.get(name, 0.0) > 0.001 * whole for one in self.causes)]
+        return [name for name in every if any(one.get(name, 0.0) > 0.001 * self.longest for one in self.causes)]
 
     def total(self, rank: int) -> float:
         return self.computes[rank] + sum(self.causes[rank].values())
+
+    @property
+    def longest(self) -> float:
+        """The most time that a rank has."""
+        return max(map(self.total, range(len(self.computes))), default=0.0)
 
     @property
     def share(self) -> float:
@@ -87,6 +92,7 @@ class Shown:
         courses: the loss and the like.
         facts: what was run, and where; `facts_head` stands above them.
         numbers: the figures as numbers, for those who read the page by program.
+        explanation, plan: what it is made of, if it is of a step that can be explained, or a plan.
     """
 
     title: str
@@ -105,6 +111,8 @@ class Shown:
     facts_head: str = "What was run"
     numbers: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "s"
+    explanation: Explanation | None = None
+    plan: Plan | None = None
 
 
 def duration(seconds: float) -> str:

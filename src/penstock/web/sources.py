@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from penstock.errors import ArgumentError
 from penstock.explain import Predicted, Run, explain, read_run, run_of
 from penstock.plan import Plan
 from penstock.runs import read_run as read_folder
+from penstock.runs.folder import ABOUT, TIMELINES
 from penstock.schedule.timeline import Timeline
 from penstock.web.measured import in_turns, of_explanation
 from penstock.web.planned import of_plan
@@ -23,31 +25,30 @@ Prediction = Callable[[Run], Predicted | None]
 
 def is_fabric(path: Path) -> bool:
     """Whether a folder has a run of `penstock fabric` in it."""
-    given = json_or_none(path / "run.json") if path.is_dir() else None
+    given = json_or_none(path / ABOUT) if path.is_dir() else None
     return isinstance(given, dict) and "workload" in given and "hosts" in given
 
 
 def shown(
     paths: Sequence[Path],
     step: int | None = None,
-    prediction: Prediction = lambda _: None,
-    *,
-    other_prediction: bool = False,
+    prediction: Prediction | None = None,
+    what_ifs: Sequence[str] = (),
 ) -> Shown:
     """What a report shows of these files or this folder.
 
     Args:
         paths: the folder of a run; a plan; or timelines, traces and columns, as `penstock.explain.read_run` reads them.
         step: which step; None: the one whose time is the median.
-        prediction: of the run, to compare with.
-        other_prediction: whether that is to be shown rather than what a run's folder has of its own.
+        prediction: of the run, to compare with; None: what a run's folder has of its own.
+        what_ifs: changes to try on a step that can be explained, as `penstock explain --what-if` takes them.
 
     Raises:
-        ArgumentError: they are none of these, or have no such step.
+        ArgumentError: they are none of these, or have no such step, or a what-if is none.
     """
     first = paths[0]
-    if len(paths) == 1 and first.is_dir() and (first / "run.json").exists():
-        return _of_folder(first, step, prediction, other_prediction=other_prediction)
+    if len(paths) == 1 and first.is_dir() and (first / ABOUT).exists():
+        return _of_folder(first, step, prediction, what_ifs)
     given = json_or_none(first) if len(paths) == 1 and first.suffix == ".json" else None
     if isinstance(given, dict) and "choice" in given:
         return of_plan(Plan.from_dict(given, f"plan {str(first)!r}"), first.name)
@@ -55,18 +56,14 @@ def shown(
     if turns:
         return in_turns(turns, first.name)
     names = ", ".join(path.name or str(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    return _explained(paths, step, prediction, names)
-
-
-def _explained(paths: Sequence[Path], step: int | None, prediction: Prediction, names: str) -> Shown:
-    run = run_of(read_run(paths))
-    predicted = prediction(run)
-    found = explain(run, step=step, predicted=predicted)
+    run = _read(paths)
+    predicted = None if prediction is None else prediction(run)
+    found = explain(run, step=step, predicted=predicted, what_ifs=what_ifs)
     known = predicted is not None and not predicted.unlikely([one.seconds for one in found.stages])
     return of_explanation(found, names, predicted.costs if predicted is not None and known else ())
 
 
-def _of_folder(path: Path, step: int | None, prediction: Prediction, *, other_prediction: bool) -> Shown:
+def _of_folder(path: Path, step: int | None, prediction: Prediction | None, what_ifs: Sequence[str]) -> Shown:
     run = read_folder(path)
     timelines, damaged = run.timelines()
     if step is not None and step not in timelines:
@@ -75,11 +72,24 @@ def _of_folder(path: Path, step: int | None, prediction: Prediction, *, other_pr
     if last is None or any(one.in_turns for one in timelines.values()):
         return of_run(run, None, last, damaged)
     try:
-        known = run_of(read_run([path]))
+        known = _read([path])
     except ArgumentError as error:  # a crash may have left no step whole
         return of_run(run, None, last, (*damaged, str(error)))
-    found = explain(known, step=step, predicted=prediction(known))
-    return of_run(run, found, found.step.number, other_prediction=other_prediction)
+    before = run.predicted()
+    own = None if before is None else Predicted(before.stage_seconds, before.step_seconds)
+    found = explain(known, step=step, predicted=prediction(known) if prediction else own, what_ifs=what_ifs)
+    return of_run(run, found, found.step.number, other_prediction=prediction is not None)
+
+
+def _read(paths: Sequence[Path]) -> Run:
+    """The steps of files or a folder: read once for all what-ifs that are tried on them."""
+    folders = [path / TIMELINES if (path / TIMELINES).exists() else path for path in paths]
+    return _read_once(tuple(paths), tuple(path.stat().st_mtime for path in folders if path.exists()))
+
+
+@lru_cache(maxsize=4)
+def _read_once(paths: tuple[Path, ...], changed: tuple[float, ...]) -> Run:
+    return run_of(read_run(paths))
 
 
 def _in_turns(given: Any) -> list[Timeline]:
