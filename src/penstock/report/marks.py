@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from penstock.report.colors import Kind
 from penstock.report.said import said_of
@@ -86,7 +88,7 @@ def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]
                 most[column] = kind
             share.clear()
 
-    for code, start, end in sorted(zip(track.actions.op, track.start, track.end, strict=True), key=_started):
+    for code, start, end in sorted(zip(track.actions.op, track.start, track.end, strict=True), key=itemgetter(1)):
         at, until = start / unit, end / unit
         while at < until:
             here = min(int(at), columns - 1)
@@ -97,22 +99,11 @@ def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]
             share[kinds[code]] += stop - at
             at = stop
     close()
-    return _joined(most)
-
-
-def _started(entry: tuple[int, float, float]) -> float:
-    return entry[1]
-
-
-def _joined(columns: Sequence[Kind | None]) -> list[tuple[int, int, Kind]]:
-    found: list[tuple[int, int, Kind]] = []
-    for column, kind in enumerate(columns):
-        if kind is None:
-            continue
-        if found and found[-1][1:] == (column, kind):
-            found[-1] = found[-1][0], column + 1, kind
-        else:
-            found.append((column, column + 1, kind))
+    found = []
+    for kind, alike in groupby(range(columns), key=most.__getitem__):
+        if kind is not None:
+            places = [*alike]
+            found.append((places[0], places[-1] + 1, kind))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def to_perfetto(
             events += _counters(rank, curve, unit)
     if not timeline.in_turns:
         for number, message in enumerate(_messages(timeline)):
-            events += _arrow(message, number)
+            events += _arrow(number, *message)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -123,20 +122,14 @@ def _slices(span: Span, thread: int, slices: int) -> list[dict[str, Any]]:
     return [wait, ran]
 
 
-def _arrow(message: _Message, number: int) -> list[dict[str, Any]]:
+def _arrow(number: int, what: str, made: Span, used: Span) -> list[dict[str, Any]]:
     """A flow between the compute slices at a message's two ends, each bound by a moment within it."""
-    shared = {"name": message.what, "cat": "message", "id": number, "tid": 0}
-    made, used = message.made, message.used
-    return [
-        {"ph": "s", **shared, "pid": made.rank, "ts": (made.start_seconds + made.end_seconds) / 2 * _MICROSECONDS},
-        {
-            "ph": "f",
-            "bp": "e",
-            **shared,
-            "pid": used.rank,
-            "ts": (used.start_seconds + used.end_seconds) / 2 * _MICROSECONDS,
-        },
-    ]
+    shared = {"name": what, "cat": "message", "id": number, "tid": 0}
+    begin, end = (
+        {**shared, "pid": one.rank, "ts": (one.start_seconds + one.end_seconds) / 2 * _MICROSECONDS}
+        for one in (made, used)
+    )
+    return [{"ph": "s", **begin}, {"ph": "f", "bp": "e", **end}]
 
 
 def _counters(rank: int, curve: Curve, unit: str) -> Iterator[dict[str, Any]]:
@@ -165,17 +158,12 @@ def _held(track: Track) -> list[tuple[float, float]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """What went from one rank to another. `what`: activations or gradients."""
-
-    what: str
-    made: Span
-    used: Span
+_Message = tuple[str, Span, Span]
+"""Activations or gradients, the action that made them, and the one that used them."""
 
 
 def _messages(timeline: Timeline) -> Iterator[_Message]:
-    """Each message from one rank to another, from the action that made it to the one that used it.
+    """Each message from one rank to another.
 
     If the timeline has sends, these say what went where; otherwise each stage passes on to the next, and back. What
     has not run, or took no time, has no message.
@@ -202,4 +190,4 @@ def _pair(
     if made is None or used is None or made.rank == used.rank:
         return
     if made.end_seconds > made.start_seconds and used.end_seconds > used.start_seconds:
-        yield _Message("activations" if forward else "gradients", made, used)
+        yield "activations" if forward else "gradients", made, used

@@ -9,23 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock._base.words import counted
+from penstock.report.colors import WORDS, Kind
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.order import earliest_times
 
-WORK = {
-    Op.F: "runs the forward of",
-    Op.B: "runs the backward of",
-    Op.I: "computes the input gradient of",
-    Op.W: "computes the weight gradient of",
-}
+_NOUN = {op: f"the {WORDS[Kind.of(op)]} of" for op in (Op.F, Op.B, Op.I, Op.W)}
+WORK = {op: f"{'runs' if op in (Op.F, Op.B) else 'computes'} {noun}" for op, noun in _NOUN.items()}
 """What a rank does, before the microbatch and the stage."""
-
-_NOUN = {
-    Op.F: "the forward of",
-    Op.B: "the backward of",
-    Op.I: "the input gradient of",
-    Op.W: "the weight gradient of",
-}
 
 
 @dataclass(frozen=True, slots=True)
