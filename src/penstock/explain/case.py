@@ -11,6 +11,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.explain.factors import PLACE
 from penstock.explain.measured import Replica, Step
 from penstock.explain.traced import Around, around
 from penstock.schedule import Op, Schedule
@@ -22,8 +23,6 @@ from penstock.simulate.simulator import timed_columns
 from penstock.simulate.work import CostColumns
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
-PLACE = {op.code: place for place, op in enumerate(COMPUTE)}
-"""Where an op is along O, by its code."""
 _FEW = 3
 """Fewer waits than this between two ranks do not tell how long their messages take."""
 
@@ -184,6 +183,12 @@ def around_of(step: Step) -> Around | None:
     return around((len(step.replicas), step.slowest.schedule.ranks), step.numbered)
 
 
+def times_of(timeline: Timeline) -> tuple[Floats, Floats]:
+    """Starts and ends of all computations."""
+    tracks = timeline.tracks
+    return np.concatenate([column(one.start) for one in tracks]), np.concatenate([column(one.end) for one in tracks])
+
+
 def _host(samples: Sequence[tuple[int, int, float]], stages: int) -> Floats:
     """The median of what follows each op on each stage; of the op on any stage, or of any op, where there is none."""
     by_stage: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
@@ -217,13 +222,9 @@ class _Gaps:
     @classmethod
     def of(cls, replica: Replica) -> _Gaps:
         columns = Columns.of(replica.schedule)
-        tracks = replica.timeline.tracks
-        starts = np.concatenate([column(track.start) for track in tracks])
-        ends = np.concatenate([column(track.end) for track in tracks])
-        before = np.roll(ends, 1)
-        before[columns.first[:-1]] = np.nan
+        starts, ends = times_of(replica.timeline)
         ready = np.where(columns.need >= 0, ends[columns.need], np.nan)
-        return cls(columns, starts, ready, before)
+        return cls(columns, starts, ready, columns.before(ends))
 
     def flights(self) -> Iterator[tuple[int, int, int, int, float]]:
         """For each message that was waited for: source and target rank, op and stage that made it, and its seconds."""
@@ -232,7 +233,7 @@ class _Gaps:
         waited = np.flatnonzero((self.columns.need >= 0) & ~(self.before > self.ready))
         for node in waited.tolist():
             need = int(self.columns.need[node])
-            op = PLACE[int(made[need])]
+            op = int(PLACE[made[need]])
             yield int(rank[need]), int(rank[node]), op, int(stage[need]), float(self.starts[node] - self.ready[node])
 
     def host(self, flight: float) -> Iterator[tuple[int, int, float]]:
@@ -241,7 +242,7 @@ class _Gaps:
         arrived = np.where(np.isnan(self.ready), -np.inf, self.ready + flight)
         for node in np.flatnonzero(self.before >= arrived).tolist():
             yield (
-                PLACE[int(self.columns.op[node - 1])],
+                int(PLACE[self.columns.op[node - 1]]),
                 int(stage[node - 1]),
                 max(0.0, float(self.starts[node] - self.before[node])),
             )

@@ -17,9 +17,9 @@ from penstock.explain.measured import Replica, Step
 from penstock.explain.predicted import Predicted
 from penstock.explain.schedules import Idea, Price, another, other_schedules, twice_the_microbatches
 from penstock.explain.stragglers import slow_ranks
+from penstock.report.colors import WORDS, Kind
 from penstock.simulate.columns import COMPUTE, Floats
 
-_WORDS = {"F": "forwards", "B": "backwards", "I": "input gradients", "W": "weight gradients"}
 LEAST_GAIN = 0.005
 """Changes that bring less of a step than this are not worth a line."""
 _LEAST_SHARE = 1 / 3
@@ -225,7 +225,7 @@ def _ranks(trial: Trial) -> Iterator[Idea]:
         scale, place = np.ones_like(factors.rank), numbers.index(one.replica)
         scale[place][one.slow] /= factors.rank[place][one.slow]
         ops = ", ".join(
-            f"{_WORDS[op.value]} {factors.rank[place][row][one.slow[row]].max():.1f}x"
+            f"{WORDS[Kind.of(op)]}s {factors.rank[place][row][one.slow[row]].max():.1f}x"
             for row, op in enumerate(COMPUTE)
             if one.slow[row].any()
         )

@@ -6,8 +6,8 @@ import bisect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from re import Pattern
 from typing import Any
 
@@ -39,17 +39,6 @@ _OPERATIONS = re.compile(
 No string of JSON has a line break in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """A complete event that names an action."""
-
-    process: int | str
-    named: Named
-    start: float
-    end: float
-    on_device: bool
-
-
 def without_operations(data: bytearray) -> bytes | bytearray:
     """What has been read of a trace, without Kineto's operations and kernels; the same, if it is not Kineto's."""
     return _OPERATIONS.sub(b"", data) if b'"schemaVersion"' in data[:1000] else data
@@ -71,25 +60,30 @@ def read_chrome(
     _check_times(every, own)
     complete = _complete(every)
     read = [(event, read_name(event.get("name"), event.get("args"), own)) for event in complete]
-    ranges = [_range(event, named) for event, named in read if named is not None and named.op.is_compute]
-    on_device = any(one.on_device for one in ranges)
-    numbered = any("microbatch" in one.named.numbers for one in ranges)
-    ranges = [one for one in ranges if one.on_device == on_device and numbered == ("microbatch" in one.named.numbers)]
-    processes = sorted({one.process for one in ranges}, key=lambda pid: (isinstance(pid, str), pid))
+    ranges = [(event, named) for event, named in read if named is not None and named.op.is_compute]
+    on_device = any(event.get("cat") == _ON_DEVICE for event, _ in ranges)
+    numbered = any("microbatch" in named.numbers for _, named in ranges)
+    ranges = [
+        (event, named)
+        for event, named in ranges
+        if (event.get("cat") == _ON_DEVICE) == on_device and ("microbatch" in named.numbers) == numbered
+    ]
+    processes = sorted({_id(event, "pid") for event, _ in ranges}, key=lambda pid: (isinstance(pid, str), pid))
     places = {process: place for place, process in enumerate(processes)}
-    marks = _steps(complete)
+    marks, alone = _steps(complete), _rank(header, file, number)
     made = []
-    ops = {one.named.op for one in ranges}
+    ops = {named.op for _, named in ranges}
     b_is_i = Op.W in ops and Op.I not in ops  # the letters of the papers on zero bubbles
-    for one in sorted(ranges, key=lambda one: one.start):
-        place, numbers = places[one.process], one.named.numbers
-        rank = place if len(processes) > 1 else _rank(header, file, number)
-        op = Op.I if b_is_i and one.named.op is Op.B else one.named.op
+    for event, named in ranges:
+        (start, end), numbers = _times(event), named.numbers
+        rank = places[_id(event, "pid")] if len(processes) > 1 else alone
+        op = Op.I if b_is_i and named.op is Op.B else named.op
         action = Action(numbers.get("stage", rank), op, numbers.get("microbatch", 0))
-        step, chunk = numbers.get("step", marks.at(one.start)), None if "stage" in numbers else numbers.get("chunk")
+        step = numbers["step"] if "step" in numbers else _step_at(marks, start)
+        chunk = None if "stage" in numbers else numbers.get("chunk")
         source = ("process", rank)
-        made.append(Event(source, str(action), one.start, one.end, action, step, chunk=chunk, counted=not numbered))
-    waits = any(one.named.waits and not one.on_device for one in ranges)
+        made.append(Event(source, str(action), start, end, action, step, chunk=chunk, counted=not numbered))
+    waits = not on_device and any(named.waits for _, named in ranges)
     sent = (named.numbers.get("stage", 0) for _, named in read if named is not None and named.op is Op.SEND_F)
     said = _said(every)
     if any(one.get("in_turns") for one in said):
@@ -181,7 +175,8 @@ def _id(event: Mapping[str, Any], key: str) -> int | str:
     return value if isinstance(value, (int, str)) else str(value)
 
 
-def _range(event: Mapping[str, Any], named: Named) -> _Range:
+def _times(event: Mapping[str, Any]) -> tuple[float, float]:
+    """When a range starts and ends, in seconds."""
     start = event["ts"] / 1e6
     lasted = event.get("dur")
     if lasted is None or not _is_time(lasted) or lasted < 0:
@@ -189,26 +184,20 @@ def _range(event: Mapping[str, Any], named: Named) -> _Range:
             f"the trace's event {quoted(event.get('name'))} at ts {event['ts']} has the duration {quoted(lasted)}; "
             "expected microseconds of 0 or more"
         )
-    return _Range(_id(event, "pid"), named, start, start + lasted / 1e6, event.get("cat") == _ON_DEVICE)
+    return start, start + lasted / 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """The profiler's own marks of steps, ascending."""
-
-    starts: tuple[float, ...]
-    numbers: tuple[int, ...]
-
-    def at(self, seconds: float) -> int | None:
-        """The step at a time; None if the profiler marked none."""
-        return self.numbers[max(0, bisect.bisect_right(self.starts, seconds) - 1)] if self.starts else None
-
-
-def _steps(events: Sequence[Mapping[str, Any]]) -> _Steps:
+def _steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
+    """When steps begin by the profiler's own marks, and their numbers, ascending."""
     found: dict[int, float] = {}
     for event in events:
         mark = _STEP.fullmatch(event["name"]) if isinstance(event.get("name"), str) else None
         if mark:
             found.setdefault(int(mark[1]), event["ts"] / 1e6)
-    ordered = sorted((start, number) for number, start in found.items())
-    return _Steps(tuple(start for start, _ in ordered), tuple(number for _, number in ordered))
+    return sorted((start, number) for number, start in found.items())
+
+
+def _step_at(marks: Sequence[tuple[float, int]], seconds: float) -> int | None:
+    """The step at a time; None if the profiler marked none."""
+    place = bisect.bisect_right(marks, seconds, key=itemgetter(0)) - 1
+    return marks[max(0, place)][1] if marks else None

@@ -43,10 +43,8 @@ class Messages:
         makers = columns.need[users]
         rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
         arrived = ends[users] if with_waits else starts[users]
-        before = np.maximum(users - 1, 0)
-        gap = np.where(np.isin(users, columns.first), np.inf, starts[users] - ends[before])
-        idle = gap > max(LEAST_SECONDS, TOLERANCE * float(np.median(ends - starts)))
-        return cls(rank[makers], rank[users], arrived - ends[makers], idle | with_waits, (ends - starts)[makers])
+        busy = (starts - columns.before(ends))[users] <= tolerance_of(starts, ends)
+        return cls(rank[makers], rank[users], arrived - ends[makers], ~busy | with_waits, (ends - starts)[makers])
 
 
 def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:

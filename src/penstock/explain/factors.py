@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.explain.measured import Replica
+from penstock.schedule import Op
 from penstock.simulate.columns import COMPUTE, Floats, column
 
+PLACE = np.array([COMPUTE.index(op) if op.is_compute else -1 for op in Op])
+"""Where an op is along O, by its code."""
 ALIKE = 0.05
 """Microbatches that differ by less than this are taken as alike."""
 SLOW = 1.1
@@ -110,13 +113,9 @@ def seconds_of(replicas: Sequence[Replica]) -> Floats:
     schedule = replicas[0].schedule
     microbatches = max(one.schedule.microbatches for one in replicas)
     found = np.full((len(replicas), len(COMPUTE), schedule.stages, microbatches), np.nan)
-    place = np.zeros(max(op.code for op in COMPUTE) + 1, int)
-    for index, op in enumerate(COMPUTE):
-        place[op.code] = index
     for number, replica in enumerate(replicas):
         for track in replica.timeline.tracks:
             row = track.actions
-            found[number, place[column(row.op)], column(row.stage), column(row.microbatch)] = column(
-                track.end
-            ) - column(track.start)
+            took = column(track.end) - column(track.start)
+            found[number, PLACE[column(row.op)], column(row.stage), column(row.microbatch)] = took
     return found

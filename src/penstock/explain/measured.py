@@ -147,17 +147,17 @@ def run_of(recording: Recording) -> Run:
     steps, notes, lacking = [], list(recording.notes), []
     stages = max(recording.stages, 1 + max(event.action.stage for event in events if event.action is not None))
     for number, by_replica in sorted(groups.items()):
-        made = []
+        made, moved = [], recording.with_waits
         for replica, given in sorted(by_replica.items()):
-            wrong = _missing(given, stages)
-            found = None if wrong else _replica(replica, given, with_waits=recording.with_waits)
-            if isinstance(found, _Made):
-                made.append(found)
-                notes += found.notes
-            else:
-                lacking.append((number, replica, wrong or str(found)))
+            found = _missing(given, stages) or _replica(replica, given, with_waits=recording.with_waits)
+            if isinstance(found, str):
+                lacking.append((number, replica, found))
+                continue
+            made.append(found[0])
+            notes += found[1]
+            moved = moved or found[2]
         if made:
-            steps.append(_step(number, made, () if recording.with_waits else every[number]))
+            steps.append(_step(number, made, () if moved else every[number]))
     if not steps:
         raise ArgumentError("; ".join([f"the trace has no complete step: {lacking[0][2]}", *recording.notes]))
     if lacking:
@@ -226,18 +226,9 @@ def _missing(events: Sequence[Event], stages: int) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A replica whose clock starts with its first action, and when that was."""
-
-    replica: Replica
-    first_seconds: float
-    shifts: tuple[float, ...]
-    notes: tuple[str, ...]
-
-
-def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> _Made | str:
-    """One pipeline on one clock; what is wrong with it, if something is."""
+def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple[Replica, list[str], bool] | str:
+    """One pipeline on one clock, which begins it by the trace's own; notes; whether clocks were set right. Or what is
+    wrong with it."""
     rows: list[list[Event]] = [[] for _ in range(1 + max(event.rank or 0 for event in events))]
     for event in sorted(events, key=lambda event: (event.start_seconds, event.end_seconds)):
         rows[event.rank or 0].append(event)
@@ -265,7 +256,7 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> _Made
     ends = np.maximum(starts, ends)
     first = float(starts.min())
     timeline = _timeline(schedule, columns, starts - first, ends - first)
-    return _Made(Replica(number, schedule, timeline, 0.0), first, tuple(moved), tuple(notes))
+    return Replica(number, schedule, timeline, first), notes, any(moved)
 
 
 def _clock_notes(number: int, moved: Sequence[float]) -> list[str]:
@@ -280,9 +271,7 @@ def _clock_notes(number: int, moved: Sequence[float]) -> list[str]:
 
 
 def _timeline(schedule: Schedule, columns: Columns, starts: Floats, ends: Floats) -> Timeline:
-    waited = starts - np.roll(ends, 1)
-    waited[columns.first[:-1]] = starts[columns.first[:-1]]
-    times = (starts, ends, np.maximum(0.0, waited))
+    times = (starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.before(ends))))
     of_ranks = [[column[columns.nodes(rank)].tolist() for column in times] for rank in range(schedule.ranks)]
     return Timeline.of_columns(schedule.rows, of_ranks)
 
@@ -317,12 +306,11 @@ def _judged(schedule: Schedule) -> Schedule | str:
     return schedule
 
 
-def _step(number: int, made: Sequence[_Made], events: Sequence[Event]) -> Step:
+def _step(number: int, replicas: Sequence[Replica], events: Sequence[Event]) -> Step:
     """All replicas of a step on the clock of the step, which begins with its first event."""
-    moved = any(any(one.shifts) for one in made)
-    whole = {one.replica.number for one in made}
-    kept = () if moved else tuple(event for event in events if event.replica in whole)
-    zero = min([one.first_seconds for one in made] + [event.start_seconds for event in kept])
-    latest = max([one.first_seconds + one.replica.span_seconds for one in made] + [event.end_seconds for event in kept])
-    replicas = tuple(replace(one.replica, begin_seconds=one.first_seconds - zero) for one in made)
-    return Step(number, replicas, latest - zero, kept)
+    whole = {one.number for one in replicas}
+    kept = tuple(event for event in events if event.replica in whole)
+    zero = min([one.begin_seconds for one in replicas] + [event.start_seconds for event in kept])
+    latest = max([one.begin_seconds + one.span_seconds for one in replicas] + [event.end_seconds for event in kept])
+    placed = tuple(replace(one, begin_seconds=one.begin_seconds - zero) for one in replicas)
+    return Step(number, placed, latest - zero, kept)

@@ -9,7 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.explain.case import PLACE, Case
+from penstock.explain.case import Case
+from penstock.explain.factors import PLACE
 from penstock.schedule import Op, Schedule, generate, names, peak_activations
 from penstock.schedule.generators import Numbers, generator, generators
 from penstock.simulate.columns import COMPUTE, Floats, column
@@ -88,7 +89,7 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
     if not asked or asked % each:
         raise ArgumentError(f"schedule {text!r}: the trace has {each} stages a rank, which cannot become {asked}")
     made = generate(entry.name, now.ranks, now.microbatches, asked)
-    factor, splits, split = asked // each, _splits(made), _splits(now)
+    factor, splits, split = asked // each, made.splits, now.splits
     notes = []
     if factor > 1:
         notes.append(f"{asked} stages a rank, each 1/{factor} of what it was")
@@ -125,10 +126,6 @@ def _pieces(seconds: Floats, pieces: int, price: Price) -> Floats:
     return fixed + (seconds - fixed) / pieces
 
 
-def _splits(schedule: Schedule) -> bool:
-    return any(code == Op.I.code for row in schedule.rows for _, code in row.kinds)
-
-
 @lru_cache(maxsize=16)
 def memory_of(schedule: Schedule) -> float:
     """The most that a rank holds, in a microbatch's activations on all of its stages."""
@@ -137,7 +134,7 @@ def memory_of(schedule: Schedule) -> float:
 
 def _for(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
     """[R, O, S, M] with a time for each op that the schedule has: B in two parts for I and W, or their sum for B."""
-    found, splits, split = seconds.copy(), _splits(schedule), not np.isnan(seconds[:, _I]).all()
+    found, splits, split = seconds.copy(), schedule.splits, not np.isnan(seconds[:, _I]).all()
     forward, inputs, weights = (
         np.reshape(one, (1, -1, 1)) for one in (price.forward, price.input_gradient, price.weight_gradient)
     )
@@ -155,7 +152,7 @@ def _for(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
     found[:, _B] = whole
     used = np.zeros(found.shape[1:], bool)
     for row in schedule.rows:
-        used[np.array([PLACE[code] for code in row.op]), column(row.stage), column(row.microbatch)] = True
+        used[PLACE[column(row.op)], column(row.stage), column(row.microbatch)] = True
     return np.where(used, found, np.nan)
 
 

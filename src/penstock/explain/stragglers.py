@@ -14,7 +14,6 @@ from penstock.errors import ArgumentError
 from penstock.explain.factors import SLOW, Factors, factors_of
 from penstock.explain.measured import Run, Step
 from penstock.explain.traced import Traced, traced
-from penstock.schedule import Op
 from penstock.simulate.job import Slowdowns, balanced, slowdowns, usual
 
 _MAX_SIMULATED = 5_000_000
@@ -29,9 +28,8 @@ def slowdowns_of(run: Run, step: Step) -> Slowdowns | None:
     """
     schedule, replicas = step.slowest.schedule, len(step.replicas)
     plain = schedule.placement.stages == schedule.ranks
-    split = any(code == Op.I.code for row in schedule.rows for _, code in row.kinds)
     simulated = sum(map(len, schedule.rows)) * replicas * (schedule.ranks + replicas + 8)
-    if replicas == 1 or not plain or split or step.unknown or simulated > _MAX_SIMULATED:
+    if replicas == 1 or not plain or schedule.splits or step.unknown or simulated > _MAX_SIMULATED:
         return None
     own = _traced(step)
     if own is None:

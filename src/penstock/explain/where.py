@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 
-from penstock.explain.case import Case
+from penstock.explain.case import Case, times_of
 from penstock.explain.factors import Factors
 from penstock.explain.measured import Replica, Step
 from penstock.schedule import Action
 from penstock.schedule.timeline import Timeline
-from penstock.simulate.columns import Columns, Floats, Ints, column
+from penstock.simulate.columns import Columns, Floats, Ints
 from penstock.simulate.waits import Waits
 
 
-class Reason(Enum):
+class Reason(StrEnum):
     """What a step's time, or a rank's idle time, is due to. The value is the name in tables and JSON."""
 
     SCHEDULE = "warm-up and drain"
@@ -133,9 +133,9 @@ def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
     waits = Waits.of(replica.schedule, replica.timeline)
     columns = waits.columns
     starts, ends = np.concatenate(waits.starts), np.concatenate(waits.ends)
-    ideal_starts, ideal_ends = _times(ideal)
-    gap = _gaps(columns, starts, ends)
-    node = int(np.argmax(gap - _gaps(columns, ideal_starts, ideal_ends)))
+    ideal_starts, ideal_ends = times_of(ideal)
+    gap = np.nan_to_num(starts - columns.before(ends))
+    node = int(np.argmax(gap - np.nan_to_num(ideal_starts - columns.before(ideal_ends))))
     if gap[node] <= 0:
         return None
     rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
@@ -146,19 +146,6 @@ def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
     if worst < 0 or took[worst] <= usual[worst]:
         return Bubble(*found)
     return Bubble(*found, columns.action(worst), int(rank[worst]), float(took[worst]), float(usual[worst]))
-
-
-def _times(timeline: Timeline) -> tuple[Floats, Floats]:
-    """Starts and ends of all computations."""
-    tracks = timeline.tracks
-    return np.concatenate([column(one.start) for one in tracks]), np.concatenate([column(one.end) for one in tracks])
-
-
-def _gaps(columns: Columns, starts: Floats, ends: Floats) -> Floats:
-    """How long its rank was idle before each action; 0 before the first."""
-    gap = starts - np.roll(ends, 1)
-    gap[columns.first[:-1]] = 0.0
-    return gap
 
 
 def _chain(need: Ints, columns: Columns, ends: Floats, node: int) -> list[int]:

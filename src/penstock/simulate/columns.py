@@ -84,6 +84,12 @@ class Columns:
         rank = int(np.searchsorted(self.first, node, side="right")) - 1
         return self.rows[rank][node - int(self.first[rank])]
 
+    def before(self, ends: Floats) -> Floats:
+        """When each node's rank ended the node before; NaN for the first of a rank."""
+        found = np.roll(ends, 1)
+        found[self.first[:-1]] = np.nan
+        return found
+
     def kinds(self) -> Ints:
         """The kind of each node: `Op.code` * stages + stage."""
         kinds = np.empty(self.first[-1], np.int32)
