@@ -19,8 +19,8 @@ from playwright.sync_api import sync_playwright
 from penstock.report.frame import frame
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost, memory, simulate
-from penstock.web import band, bundle, curve, timeline_data
-from penstock.web.assets import asset, embedded
+from penstock.web.assets import asset, bundle, embedded
+from penstock.web.page_data import band, curve, timeline_data
 from penstock.web.picture import browser
 
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")

@@ -154,8 +154,8 @@ def test_a_damaged_run_is_one_entry_with_its_reason(open_page: Any, studio: Star
     folder = a_run(tmp_path / "gpt")
     (folder / "run.json").write_text((folder / "run.json").read_text()[:100])  # a disk that was full
     (entry,) = Library(tmp_path).entries()
-    assert (entry.name, entry.kind) == ("gpt", "run")
-    assert entry.damage.startswith("run.json is not JSON")
+    assert (entry["name"], entry["kind"]) == ("gpt", "run")
+    assert entry["damage"].startswith("run.json is not JSON")
     page = open_page(f"{studio(tmp_path).link}&view=runs")
     page.wait_for_selector(".damage")
     (text,) = page.locator(".library tbody tr").all_inner_texts()
@@ -163,12 +163,12 @@ def test_a_damaged_run_is_one_entry_with_its_reason(open_page: Any, studio: Star
     assert "run.json is not JSON" in text
     write_whole(folder / "run.json", {**ABOUT.to_dict(), "version": 99})
     (entry,) = Library(tmp_path).entries()
-    assert "99" in entry.damage
-    assert str(tmp_path) not in entry.damage
+    assert "99" in entry["damage"]
+    assert str(tmp_path) not in entry["damage"]
 
 
 def test_another_tools_folder_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text('{"workload": "all-reduce", "hosts": 2}')
     (entry,) = Library(tmp_path).entries()
-    assert (entry.name, entry.kind, entry.damage) == ("other/run.json", "file", "")
+    assert (entry["name"], entry["kind"], entry["damage"]) == ("other/run.json", "file", "")

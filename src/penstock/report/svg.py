@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
@@ -107,7 +107,7 @@ def svg(
     """
     if background not in ("auto", "light", "dark"):
         raise ArgumentError(f"background={background!r}: expected 'auto', 'light' or 'dark'")
-    frame = _Frame.of(panels, unit, width, hover)
+    frame = _Frame(panels, unit, width, hover)
     top, drawn = float(_MARGIN), []
     for panel in panels:
         drawn.append(f'<text class="title" x="{_MARGIN}" y="{top + 13:g}">{escape(panel.title)}</text>')
@@ -127,47 +127,31 @@ def svg(
     return "\n".join([head, f"<style>{_style(frame.used, background)}</style>", page, *drawn, "</svg>", ""])
 
 
-@dataclass(slots=True)
 class _Frame:
-    """What all panels have in common: where ranks' names and time lie, and which colors have been used."""
+    """What all panels have in common: where ranks' names and time lie, and which colors have been used.
 
-    left: float
-    scale: float
-    """Pixels a second."""
-    row: float
-    longest: float
-    width: float
-    unit: str
-    few: bool
-    """Whether each action is drawn."""
-    hover: bool
-    clock: Axis
-    used: set[tuple[Kind, int, int]] = field(default_factory=set)
+    Attributes:
+        scale: pixels a second.
+        few: whether each action is drawn.
+    """
 
-    @classmethod
-    def of(cls, panels: Sequence[Panel], unit: str, width: int, hover: bool) -> _Frame:
+    def __init__(self, panels: Sequence[Panel], unit: str, width: int, hover: bool) -> None:
         ranks = max((panel.timeline.ranks for panel in panels), default=0)
-        longest = max((panel.timeline.makespan_seconds for panel in panels), default=0.0)
-        left = _MARGIN + 10 + 6.4 * len(f"rank {max(0, ranks - 1)}")
-        room = width - left - _MARGIN
+        self.unit, self.hover = unit, hover
+        self.row = 24 if ranks <= 16 else 17 if ranks <= 32 else 11
+        self.longest = max((panel.timeline.makespan_seconds for panel in panels), default=0.0)
+        self.left = _MARGIN + 10 + 6.4 * len(f"rank {max(0, ranks - 1)}")
+        room = width - self.left - _MARGIN
         if room < 60:
-            raise ArgumentError(f"width={width}: pass at least {math.ceil(left + _MARGIN + 60)} pixels")
+            raise ArgumentError(f"width={width}: pass at least {math.ceil(self.left + _MARGIN + 60)} pixels")
         # Seconds of a clock fill the width; slots and costs keep a size in which they are easily read.
-        scale = room / longest if longest else 1.0
-        scale = scale if unit == "s" else min(_SLOT, scale)
-        few = sum(len(panel.timeline) for panel in panels) <= MAX_MARKS
-        words = max(left + longest * scale + _MARGIN, min(width, _least_width(panels)))
-        return cls(
-            left,
-            scale,
-            24 if ranks <= 16 else 17 if ranks <= 32 else 11,
-            longest,
-            words,
-            unit,
-            few,
-            hover,
-            Axis.of(longest, unit),
-        )
+        scale = room / self.longest if self.longest else 1.0
+        self.scale = scale if unit == "s" else min(_SLOT, scale)
+        self.few = sum(len(panel.timeline) for panel in panels) <= MAX_MARKS
+        words = max([360.0, *(2 * _MARGIN + 7.2 * len(panel.title) for panel in panels)])  # of titles and the legend
+        self.width = max(self.left + self.longest * self.scale + _MARGIN, min(width, words))
+        self.clock = Axis.of(self.longest, unit)
+        self.used: set[tuple[Kind, int, int]] = set()
 
     def rows(self, panel: Panel, top: float) -> Iterator[str]:
         """The ranks of a panel."""
@@ -262,11 +246,6 @@ class _Frame:
         if not self.few:
             found.append(("", "each pixel: what the rank does most of that time"))
         return found
-
-
-def _least_width(panels: Sequence[Panel]) -> float:
-    """What titles and the legend need."""
-    return max([360.0, *(2 * _MARGIN + 7.2 * len(panel.title) for panel in panels)])
 
 
 def _bubble(timeline: Timeline) -> str:

@@ -19,7 +19,7 @@ from penstock.search.search import search_within
 from penstock.simulate import LinkCost, StageCost, memory
 from penstock.simulate.costs import OF_MICROBATCH, divided
 from penstock.simulate.figures import Figures, units_of_memory, with_activations
-from penstock.studio.question import MAX_CELLS, MAX_SECONDS, MAX_SIZES, MAX_TO_SEARCH, Question
+from penstock.studio.question import MAX_CELLS, MAX_SECONDS, MAX_TO_SEARCH, Question
 from penstock.web.page_data import Order, band, curve, timeline_data
 
 SEARCHED = "search"
@@ -27,19 +27,16 @@ SEARCHED = "search"
 
 
 def catalog() -> dict[str, Any]:
-    """Every schedule that has a name, and the bounds of questions."""
+    """Every schedule that has a name, and the usual question."""
     known = [
         {
             "name": one.name,
             "rule": one.rule,
-            "chunks": one.chunks,
-            "placement": one.placement,
-            "splits": one.splits,
             "comparable": one.slices == 1 and one.placement != "bidirectional",
         }
         for one in generators()
     ]
-    return {"schedules": known, "most": MAX_SIZES, "most_seconds": MAX_SECONDS, "usual": asdict(Question())}
+    return {"schedules": known, "usual": asdict(Question())}
 
 
 def stage_costs(question: Question, placement: Placement, slices: int = 1) -> list[StageCost]:
@@ -99,12 +96,11 @@ def fits(question: Question, one: Figures) -> bool:
 def _band(question: Question, one: Figures) -> dict[str, Any]:
     placement, slices = one.schedule.placement, one.schedule.slices
     costs = with_activations(placement, one.by_stage, slices)
-    units = units_of_memory(placement, costs, slices)  # so that 1 is one microbatch on all of a rank's stages
-    scaled = [_per_unit(cost, units[rank]) for cost, rank in zip(costs, placement.rank_of, strict=True)]
-    curves = [
-        curve(held, question.memory_limit, unit="", label="activations")
-        for held in memory(one.schedule, scaled, one.timeline)
-    ]
+    units = units_of_memory(placement, costs, slices)
+    curves = []
+    for held, unit in zip(memory(one.schedule, costs, one.timeline), units, strict=True):
+        made = curve(held, question.memory_limit, unit="", label="activations")
+        curves.append(made | {"bytes": made["bytes"] / unit})  # 1 is one microbatch on all of a rank's stages
     note = f"span {one.timeline.span_seconds:.4g}, bubble {one.timeline.bubble_rate:.1%}"
     order = _order(one.schedule)
     return band(one.schedule.name, one.timeline, one.schedule, path=one.path, memory=curves, note=note, order=order)
@@ -114,11 +110,6 @@ def _band(question: Question, one: Figures) -> dict[str, Any]:
 def _order(schedule: Schedule) -> Order:
     """The same while only costs change."""
     return Order.of(schedule.rows, schedule).packed()
-
-
-@lru_cache(maxsize=64)
-def _per_unit(cost: Any, unit: float) -> StageCost:
-    return divided(cost, unit, ("activation_bytes", "weight_gradient_bytes"))
 
 
 # -- search -----------------------------------------------------------------------------------------------------------
@@ -192,10 +183,11 @@ def walk(question: Question) -> dict[str, Any]:
 
 def _cell(moment: Moment, slices: int) -> dict[str, Any]:
     action = moment.action
-    label = "" if action is None else action.op.value + label_of(action.microbatch or 0, slices)
-    doing = {} if action is None else {"op": action.op.value, "label": label}
+    doing = {}
+    if action is not None:
+        doing = {"op": action.op.value, "label": action.op.value + label_of(action.microbatch or 0, slices)}
     needs = [[one.rank, one.slot] for one in moment.needs]
-    return {"text": moment.text, "needs": needs, "done": action is None and moment.next is None, **doing}
+    return {"text": moment.text, "needs": needs, **doing}
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

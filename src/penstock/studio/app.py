@@ -7,7 +7,6 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -84,26 +83,23 @@ class Studio:
         return entered
 
     def _entries(self) -> Any:
-        return {"folder": self.library.root.name, "entries": [asdict(one) for one in self.library.entries()]}
+        return {"folder": self.library.root.name, "entries": self.library.entries()}
 
     def _open(self, given: dict[str, str]) -> Any:
         name, step = given.pop("name", ""), _step(given)
         what_ifs = [one for one in given.pop("what_if", "").split("|") if one]
         _refuse(given)
-        path = self.library.path(name)
-        return self.library.readable(lambda: background.read("opened", path, name, step, what_ifs), name)
+        return self.library.read(name, lambda path: background.read("opened", path, name, step, what_ifs))
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
         _refuse(given)
-        path = self.library.path(name, live.PARTS)
-        return self.library.readable(lambda: live.live(path, place), name)
+        return self.library.read(name, lambda path: live.live(path, place), live.PARTS)
 
     def _report(self, given: dict[str, str]) -> Response:
         name, step = given.pop("name", ""), _step(given)
         _refuse(given)
-        path = self.library.path(name)
-        text = self.library.readable(lambda: background.read("report", path, step), name)
+        text = self.library.read(name, lambda path: background.read("report", path, step))
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy(text)})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,25 +29,6 @@ _Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Something that can be opened.
-
-    Attributes:
-        name: its path in the runs folder, with slashes.
-        kind: "run", "file", or "folder": of files whose names differ by a number, which are opened together.
-        modified: in seconds since 1970.
-        damage: of a run, why it cannot be read; empty: it can.
-        summary: of a run that can be read, its figures, as `runs.summary.Summary.to_dict` gives them.
-    """
-
-    name: str
-    kind: str
-    modified: float
-    damage: str = ""
-    summary: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Library:
     """A runs folder.
 
@@ -57,12 +38,16 @@ class Library:
 
     root: Path
 
-    def entries(self) -> list[Entry]:
-        """What can be opened, the newest first."""
-        found = list(self._found())
-        return sorted(found, key=lambda one: -one.modified)[:_MAX_ENTRIES]
+    def entries(self) -> list[dict[str, Any]]:
+        """What can be opened, the newest first, as plain values for JSON.
 
-    def _found(self) -> Iterator[Entry]:
+        `name` is its path in the runs folder, with slashes; `kind` "run", "file", or "folder": of files whose names
+        differ by a number, which are opened together; `modified` in seconds since 1970. Of a run `damage` says why it
+        cannot be read, and `summary` has its figures, as `runs.summary.Summary.to_dict` gives them, if it can.
+        """
+        return sorted(self._found(), key=lambda one: -one["modified"])[:_MAX_ENTRIES]
+
+    def _found(self) -> Iterator[dict[str, Any]]:
         root, seen = self._real_root, 0
         for place, folders, files in os.walk(root):  # follows no links
             folder = Path(place)
@@ -103,22 +88,24 @@ class Library:
         found = Summary.of_one(folder)
         return {"damage": self._hidden(found)} if isinstance(found, str) else {"summary": found.to_dict()}
 
-    def _entry(self, path: Path, kind: str, **more: Any) -> Entry:
+    def _entry(self, path: Path, kind: str, damage: str = "", summary: Any = None) -> dict[str, Any]:
         try:
             modified = (path / ABOUT if kind == "run" else path).stat().st_mtime
         except OSError:
             modified = 0.0
-        return Entry(path.relative_to(self._real_root).as_posix(), kind, modified, **more)
+        name = path.relative_to(self._real_root).as_posix()
+        return {"name": name, "kind": kind, "modified": modified, "damage": damage, "summary": summary}
 
-    def readable(self, read: Callable[[], _Read], name: str) -> _Read:
-        """What `read` returns.
+    def read(self, name: str, reader: Callable[[Path], _Read], parts: Sequence[str] | None = None) -> _Read:
+        """What a reader makes of the file or folder of that name. `parts` as for `path`.
 
         Raises:
-            ArgumentError: it refused, or its file is gone. Names are those in the runs folder, so that none says where
-                that is.
+            ArgumentError: there is none, the reader refused, or the file is gone. Names are those in the runs folder,
+                so that none says where that is.
         """
+        path = self.path(name, parts)
         try:
-            return read()
+            return reader(path)
         except OSError as error:
             raise ArgumentError(f"{name[:80]!r} cannot be read: {error.strerror or error}") from error
         except PenstockError as error:

@@ -61,11 +61,10 @@ def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[st
             raise ArgumentError(f"nothing can be tried on {name!r}: {' '.join(view.warnings)}")
         return {"kind": "unexplained", "name": name, "note": " ".join(view.warnings)} | _drawn(view.bands)
     order = found.step.slowest.schedule
-    cuts = [{"cut": stage, "rank": order.placement.rank_of[stage]} for stage in range(1, order.placement.depth)]
     # a run's schedule is known by name: on one rank all orders look alike
     ran = read_run(path).about.schedule if is_run(path) else order.name
-    explained = {"kind": "run", "name": name, "schedule": ran, "explanation": found.to_dict(), "cuts": cuts}
-    return explained | _drawn(view.bands)
+    explained = {"schedule": ran, "depth": order.placement.depth, "explanation": found.to_dict()}
+    return {"kind": "run", "name": name, **explained} | _drawn(view.bands)
 
 
 def _drawn(bands: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def against(name: str, predicted: float, measured: float) -> Figure:
 def idle_of(found: Explanation) -> Idle:
     """Why ranks are idle, by `penstock explain`."""
     ranks = found.where.ranks
-    causes = tuple({reason.value: value for reason, value in one.idle_seconds.items()} for one in ranks)
+    causes = tuple({str(reason): value for reason, value in one.idle_seconds.items()} for one in ranks)
     return Idle(tuple(one.compute_seconds for one in ranks), causes, _IDLE_NOTE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.resources import files
 
 from penstock._base.files import finite
@@ -27,7 +28,6 @@ def page(shown: Shown) -> str:
 
     templates = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = templates.from_string(files("penstock.web").joinpath("templates/report.html").read_text("utf-8"))
-    courses = [{"name": one.name, "unit": one.unit, "x": one.steps, "y": one.values} for one in shown.courses]
     body = template.render(
         shown=shown,
         duration=duration,
@@ -36,7 +36,7 @@ def page(shown: Shown) -> str:
         ranks_shown=_ranks,
         data=embedded("timeline-data", timeline_data(shown.bands, unit=shown.unit)),
         numbers=embedded("numbers", finite(dict(shown.numbers))),
-        courses=embedded("course-data", courses),
+        courses=embedded("course-data", [asdict(one) for one in shown.courses]),
     )
     style = asset("timeline.css") + asset("report.css")
     return frame(f"{shown.title} - Penstock", body, style=style, script=bundle("report.js"))

@@ -67,11 +67,11 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A figure over the steps of training, in order; a value that is no number leaves a gap."""
+    """A figure over the steps of training, in order: x are steps; a value that is no number leaves a gap."""
 
     name: str
-    steps: list[int]
-    values: list[float | None]
+    x: list[int]
+    y: list[float | None]
     unit: str = ""
 
 

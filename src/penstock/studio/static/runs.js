@@ -136,8 +136,7 @@ export function runs(panel, catalog) {
       link.href = `report?${asked({ name: state.run, step: state.step })}`;
     }
     if (found.kind === "run") {
-      const depth = found.cuts.length + 1;
-      tries.append(whatIf(found.explanation, found.schedule, depth, state.what_if, catalog.schedules, tryOut));
+      tries.append(whatIf(found.explanation, found.schedule, found.depth, state.what_if, catalog.schedules, tryOut));
       if (focused) tries.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
       facts.replaceChildren(make("h2", {}, "What to change first"), changes(found.explanation), ...[steps(found.explanation)].filter(Boolean), ...notes(found));
     } else if (found.kind === "plan") facts.replaceChildren(plan(found), ...notes(found));

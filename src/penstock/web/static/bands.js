@@ -1,8 +1,6 @@
 // The data of a timeline as columns that can be searched: a band holds lanes, a lane the actions of one rank in order.
 
-const TYPES = {
-  f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u2: Uint16Array, i1: Int8Array, u1: Uint8Array,
-};
+const TYPES = { f8: Float64Array, i4: Int32Array, i2: Int16Array, i1: Int8Array };
 
 /** Kinds that are told apart by color. What is none of the first four is communication. */
 export const KINDS = ["F", "B", "I", "W", "communication"];
@@ -10,9 +8,9 @@ const OTHER = 4;
 export const PARITIES = 2;
 export const CHUNKS = 3;
 
-/** A column: a list of numbers, a typed array, or one packed as {type, base64} by penstock.web. */
-export function column(given) {
-  if (!given || given.base64 === undefined) return given ?? null;
+/** A column, packed as {type, base64} by penstock.web; null if there is none. */
+function column(given) {
+  if (!given) return null;
   const text = atob(given.base64);
   const bytes = new Uint8Array(text.length);
   for (let place = 0; place < text.length; place += 1) bytes[place] = text.charCodeAt(place);
@@ -108,11 +106,7 @@ export class Lane {
 }
 
 function needsOf(given) {
-  if (!given) return null;
-  if (given.at) return { at: column(given.at), to: column(given.to) };
-  const at = [0];
-  for (const each of given) at.push(at[at.length - 1] + each.length);
-  return { at, to: given.flat() };
+  return given ? { at: column(given.at), to: column(given.to) } : null;
 }
 
 function memoryOf(given) {
@@ -142,7 +136,6 @@ export class Band {
     this.length = first;
     this.end = this.lanes.reduce((most, lane) => lane.end.reduce((one, two) => (two > one ? two : one), most), 0);
     this.peak = this.lanes.reduce((most, lane) => Math.max(most, lane.memory?.peak ?? 0), 0);
-    this.hasMemory = this.lanes.some((lane) => lane.memory);
     this.hasCritical = this.lanes.some((lane) => lane.critical);
     this.chunked = this.lanes.some((lane) => lane.stages.length > 1);
   }

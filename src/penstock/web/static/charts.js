@@ -15,7 +15,7 @@ function drawn(tag, given, ...children) {
 /**
  * A line chart. `course` is {name, unit, x: numbers, y: numbers or null where there is none}.
  *
- *     const chart = new LineChart(element, course); chart.setData(course); chart.destroy()
+ *     new LineChart(element, course)
  *
  * The mouse and the arrow keys read single points, in words below.
  */
@@ -23,28 +23,17 @@ export class LineChart {
   constructor(element, course) {
     this.element = element;
     this.said = made("div", { class: "chart-said", role: "status", "aria-live": "polite" });
-    this._size = new ResizeObserver(() => this._draw());
-    this._size.observe(element);
-    this.setData(course);
-  }
-
-  setData(course) {
     this.course = course;
     this.points = course.x.map((x, place) => [x, course.y[place]]).filter(([, y]) => y !== null);
     this.at = null;
     this._draw();
-  }
-
-  destroy() {
-    this._size.disconnect();
-    this.element.replaceChildren();
+    new ResizeObserver(() => this._draw()).observe(element);
   }
 
   _draw() {
     const width = Math.max(280, this.element.clientWidth || 600);
-    if (width === this.width && this.drew === this.course) return;
+    if (width === this.width) return;
     this.width = width;
-    this.drew = this.course;
     this.height = Math.round(Math.min(260, Math.max(170, width * 0.3)));
     const { name } = this.course;
     const label = this.points.length

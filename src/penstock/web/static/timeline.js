@@ -18,21 +18,20 @@ const MORE = "Scroll for more ranks.";
 /**
  * A timeline on a canvas.
  *
- *     const view = new Timeline(element, data, {onselect, onhover, range, controls, details, wheel, label})
+ *     const view = new Timeline(element, data, {onselect, details, wheel, label, most})
  *     view.setData(data); view.setRange(t0, t1); view.range; view.fit(); view.refresh(); view.destroy()
  *
  * `data` is what penstock.web makes: {unit, ops, bands: [{name, note, ranks: [{name, start, end, waited, op, stage,
- * microbatch, needs, critical, memory}]}]}. Columns are lists of numbers, typed arrays, or packed ({type, base64}).
+ * microbatch, needs, critical, memory}]}]}. Columns are packed ({type, base64}).
  * `critical` has an entry for each action, 1 on the critical path; `needs` lists numbers of actions, counted over the
- * ranks of the band. `onselect` and `onhover` get {band, rank, number, label, title, facts} or null.
- * `controls`: the legend and buttons above (default true); `details`: the box below (default true); `wheel`: "always",
- * or "focused" to leave the wheel to the page until the timeline is clicked. `most`: the most pixels
- * that it is high (default: most of the window); beyond that it scrolls.
+ * ranks of the band. `onselect` gets {band, rank, number, label, title, facts} or null. `details`: the box below
+ * (default true); `wheel`: "always", or "focused" to leave the wheel to the page until the timeline is clicked. `most`:
+ * the most pixels that it is high (default: most of the window); beyond that it scrolls.
  */
 export class Timeline {
   constructor(element, data, options = {}) {
     this.element = element;
-    this.options = { controls: true, details: true, wheel: "always", label: "Timeline", ...options };
+    this.options = { details: true, wheel: "always", label: "Timeline", ...options };
     this.selected = null; // {band, number}
     this.hovered = null;
     this.critical = true;
@@ -41,13 +40,13 @@ export class Timeline {
     this._stop = new AbortController();
     this._build();
     this._listen();
-    this.setData(data, options.range);
+    this.setData(data);
   }
 
   // -- for those who use it ---------------------------------------------------------------------------------------
 
-  /** Shows other data. The range stays where all of it was not shown, unless one is given. */
-  setData(data, range = null) {
+  /** Shows other data. The range stays where all of it was not shown. */
+  setData(data) {
     const kept = this.bands && !this.whole ? this.range : null;
     this.data = data;
     this.unit = data.unit ?? "s";
@@ -60,7 +59,7 @@ export class Timeline {
     this._legend();
     this._layout();
     this._tell();
-    if (range ?? kept) this.setRange(...(range ?? kept));
+    if (kept) this.setRange(...kept);
     else this.fit();
   }
 
@@ -150,7 +149,6 @@ export class Timeline {
       this.tip.style.left = `${Math.max(4, Math.min(x + 12, this.canvas.clientWidth - width - 8))}px`;
       this.tip.style.top = `${y + 20}px`;
     }
-    this.options.onhover?.(this._told(found));
     this._later();
   }
 
@@ -228,7 +226,6 @@ export class Timeline {
     this.details = made("div", { class: "tl-details noprint", role: "status", "aria-live": "polite" });
     this.element.classList.add("tl");
     this.element.replaceChildren(this.bar, this.frame, this.details);
-    this.bar.hidden = !this.options.controls;
     this.details.hidden = !this.options.details;
     const button = (text, label, action) => {
       const one = made("button", { type: "button", "aria-label": label, title: label }, text);
