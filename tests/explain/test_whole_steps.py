@@ -95,3 +95,11 @@ def test_a_steady_straggler_is_told_from_one_that_is_not() -> None:
     assert "not steady: rank 2 of replica 1 is the slowest most often, in 3 of 5 steps" in said(
         lambda n: 1 if n < 2 else 2
     )
+
+
+def test_what_ranks_without_actions_do_is_left_out_and_said() -> None:
+    measured = with_optimizer(recorded(timeline(even, twice, ranks=2)), lambda rank: 2.0)
+    stray = [Event((0, 7), "optimizer", 0.0, 900.0, None, 0, 7, 0)]
+    found = explain(run_of(replace(measured, events=(*measured.events, *stray))))
+    assert found.run.notes == ("left out 1 event of ranks that have no actions, such as rank 7",)
+    assert replace(found, run=explain(run_of(measured)).run).to_dict() == explain(run_of(measured)).to_dict()

@@ -165,6 +165,10 @@ def run_of(recording: Recording) -> Run:
         notes.append(
             f"left out {counted(len(lacking), 'pipeline')}, the first in step {number}, replica {replica}: {wrong}"
         )
+    ranks = max(one.slowest.schedule.ranks for one in steps)
+    if outside := [event.rank or 0 for event in events if not event.computes and (event.rank or 0) >= ranks]:
+        left = counted(len(outside), "event")
+        notes.append(f"left out {left} of ranks that have no actions, such as rank {outside[0]}")
     shapes = {(one.slowest.schedule.name, one.slowest.schedule.microbatches): one.number for one in reversed(steps)}
     if len(shapes) > 1:
         (name, many), *others = sorted(shapes, key=lambda shape: shapes[shape])
@@ -308,8 +312,8 @@ def _judged(schedule: Schedule) -> Schedule | str:
 
 def _step(number: int, replicas: Sequence[Replica], events: Sequence[Event]) -> Step:
     """All replicas of a step on the clock of the step, which begins with its first event."""
-    whole = {one.number for one in replicas}
-    kept = tuple(event for event in events if event.replica in whole)
+    ranks = {one.number: one.schedule.ranks for one in replicas}
+    kept = tuple(event for event in events if (event.rank or 0) < ranks.get(event.replica or 0, 0))
     zero = min([one.begin_seconds for one in replicas] + [event.start_seconds for event in kept])
     latest = max([one.begin_seconds + one.span_seconds for one in replicas] + [event.end_seconds for event in kept])
     placed = tuple(replace(one, begin_seconds=one.begin_seconds - zero) for one in replicas)
