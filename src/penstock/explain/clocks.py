@@ -12,48 +12,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.simulate.columns import Columns, Floats, Ints
+from penstock.simulate.columns import Columns, Floats
 
 TOLERANCE = 0.01
 """The share of a median action by which a message may seem to arrive too early: traces round, and are late."""
 LEAST_SECONDS = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """The messages between ranks, an entry each.
-
-    Attributes:
-        source, target: ranks.
-        seconds: from the end of the action that made it to the start of the one that used it (to its end, if a span
-            begins with the wait), each on its own clock.
-        waited: whether the target's rank was idle right before.
-        making: how long the action that made it took. None is sent before that begins.
-    """
-
-    source: Ints
-    target: Ints
-    seconds: Floats
-    waited: Ints
-    making: Floats
-
-    @classmethod
-    def of(cls, columns: Columns, starts: Floats, ends: Floats, *, with_waits: bool) -> Messages:
-        users = np.flatnonzero(columns.need >= 0)
-        makers = columns.need[users]
-        rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
-        arrived = ends[users] if with_waits else starts[users]
-        busy = (starts - columns.before(ends))[users] <= tolerance_of(starts, ends)
-        return cls(rank[makers], rank[users], arrived - ends[makers], ~busy | with_waits, (ends - starts)[makers])
-
-
-def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:
+def shifts(columns: Columns, starts: Floats, ends: Floats, *, with_waits: bool) -> list[float]:
     """What to add to each rank's clock; zeros if they agree: if most messages arrive after they were sent.
 
     A single one may not: a rank may be held up between its message and the end of the action that made it, but no
     message arrives before that begins.
+
+    Args:
+        columns: what ran.
+        starts, ends: of its nodes, each on its rank's own clock.
+        with_waits: whether a span begins with the wait, so that only its end tells when a message had arrived.
     """
-    usual = dict(_usual(messages, tolerance))
+    ranks, usual = columns.ranks, dict(_usual(columns, starts, ends, with_waits=with_waits))
     if not any(one.early for one in usual.values()):
         return [0.0] * ranks
     neighbors = defaultdict(set)
@@ -85,18 +62,26 @@ class _Way:
     known: bool
 
 
-def _usual(messages: Messages, tolerance: float) -> Iterator[tuple[tuple[int, int], _Way]]:
+def _usual(
+    columns: Columns, starts: Floats, ends: Floats, *, with_waits: bool
+) -> Iterator[tuple[tuple[int, int], _Way]]:
     """For each pair of ranks how long a message takes; only those that were waited for tell."""
-    pairs = sorted(set(zip(messages.source.tolist(), messages.target.tolist(), strict=True)))
-    for one, two in pairs:
-        chosen = (messages.source == one) & (messages.target == two)
-        waited = chosen & messages.waited
+    tolerance = tolerance_of(starts, ends)
+    users = np.flatnonzero(columns.need >= 0)
+    makers = columns.need[users]
+    rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
+    source, target = rank[makers], rank[users]
+    seconds = (ends if with_waits else starts)[users] - ends[makers]
+    busy = (starts - columns.before(ends))[users] <= tolerance  # right before
+    early = seconds < -tolerance
+    impossible = seconds < -tolerance - (ends - starts)[makers]
+    for one, two in sorted(set(zip(source.tolist(), target.tolist(), strict=True))):
+        chosen = (source == one) & (target == two)
+        waited = chosen & (~busy | with_waits)
         known = bool(waited.any())
-        early = messages.seconds < -tolerance
-        impossible = messages.seconds < -tolerance - messages.making
         usually = not known or 2 * (waited & early).sum() > waited.sum()
         several = usually and (chosen & early).sum() > 1
-        fastest = float(messages.seconds[waited if known else chosen].min())
+        fastest = float(seconds[waited if known else chosen].min())
         yield (one, two), _Way(bool(several or (chosen & impossible).any()), fastest, known)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
-from penstock.explain.clocks import Messages, shifts, tolerance_of
+from penstock.explain.clocks import shifts, tolerance_of
 from penstock.explain.event import Event, Recording
 from penstock.explain.traced import KNOWN
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
@@ -245,7 +245,7 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple
     if not (ends > starts).any():
         return "none of its actions takes any time"
     slack = tolerance_of(starts, ends)
-    moved = shifts(Messages.of(columns, starts, ends, with_waits=with_waits), schedule.ranks, slack)
+    moved = shifts(columns, starts, ends, with_waits=with_waits)
     each = np.repeat(moved, np.diff(columns.first))
     starts, ends = starts + each, ends + each
     notes = _clock_notes(number, moved)

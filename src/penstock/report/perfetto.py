@@ -31,7 +31,7 @@ def to_perfetto(
 
     A slice is an action in words, with its text (`1F3`) among its arguments, a wait `wait`. An arrow leads from what
     made a message to what used it. Counters show memory, or how many microbatches a rank holds (of several stages or
-    slices: activations). Times are in microseconds, as the format requires. _Messages that travel at the same time, as
+    slices: activations). Times are in microseconds, as the format requires. Messages that travel at the same time, as
     a GPU's do, get more threads: slices of one cannot overlap.
 
     Args:
