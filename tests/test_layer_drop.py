@@ -215,7 +215,11 @@ def test_ways_that_differ_in_more_are_refused() -> None:
     def nested(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
         return x + block(x) if torch.rand([]) < 0.5 and torch.rand([]) < 0.5 else x
 
-    for way in (both, constant, shape, in_place, few, nested):
+    def frozen(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not torch.rand([]) < 0.5):
+            return x + block(x)
+
+    for way in (both, constant, shape, in_place, few, nested, frozen):
         with pytest.raises(PartitionError, match=r"branches on a random number at .*test_layer_drop.py:\d+.*rate to 0"):
             check(way)
 

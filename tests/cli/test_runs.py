@@ -43,6 +43,12 @@ def test_runs_are_listed_with_their_figures(two: Path) -> None:
         assert as_json("runs", str(two), "--sort", by)["runs"][0]["name"] == first, by
 
 
+def test_a_run_whose_loss_is_no_number_is_listed_last(two: Path) -> None:
+    a_run(two / "diverged", "1f1b", 0.5, [1.0, float("nan")])
+    names = [run["name"] for run in as_json("runs", str(two), "--sort", "loss")["runs"]]
+    assert names == ["second", "first", "diverged"]
+
+
 def test_runs_are_filtered_by_the_words_of_their_line(two: Path) -> None:
     assert [run["name"] for run in as_json("runs", str(two), "--filter", "ZB-h1 ended")["runs"]] == ["second"]
     assert as_json("runs", str(two), "--filter", "zb-h1 failed")["runs"] == []
@@ -73,6 +79,14 @@ def test_runs_are_compared_where_they_differ_and_at_the_same_steps(two: Path) ->
     assert "400 ms (-20.0%)" in text
     assert "loss at step 3" in text
     assert "expected two runs or more" in refusal("compare", paths[0])
+
+
+def test_of_many_steps_some_are_compared_and_the_last(tmp_path: Path) -> None:
+    paths = [str(a_run(tmp_path / name, "1f1b", 0.5, [1.0] * 9)) for name in "ab"]
+    assert as_json("compare", *paths)["steps"] == [1, 3, 5, 7, 9]
+    for path in paths:
+        append_lines(Path(path) / "steps.jsonl", [StepRecord(10, 1.0, 0.5, 8, 5.0).to_line()])
+    assert as_json("compare", *paths)["steps"] == [2, 4, 6, 8, 10]
 
 
 def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock._base.files import write_whole
-from penstock.runs import RankState, StepRecord
+from penstock.cli.top import Watch
+from penstock.runs import RankState, StepRecord, read_run
 from penstock.runs.health import health, troubles
 from penstock.runs.progress import Progress, in_time
 from penstock.schedule import add_communication, generate
@@ -75,6 +76,21 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
     said = [in_time(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
     assert said == ["0 s", "39.4 ms", "2.5 s", "2 min", "10 min", "3 h 20 min", "4 d 4 h"]
+
+
+def test_another_run_in_the_folder_has_none_of_the_steps_before(tmp_path: Path) -> None:
+    watch = Watch(read_run(a_run(tmp_path / "run")))
+    assert watch.look().progress is not None
+    (tmp_path / "run/steps.jsonl").unlink()
+    write_whole(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
+    assert watch.look().progress is None
+
+
+def test_a_rank_of_another_run_is_not_shown(tmp_path: Path) -> None:
+    """Its process may not have seen that the folder is no longer its own."""
+    run = a_run(tmp_path / "run", STATE)
+    write_whole(tmp_path / "run/ranks/1.json", {"run": "older", "at": NOW, "state": replace(STATE, number=1).to_dict()})
+    assert [rank["number"] for rank in as_json("top", run)["ranks"]] == [0]
 
 
 def test_top_shows_each_rank(tmp_path: Path, stopped_clock: None) -> None:

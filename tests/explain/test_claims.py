@@ -162,6 +162,13 @@ def test_an_order_that_hides_messages_may_not() -> None:
     assert not advice(found, "schedule gpipe")
 
 
+def test_backwards_that_are_split_send_too() -> None:
+    trial = trial_of(timeline(even, twice, schedule="zb-h1", link=LinkCost(0.5)))
+    costs = [StageCost(1.0 + 0.5 * (stage < 3), 2.0 + 0.5 * (stage > 0), 0.0) for stage in range(4)]
+    busy = simulate(generate("zb-h1", 4, 8), costs).makespan_seconds
+    assert trial.replay.sending.step_seconds == pytest.approx(busy)
+
+
 def test_a_run_that_splits_tells_what_it_costs() -> None:
     """Another schedule that splits is measured; one that does not costs no more than I and W."""
     measured = recorded(timeline(even, twice, schedule="zb-h1"))

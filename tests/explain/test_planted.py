@@ -109,6 +109,13 @@ def test_each_ranks_time_adds_up() -> None:
     assert total == pytest.approx(found.step.pipeline_seconds)
 
 
+def test_a_cut_moves_in_both_copies_of_a_model() -> None:
+    (found,) = explain(recorded(timeline(even, twice, schedule="dualpipe")), what_ifs=["cut=2:0.5"]).what_ifs
+    moved = [1.0, 1.5, 0.5, 1.0]
+    repaired = timeline(lambda s, k: moved[s % 4], lambda s, k: 2 * moved[s % 4], schedule="dualpipe")
+    assert found.step_seconds == pytest.approx(repaired.makespan_seconds, rel=0.01)
+
+
 WHAT_IFS = ["schedule=zb-h1", "schedule=gpipe", "link=0", "link=2", "cut=even"]
 
 

@@ -4,10 +4,11 @@ import itertools
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.network.background import AHEAD_NS, Neighbor, arrivals, parse_background
+from penstock.network.background import AHEAD_NS, Neighbor, Stream, arrivals, parse_background
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns
 from penstock.network.switch.filling import tables
@@ -104,6 +105,20 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path, rows: str, said: str) -
     path.write_text(rows)
     with pytest.raises(ArgumentError, match=said):
         parse_background(f"trace {path}", 4)
+
+
+def test_frames_that_find_no_room_come_with_the_next() -> None:
+    neighbors = [parse_background(text, 2) for text in ("80mbit size 1000", "incast 100kb every 5ms", "9mbit to 1")]
+    once, often = (Stream(neighbors, 1, 0) for _ in range(2))
+    whole = once.until(20_000_000, 10_000)
+    parts = [often.until(20_000_000, 50) for _ in range(20)]
+    for found, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+        assert np.array_equal(found, np.concatenate(pieces))
+
+
+def test_neighbors_that_are_alike_come_at_moments_of_their_own() -> None:
+    at_ns, _ = Stream([parse_background("80mbit size 1000", 2)] * 2, 1, 0).until(20_000_000, 10_000)
+    assert len({*at_ns.tolist()}) > 0.9 * len(at_ns) > 100
 
 
 @pytest.mark.alone

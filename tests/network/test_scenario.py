@@ -14,7 +14,7 @@ from penstock.network.parse import parse_link
 from penstock.network.scenario import Event, Play, State, read_scenario
 from penstock.network.topology import Topology
 
-BEFORE = Topology(parse_link("1gbit delay 1ms"), {3: parse_link("100mbit")}, seed=7)
+BEFORE = Topology(parse_link("1gbit delay 1ms"), {3: parse_link("50mbit")}, seed=7)
 
 WHOLE = """
 [[event]]
@@ -69,7 +69,7 @@ def test_events_come_with_steps_and_times_and_go_again(tmp_path: Path) -> None:
     assert _holds(play) == ("100mbit", "100mbit", (), ("5mbit",))
     assert len(play.at(10.0, 50)) == 1
     assert _holds(play) == ("100mbit", "10mbit delay 50ms loss 1%", (), ("5mbit",))
-    assert str(play.state.topology.up(3)) == "100mbit"
+    assert str(play.state.topology.up(3)) == "50mbit"
     assert play.at(10.1, 50) == []  # each comes once
     assert len(play.at(30.0, 85)) == 2  # one by its time and one by its step, at once
     assert _holds(play)[2:] == ((1,), ("5mbit", "300mbit to 1"))

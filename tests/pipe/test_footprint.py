@@ -105,6 +105,8 @@ def test_ranks_add_up_their_stages() -> None:
     assert [first.optimizer, second.optimizer] == [2 * 64, 2 * 2 * 64]
     held = first.parameters + first.gradients + first.optimizer
     assert first.peak == held + first.activations + first.working + first.batch
+    two = penstock.inspect(model, (x,), stages=2, microbatches=4, **options | {"cuts": ["2"]}).memory
+    assert [one.batch for one in two] == [8 * 16, 8 * 16], "inputs are on the first rank, targets on the last"
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,8 @@ def test_a_plan_says_what_the_simulator_says() -> None:
     timeline = simulate(schedule, [cost, cost, cost, replace(cost, output_bytes=0)], cluster.link)
     assert plan.pipeline_seconds == timeline.makespan_seconds
     assert plan.reduce_seconds == 2 * (0.5 + 1.0)  # two messages of half of 2 MB
+    apart = Cluster(8, link=cluster.link, devices_per_host=1, between_hosts=LinkCost(1.5, MB))
+    assert predict(choice, units, apart, _cut(choice, apart)).reduce_seconds == 2 * (1.5 + 1.0)
     assert plan.memory_bytes == tuple(one.peak for one in memory(schedule, cost, timeline))
     assert plan.bubble == pytest.approx(1 - 8 * 6 / timeline.makespan_seconds)
     assert plan.rows_per_second == 16 / plan.step_seconds

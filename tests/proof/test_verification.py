@@ -454,6 +454,18 @@ class Mixes(nn.Module):
         return self.two(x - x.mean(0))
 
 
+class Warms(nn.Module):
+    """Counts its calls, and does more with each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls.clone()
+
+
 class Random(nn.Module):
     """Draws in any mode."""
 
@@ -465,6 +477,7 @@ class Random(nn.Module):
     ("make", "verdict", "words"),
     [
         (mlp, "close", "the microbatches' loss is that of the whole batch"),
+        (lambda: nn.Sequential(*mlp(2), Warms()), "close", "the microbatches' loss is that of the whole batch"),
         (
             lambda: nn.Sequential(*mlp(2), nn.BatchNorm1d(WIDTH)),
             "explained",

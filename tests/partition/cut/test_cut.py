@@ -9,7 +9,7 @@ import torch
 from chained import NoStreams
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner
@@ -50,6 +50,21 @@ def test_balance_by_layers_shares_the_blocks() -> None:
 def test_balance_by_parameters() -> None:
     wide = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     made = Partitioner(wide, 2, streams=NoStreams())((torch.randn(1, 4),))
+    assert made.cuts == ("1",)
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+def test_parameters_within_blocks_count() -> None:
+    blocks = nn.Sequential(*(Wide(width) for width in (60, 4, 4, 4, 4)))
+    made = Partitioner(blocks, 2, streams=NoStreams(), balance="parameters")((torch.randn(1, 4),))
     assert made.cuts == ("1",)
 
 

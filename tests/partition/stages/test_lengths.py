@@ -132,6 +132,26 @@ def test_no_length_gets_what_was_recorded_for_another(
     assert len(recorded) == 9 if shares else len(recorded) >= len(LENGTHS)
 
 
+class Masked(nn.Module):
+    """Masks are booleans, or what is added, as in `transformers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Blocks(positions)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.inner(x * mask if mask.dtype == torch.bool else x + mask)
+
+
+def test_a_length_with_another_dtype_gets_a_recording_of_its_own() -> None:
+    model = Masked()
+    partitioner = Partitioner(model, 2, cuts=["inner.blocks.3"], streams=NoStreams())
+    for length, dtype in [(6, torch.bool), (7, torch.bool), (8, torch.bool), (9, torch.float32), (10, torch.bool)]:
+        x, mask = torch.randn(2, length, WIDTH), torch.ones(2, length, 1, dtype=dtype)
+        case = Case(model, (x, mask), {}, None, lambda output, _: output.sum())
+        assert torch.equal(run_chained(partitioner(case.args), case), run_unsplit(model, case)), length
+
+
 def test_dimensions_that_change_together_are_recorded(recorded: list[Any]) -> None:
     model = Blocks(positions)
     partitioner = Partitioner(model, 2, cuts=["blocks.3"], streams=NoStreams())

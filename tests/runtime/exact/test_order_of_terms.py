@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.pipe.clipping import clip
 from penstock.schedule import from_csv, generate
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 
@@ -101,3 +102,16 @@ def test_a_tie_has_the_terms_of_all_its_stages_and_microbatches(schedule: str) -
             step_by_hand(twin, (x,), target, spread, MICROBATCHES)
             assert_same_gradients(model, twin, but=("first.weight",))
         assert all("first.weight" in stage.parameters for stage in pipe.stages), "tied across the cut"
+
+
+def test_norms_are_added_in_the_models_order_whichever_rank_has_them() -> None:
+    gradients = {str(n): torch.randn(9, generator=torch.Generator().manual_seed(n)) for n in range(500)}
+
+    def norm(first: int, ranks: int) -> Tensor:
+        def gather(mine: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+            return [{name: mine[name] for name in [*mine][rank::ranks]} for rank in range(ranks)]
+
+        some = {name: gradients[name] for name in [*gradients][first:]}
+        return clip(some, [*gradients], gather, max_norm=1e9, norm_type=2.0, error_if_nonfinite=False)
+
+    assert all(torch.equal(norm(first, 1), norm(first, 2)) for first in range(50))
