@@ -259,6 +259,20 @@ def test_two_towers(name: str) -> None:
     assert verify(model, (), target=torch.zeros(4, 1), loss_fn=matched, kwargs=inputs, ranks=2, microbatches=2).ok
 
 
+def test_evaluations_are_compared_where_a_model_has_put_hooks_into_its_blocks() -> None:
+    """transformers does in the first forward that returns all hidden states, and notes that it has."""
+    torch.manual_seed(0)
+    two: dict[str, Any] = {"depths": [1, 1], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+    two |= {"sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3], "strides": [4, 2]}
+    config = transformers.SegformerConfig(**two, num_encoder_blocks=2, decoder_hidden_size=16, num_labels=3)
+    inputs = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(3, (4, 32, 32))}
+    model = transformers.SegformerForSemanticSegmentation(config)
+    report = verify(model, (), kwargs=inputs, ranks=2, microbatches=2)
+    assert report.ok
+    assert any(row.name.endswith(" in evaluation") for row in report.rows)
+    assert not report.notes
+
+
 def test_a_head_that_looks_for_labels_that_count() -> None:
     """DeBERTa's sequence classification does, in the model's own forward."""
     torch.manual_seed(0)

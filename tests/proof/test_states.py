@@ -158,3 +158,18 @@ def test_an_evaluation_that_drops_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Pipeline, "evaluate", training)
     assert "in evaluation on stage 1" in proof(dropping).summary()
+
+
+class OnlyTrains(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            raise NotImplementedError("sampling is not written yet")
+        return super().forward(x)
+
+
+def test_an_evaluation_that_the_model_refuses_is_noted() -> None:
+    report = proof(lambda: nn.Sequential(OnlyTrains(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    assert report.ok
+    (note,) = report.notes
+    said = "the unsplit model raises NotImplementedError: sampling is not written yet"
+    assert note == f"evaluation was not compared: {said}"

@@ -65,11 +65,11 @@ class Expected:
 
 
 class Reference(NamedTuple):
-    """The steps of the unsplit model; an evaluation of the batch before the last, unless the model raises; what
+    """The steps of the unsplit model; an evaluation of the batch before the last, or what it raises; what
     parameters are in the last step; and whether what a device computes may be the same to the bit."""
 
     steps: Sequence[Expected]
-    evaluated: Expected | None
+    evaluated: Expected | Exception
     updated: Mapping[str, Tensor]
     exact: bool
     whole_batch: WholeBatch | None
@@ -170,14 +170,14 @@ class _Unsplit:
             tensor.grad = None
         return found
 
-    def evaluate(self, batch: Microbatch) -> Expected | None:
-        """Forwards of a batch in evaluation mode; None if the model raises."""
+    def evaluate(self, batch: Microbatch) -> Expected | Exception:
+        """Forwards of a batch in evaluation mode; what the model raises there."""
         self._parts = _pieces(self._pipe, batch)
         try:
             with evaluating(self.alone.session.split, self._loss), torch.no_grad():
                 return self._with_noise(lambda: Expected(self._run(training=False)))
-        except Exception:  # from the user's code
-            return None
+        except Exception as error:  # from the user's code
+            return error
 
     def whole_batch(self, batch: Microbatch) -> WholeBatch | None:
         """A batch at once."""

@@ -23,6 +23,9 @@ from penstock.schedule import Action
 RECORDING = "recording"
 """Owns what a recording between two steps leaves behind, such as a count in a class, which it does not put back."""
 
+_WITH_HOOKS = OF_TORCH | {"_output_capturing_hooks_installed"}
+"""Attributes of modules that stay as they are, as hooks do: transformers notes so that a model's blocks have them."""
+
 
 class States:
     """The states of a model and its loss, by owner, all of which begin as it was at first. At first, the owner is None.
@@ -81,7 +84,7 @@ def _put(place: Place, entries: Any) -> None:
     """Replaces what a place holds, but not a module's mode, hooks and registered parts, nor what compilers put in."""
 
     if isinstance(place, Holder) and place.attributes:
-        kept = OF_TORCH if place.module else ()
+        kept = _WITH_HOOKS if place.module else ()
         stay = {key: value for key, value in place.entries.items() if key in kept or str(key).startswith("__")}
         entries = stay | {key: value for key, value in entries.items() if key not in stay}
     place.put(entries)

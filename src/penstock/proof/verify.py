@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock._base.second_names import OF_PIPELINE, also, nearest
 from penstock._base.stages import ties
 from penstock._base.trees import leaf_tensors, map_tensors
+from penstock._base.words import in_a_line, line_of
 from penstock.errors import PartitionError
 from penstock.partition.chance.gate import Gate
 from penstock.pipe import verified
@@ -213,10 +214,14 @@ class Verification:
                 )
                 first = first_difference(*trails, gradients, found, counts, exact)
             losses.append(float(result.loss))
-            if step == len(batches) - 1 and expected.evaluated is not None:
+            evaluated = expected.evaluated
+            if step == len(batches) - 1 and isinstance(evaluated, Exception):
+                why = line_of(in_a_line(evaluated), 200)
+                notes.append(f"evaluation was not compared: the unsplit model raises {why}")
+            elif step == len(batches) - 1 and isinstance(evaluated, Expected):
                 try:
                     of = pipe.evaluate(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-                    found += _rows(pipe, rule, of, batch, expected.evaluated, exact, label=IN_EVALUATION)
+                    found += _rows(pipe, rule, of, batch, evaluated, exact, label=IN_EVALUATION)
                 except PartitionError as error:
                     notes.append(f"evaluation was not compared: {error}")
             steps.append([row if row.ok else replace(row, step=step) for row in found])
