@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.agent import TAG
+from penstock.distributed.launch.agent import TAG
 from penstock.schedule import names
 from scaffolding.warm_scripts import WarmScript, lines_of_script
 

@@ -51,7 +51,7 @@ def main() -> None:
 
 def in_processes(ranks: int) -> list[dict[str, Any]]:
     """Runs this script in so many processes. Returns what they measured."""
-    from penstock.launch.processes import launch
+    from penstock.distributed.launch.processes import launch
 
     with tempfile.TemporaryDirectory() as folder:
         if status := launch([__file__, *sys.argv[1:], "--rank-folder", folder], ranks, threads=1):

@@ -25,8 +25,8 @@ from penstock.blame.judge import judge
 from penstock.blame.names import read
 from penstock.blame.pipelining import Schedules
 from penstock.blame.watch import watching
-from penstock.launch.rank import main as run_rank
-from penstock.launch.target import load
+from penstock.distributed.launch.rank import main as run_rank
+from penstock.distributed.launch.target import load
 
 HERE = Path(__file__).parent
 RANKS = {"with_replicas.py": 4}

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock.launch.processes import launch
+from penstock.distributed.launch.processes import launch
+from penstock.distributed.world import join
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.processes.world import join
 from penstock.runtime.transport.protocol import Transport
 
 RANKS = 2

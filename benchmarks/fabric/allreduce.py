@@ -32,11 +32,11 @@ from common.machine import environment, noting_others, others_share
 from rich.console import Console
 from rich.table import Table
 
+from penstock.distributed.launch.processes import launch
 from penstock.fabric.forecast import FEWEST_SIZES
 from penstock.fabric.models import LinkFit, fit, predict
 from penstock.fabric.terms import closed_form
 from penstock.fabric.units import size_text
-from penstock.launch.processes import launch
 
 COLLECTIVE, ALGORITHM = "all_reduce", "ring"
 FEW, MANY = 2, 4

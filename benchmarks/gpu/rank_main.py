@@ -20,7 +20,7 @@ RAISED = 3
 
 
 def main(device: str, place: str) -> None:
-    from penstock.launch.agent import end_with_parent
+    from penstock.distributed.launch.agent import end_with_parent
 
     end_with_parent(os.getppid())  # before torch is imported, which takes seconds
     folder, rank = Path(place), int(os.environ["RANK"])

@@ -26,8 +26,8 @@ from cases.case import Case, DeviceType, Setting, World
 from rows import LOG_CHARACTERS, LOGGED, TIME_WAS_UP, Row, outcome, row
 from worlds import WorldRun
 
-from penstock.launch.agent import TAG, end_with_parent, kill_left
-from penstock.launch.endings import how_it_ended
+from penstock.distributed.launch.agent import TAG, end_with_parent, kill_left
+from penstock.distributed.launch.endings import how_it_ended
 
 GIB_PER_CASE = 4.0
 """Of the device's memory and of the host's: two processes, each with a context, libraries and a small model."""

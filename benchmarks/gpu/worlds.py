@@ -26,8 +26,8 @@ from cases.case import Case, DeviceType, Setting
 from cases.ranks import Forks, torchrun
 from rows import BAD, LOG_CHARACTERS, LOGGED, TIME_WAS_UP, Row, row
 
-from penstock.launch.agent import TAG, kill_left
-from penstock.launch.endings import how_it_ended
+from penstock.distributed.launch.agent import TAG, kill_left
+from penstock.distributed.launch.endings import how_it_ended
 
 SCRIPT = Path(__file__).with_name("rank_main.py")
 

@@ -26,7 +26,7 @@ from common.machine import environment
 from measuring import host, measure_model, measure_space
 from models import MODELS
 
-from penstock.launch.processes import launch
+from penstock.distributed.launch.processes import launch
 from report import show, show_memory
 
 

@@ -26,11 +26,11 @@ import penstock
 from penstock import Profile
 from penstock._base.stages import MODEL_INPUT, Link
 from penstock._base.trees import flatten
+from penstock.distributed.world import join
 from penstock.fabric.traffic.layers import record
 from penstock.partition import Stage
 from penstock.plan import Choice, Cluster, Plan, Sizes, Wanted, make_plans
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.processes.world import join
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1))
 MICROBATCHES = (4, 8)

@@ -37,7 +37,7 @@ from torch.distributed.pipelining import (
 )
 
 import penstock
-from penstock.launch.processes import launch
+from penstock.distributed.launch.processes import launch
 
 SIZE = SIZES["small"]
 CHUNKS = 2

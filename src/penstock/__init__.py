@@ -7,7 +7,7 @@ load torch.
 from __future__ import annotations
 
 from penstock._base import __version__ as __version__
-from penstock._base.lazy import TYPE_CHECKING, face, lent
+from penstock._base.lazy import TYPE_CHECKING, face, lent, moved
 
 if TYPE_CHECKING:
     from penstock._base.marks import current_microbatch as current_microbatch
@@ -70,6 +70,8 @@ _SUBPACKAGES = frozenset(
         *("plan", "report", "runs", "schedule", "search", "simulate", "testing"),
     )
 )
+
+moved.update({"penstock.launch": "penstock.distributed.launch"})  # until 0.2
 
 lent.update(drawing="penstock.report.plot", verification="penstock.proof.verify")
 

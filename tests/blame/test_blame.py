@@ -17,8 +17,8 @@ from penstock.blame.finding import Blame, Finding
 from penstock.blame.names import Part, name_parts, read
 from penstock.blame.page import page
 from penstock.blame.watch import FOLDER
+from penstock.distributed.launch.agent import left
 from penstock.errors import ArgumentError, PipelineFailure
-from penstock.launch.agent import left
 from penstock.proof.first_difference import confusable_values, first_value
 from penstock.proof.trail import FORWARD, Place, Trail
 from penstock.schedule import generate

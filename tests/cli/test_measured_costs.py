@@ -12,7 +12,7 @@ from command_line import as_json, output, refusal
 
 import penstock
 from penstock.balance import MeasuredLink, Profile, UnitCost
-from penstock.launch.target import load
+from penstock.distributed.launch.target import load
 from penstock.schedule import generate, read_csv
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 

@@ -15,7 +15,7 @@ from command_line import penstock as in_process
 from command_line import stay
 from processes import has_ended
 
-from penstock.launch import processes as launch
+from penstock.distributed.launch import processes as launch
 from penstock.plan import Choice, Plan
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 

@@ -15,7 +15,7 @@ import pytest
 from command_line import penstock, stay
 from processes import has_ended
 
-from penstock.launch.processes import Outcome
+from penstock.distributed.launch.processes import Outcome
 from penstock.network import checks, keeper, nodes
 from penstock.network.checks import why_not
 from scaffolding.patient import TEST_SECONDS, end_of, finished, started
@@ -109,7 +109,8 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: P
 @pytest.mark.distributed
 def test_a_script_runs_as_the_user_that_is_named() -> None:
     code = (
-        "from penstock.launch.user import User; User('nobody'); from importlib.metadata import version as v; v('torch')"
+        "from importlib.metadata import version; from penstock.distributed.launch.user import User; "
+        "User('nobody'); version('torch')"
     )
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as name:

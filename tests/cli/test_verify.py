@@ -17,8 +17,8 @@ from penstock.cli import app
 from penstock.cli import verify as command
 from penstock.cli._comparison_table import block, fold
 from penstock.cli.verify import rank_main
+from penstock.distributed.launch.target import load
 from penstock.errors import ArgumentError, VerificationError
-from penstock.launch.target import load
 from penstock.schedule import generator
 from scaffolding.patient import finished
 from scaffolding.ranks import Ranks

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.runtime.processes.groups import Groups
+from penstock.distributed.groups import Groups
 from runtime.model.placement_jobs import batch, normed
 from scaffolding import stand_in
 from scaffolding.stand_in import DEVICE, StandIn

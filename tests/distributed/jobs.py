@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.distributed import host_clock
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.transports import TransportChoice
-from penstock.runtime.processes import host_clock
 from scaffolding.models import GPT, Case, ConvNet, InPlace, OneLayer, SkipsTwice, squared_error, token_error
 from scaffolding.models import llama as tiny_llama
 
@@ -265,8 +265,8 @@ def from_meta(rank: int, seed: int) -> dict[str, Tensor]:
 
 def conform(rank: int, choice: TransportChoice) -> tuple[str, list[str]]:
     """The conformance checks, on the transport that a pipeline would take."""
+    from penstock.distributed.world import World
     from penstock.runtime.execute.engine import Engine
-    from penstock.runtime.processes.world import World
     from penstock.testing import check_transport
 
     engine = Engine(World(2, rank, (0, 1)), [torch.device("cpu")] * 2, 0, choice)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
+from penstock.distributed import groups
+from penstock.distributed.groups import Groups
 from penstock.runtime.execute.clock import StreamClock
-from penstock.runtime.processes import groups
-from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.distributed import DistributedTransport, ReceiveOrder
 from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
+from penstock.distributed.failure_detector import Patience
 from penstock.runtime.execute.control import Control
-from penstock.runtime.processes.failure_detector import Patience
 from scaffolding.models import squared_error
 
 BEAT_SECONDS = 0.02

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.distributed.world import World
 from penstock.errors import PenstockError
 from penstock.runtime.execute import transports
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.processes.world import World
 from penstock.runtime.transport.shared_memory import Neighbors
 from penstock.runtime.transport.staging import StagedTransport
 from penstock.testing import check_transport

@@ -11,7 +11,7 @@ import pytest
 import saving_jobs
 
 from penstock import Pipeline, checkpoint
-from penstock.runtime.processes.failure import wait_chain
+from penstock.distributed.failure import wait_chain
 
 SECONDS = 30.0
 """After which a test has failed."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.launch.agent import TAG, kill_left
+from penstock.distributed.launch.agent import TAG, kill_left
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resumable.py"
 OPTIONS = ["--steps", "10", "--every", "3", "--folder"]
@@ -61,7 +61,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, st
     return found
 
 
-@pytest.mark.long  # test_saving.py kills a rank and goes on, runtime/processes/test_failure.py restarts a job
+@pytest.mark.long  # test_saving.py kills a rank and goes on, test_failure.py restarts a job
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[tuple[int, str]]) -> None:
     (tmp_path / "falls.py").write_text(FALLS)

@@ -23,13 +23,13 @@ from torch.distributed.fsdp import fully_shard
 
 import penstock
 from penstock import checkpoint
+from penstock.distributed import groups, rendezvous
+from penstock.distributed.failure_detector import Patience
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.features.frame import Sharded
 from penstock.runtime.gradients.ties import TieReducer
-from penstock.runtime.processes import groups, rendezvous
-from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.transport.shared_memory import Neighbors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

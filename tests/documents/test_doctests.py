@@ -8,6 +8,7 @@ import pytest
 EXAMPLES = {
     "penstock.balance": 1,
     "penstock.costs": 4,
+    "penstock.distributed": 3,
     "penstock.fabric": 2,
     "penstock.hardware": 1,
     "penstock.network": 2,

@@ -306,7 +306,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
     "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds >= 1", lost_after=0),
-    # What torch is told: tests/runtime/processes/test_process_groups.py.
+    # What torch is told: tests/distributed/test_process_groups.py.
     "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
     # What it records: tests/pipe/test_recorder.py.
     "verify": lambda: refused(ArgumentError, "verify='yes': expected True, False or None", verify="yes"),

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import penstock
+from penstock.distributed.world import World
 from penstock.errors import ArgumentError
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
-from penstock.runtime.processes.world import World
 from penstock.schedule.lowering import order_of
 from runtime.ready_made import ReadyMade
 from scaffolding.ranks import Ranks

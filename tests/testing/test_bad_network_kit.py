@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.distributed.launch.endings import RankFailure
+from penstock.distributed.launch.processes import Ended, Outcome, explain_end
 from penstock.errors import ArgumentError
-from penstock.launch.endings import RankFailure
-from penstock.launch.processes import Ended, Outcome, explain_end
 from penstock.network import keeper, nodes
 from penstock.network.scenario import read_scenario
 from penstock.testing import BadNetwork
@@ -33,7 +33,7 @@ sys.exit(4 if rank == "1" and "fail" in sys.argv else 0)
 
 TRAINER = """
 import time
-from penstock.launch.step_file import announcer
+from penstock.distributed.launch.step_file import announcer
 announce = announcer()
 if announce is not None:  # on rank 0
     for step in range(3):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import penstock
 from cases import nccl, ranks
 from cases.case import Case, Found, Setting
-from penstock.runtime.processes.failure_detector import Patience
+from penstock.distributed.failure_detector import Patience
 
 PART = 1
 RANKS, VICTIM = 3, 2

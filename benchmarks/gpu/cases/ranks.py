@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.case import Setting, UnsupportedError
-from penstock.launch.agent import end_with_parent
+from penstock.distributed.launch.agent import end_with_parent
 
 
 class RanksFailedError(RuntimeError):

@@ -1,4 +1,5 @@
-"""What is loaded on first use: the names of package interfaces (PEP 562), and what the face lends to lower floors.
+"""What is loaded on first use: the names of package interfaces (PEP 562), packages under their old names, and what the
+face lends to lower floors.
 
 Imports next to nothing itself: until `penstock.__main__` runs, a Ctrl-C ends in a traceback.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,6 +47,31 @@ def face(
 
     return [*home_of], get, names
 
+
+moved: dict[str, str] = {}
+"""Packages that can be imported under their old names for a release, by these. `penstock/__init__.py` fills it."""
+
+
+class _Moved:
+    """Finds `moved` packages and their modules where they are now."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        is_moved = any(f"{name}.".startswith(f"{old}.") for old in moved)
+        return ModuleSpec(name, _Moved) if is_moved else None  # type: ignore[arg-type]  # it has what a loader needs
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        """The usual one, which `exec_module` replaces."""
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        name = module.__name__
+        old = next(old for old in moved if f"{name}.".startswith(f"{old}."))
+        sys.modules[name] = import_module(moved[old] + name.removeprefix(old))
+
+
+sys.meta_path.insert(0, _Moved)
 
 lent: dict[str, str] = {}
 """The modules that do what a lower floor offers, by task. `penstock/__init__.py`, which knows all floors, fills it."""

@@ -16,7 +16,7 @@ from penstock.blame.finding import Finding
 from penstock.blame.names import Noted, Part
 from penstock.blame.replay import SCALE, Data, Replay, Replayed, scale_of
 from penstock.blame.watch import SENT
-from penstock.launch.target import Target
+from penstock.distributed.launch.target import Target
 from penstock.proof.comparison import Comparison
 from penstock.proof.first_difference import (
     confusable_values,

@@ -18,10 +18,10 @@ from penstock.blame.finding import Blame
 from penstock.blame.judge import judge
 from penstock.blame.names import read
 from penstock.blame.watch import FOLDER, STEPS
+from penstock.distributed.launch.agent import kill_left
+from penstock.distributed.launch.processes import QUIET, supervise
+from penstock.distributed.launch.target import Target
 from penstock.errors import ArgumentError
-from penstock.launch.agent import kill_left
-from penstock.launch.processes import QUIET, supervise
-from penstock.launch.target import Target
 from penstock.partition.units.chain import as_module
 
 TIMEOUT_SECONDS = 300.0

@@ -12,8 +12,8 @@ from penstock._base.trees import leaf_tensors
 from penstock.blame.finding import Finding
 from penstock.blame.names import Part, digest
 from penstock.blame.replay import Data
+from penstock.distributed.launch.target import Target
 from penstock.errors import ArgumentError
-from penstock.launch.target import Target
 from penstock.proof.trail import FORWARD
 
 

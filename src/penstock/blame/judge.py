@@ -21,8 +21,8 @@ from penstock.blame.names import Noted, Part, name_parts
 from penstock.blame.replay import Replay, Replayed, scale_of
 from penstock.blame.replicas import apart, merged
 from penstock.blame.updates import Updates
+from penstock.distributed.launch.target import Target
 from penstock.errors import ArgumentError
-from penstock.launch.target import Target
 from penstock.partition.values.memory import same_bits
 from penstock.proof.comparison import Comparison, compare
 from penstock.proof.first_difference import in_reference

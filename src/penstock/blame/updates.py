@@ -20,7 +20,7 @@ from penstock._base.words import shortened
 from penstock.blame.finding import Finding
 from penstock.blame.names import Noted, Part
 from penstock.blame.replay import Replay, scale_of
-from penstock.launch.target import Target
+from penstock.distributed.launch.target import Target
 from penstock.proof.comparison import compare
 
 _ALIKE = 1e-4

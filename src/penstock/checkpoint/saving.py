@@ -39,9 +39,9 @@ from penstock.checkpoint.contents import (
     model_state,
     optimizer_state,
 )
+from penstock.distributed.groups import is_part_of_job, new_group
 from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.processes.groups import is_part_of_job, new_group
 
 _LOOK_SECONDS = 0.1
 """How often a rank that waits for its thread checks whether the thread is working or waiting for other ranks."""

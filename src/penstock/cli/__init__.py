@@ -21,8 +21,8 @@ from penstock._base.second_names import of_peer
 from penstock._base.words import printable
 from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
 from penstock.cli._child import calls_a_target, in_child
+from penstock.distributed.launch.endings import stopped_by
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError, formatted
-from penstock.launch.endings import stopped_by
 
 VERBS = (
     *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),

@@ -12,8 +12,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from penstock.launch.agent import end_with_parent
-from penstock.launch.endings import shell_status
+from penstock.distributed.launch.agent import end_with_parent
+from penstock.distributed.launch.endings import shell_status
 
 _VERBS = {"verify", "blame", "inspect", "profile", "simulate", "show", "search", "plan", "fabric"}
 _WAITED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.balance import Profile
-    from penstock.launch.target import Target
+    from penstock.distributed.launch.target import Target
     from penstock.simulate import LinkCost
 
 TargetName = Annotated[
@@ -162,7 +162,7 @@ def compute_as_ranks(ranks: int) -> None:
     """Sets the number of threads that `penstock run` gives each rank when it starts this many on this machine."""
     import torch
 
-    from penstock.launch.processes import cores_for
+    from penstock.distributed.launch.processes import cores_for
 
     for number in cores_for(ranks, None).values():
         torch.set_num_threads(int(number))
@@ -181,7 +181,7 @@ def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
         PenstockError: TARGET is wrong, or the block raised it.
         ArgumentError: the block raised anything else.
     """
-    from penstock.launch.target import load, user_code
+    from penstock.distributed.launch.target import load, user_code
 
     with contextlib.redirect_stdout(sys.stderr):
         given = load(name, weights=weights)

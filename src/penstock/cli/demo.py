@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock._base.words import counted
 from penstock.cli._options import CUT, option, spread
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
-from penstock.launch.processes import launch
+from penstock.distributed.launch.processes import launch
 from penstock.schedule import MICROBATCHES, grid
 
 

@@ -22,7 +22,7 @@ from penstock.errors import ArgumentError, check_seconds
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
-    from penstock.launch.target import Target
+    from penstock.distributed.launch.target import Target
     from penstock.plan import Plan, Planned, Sizes
 
 EPILOG = """\

@@ -14,9 +14,9 @@ import typer
 
 from penstock.cli._network import NetworkOptions, network_option
 from penstock.cli._options import option, spread
+from penstock.distributed.launch.processes import VERIFY, check, launch
+from penstock.distributed.launch.user import User
 from penstock.errors import ArgumentError, FabricError
-from penstock.launch.processes import VERIFY, check, launch
-from penstock.launch.user import User
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines

@@ -22,6 +22,7 @@ from penstock.cli._comparison_table import show
 from penstock.cli._options import CUT, USUAL_OF_BATCH, Json, option, output_option, spread
 from penstock.cli._order import ALL, weigh
 from penstock.cli._target import SplitOptions, TargetName, loaded
+from penstock.distributed.launch.processes import launch
 from penstock.errors import (
     ArgumentError,
     PartitionError,
@@ -31,14 +32,13 @@ from penstock.errors import (
     check_counts,
     formatted,
 )
-from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
 from penstock.schedule.generators import Numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from penstock.launch.target import Target
+    from penstock.distributed.launch.target import Target
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.runtime.execute.transports import TransportChoice
     from penstock.runtime.transport.protocol import TransportFactory
@@ -207,7 +207,7 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
 
 def _choice(name: str | None) -> TransportChoice:
     """`transport=` of `penstock.verify`. Raises ArgumentError if there is no such choice."""
-    from penstock.launch.target import function_named
+    from penstock.distributed.launch.target import function_named
 
     if name in (None, "local", "distributed"):  # where the ranks run; what carries messages, the library chooses
         return "auto"

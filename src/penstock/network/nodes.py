@@ -7,13 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
+from penstock.distributed.launch.agent import agent_command
+from penstock.distributed.launch.endings import FAILURES
+from penstock.distributed.launch.processes import (
+    QUIET,
+    Outcome,
+    Patience,
+    check,
+    cores_for,
+    explain_end,
+    memory,
+    supervise,
+)
+from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
+from penstock.distributed.launch.step_file import read_step
+from penstock.distributed.launch.user import User
 from penstock.errors import ArgumentError
-from penstock.launch.agent import agent_command
-from penstock.launch.endings import FAILURES
-from penstock.launch.processes import QUIET, Outcome, Patience, check, cores_for, explain_end, memory, supervise
-from penstock.launch.step_file import VARIABLE as STEP_FILE
-from penstock.launch.step_file import read_step
-from penstock.launch.user import User
 from penstock.network.director import playing
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event

@@ -17,8 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock._base.lazy import borrowed
 from penstock._base.second_names import OF_PIPELINE, also
 from penstock._base.words import counted
+from penstock.distributed.failure import OUTSIDE, Position
+from penstock.distributed.failure_detector import Patience
+from penstock.distributed.groups import GROUP_SECONDS, GroupOptions
+from penstock.distributed.launch.processes import VERIFY
+from penstock.distributed.world import World, device_named, device_of, join
 from penstock.errors import ArgumentError, PartitionError, check_counts, warn
-from penstock.launch.processes import VERIFY
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.partition.units.chain import as_module
 from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run
@@ -43,10 +47,6 @@ from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.model.taking_over import HeldElsewhereError
-from penstock.runtime.processes.failure import OUTSIDE, Position
-from penstock.runtime.processes.failure_detector import Patience
-from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
-from penstock.runtime.processes.world import World, device_named, device_of, join
 from penstock.runtime.step.example import is_whole, shared
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule

@@ -19,6 +19,7 @@ from penstock._base.second_names import OF_PIPELINE, also
 from penstock._base.stages import MODEL_INPUT, gradient_routes, ties
 from penstock._base.trees import leaf_tensors
 from penstock._base.words import counted
+from penstock.distributed.world import World
 from penstock.errors import ArgumentError, PenstockError, check_counts
 from penstock.partition import Balance, Partition
 from penstock.partition.measure.footprint import Footprint, footprint
@@ -36,7 +37,6 @@ from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitF
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.taking_over import refuse_overlaps
-from penstock.runtime.processes.world import World
 from penstock.schedule import Schedule, generator
 from penstock.schedule.lowering import order_of
 from penstock.simulate import LinkCost

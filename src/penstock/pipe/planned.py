@@ -12,12 +12,12 @@ from torch import nn
 
 from penstock._base.words import counted
 from penstock.balance import first_difference
+from penstock.distributed.world import World
 from penstock.errors import ArgumentError, PlanError, warn
 from penstock.partition.measure.costs import identity
 from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
 from penstock.plan.plan import VARIABLE, MadeFor
-from penstock.runtime.processes.world import World
 
 USUAL: Mapping[str, Any] = {
     "schedule": "1f1b",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock._base.trees import Flat, map_tensors, unflatten
 from penstock.balance import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
+from penstock.distributed.world import World, device_named, device_of, join
 from penstock.errors import ArgumentError, check_counts, check_seconds
 from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
@@ -31,7 +32,6 @@ from penstock.pipe.options import Options
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.execute.control import Control
-from penstock.runtime.processes.world import World, device_named, device_of, join
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.schedule import generate
 

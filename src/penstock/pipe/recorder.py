@@ -27,8 +27,11 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock._base.files import write_whole
+from penstock.distributed.failure import Failure, Position
+from penstock.distributed.launch.endings import register_run
+from penstock.distributed.watchdog import Watchdog
+from penstock.distributed.world import World
 from penstock.errors import warn
-from penstock.launch.endings import register_run
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import passed
 from penstock.runs.about import About
@@ -38,9 +41,6 @@ from penstock.runs.progress import RECENT, Progress
 from penstock.runs.records import RankState, StepRecord
 from penstock.runs.writer import BEAT_SECONDS, Writer, begin
 from penstock.runtime.execute.clock import counter
-from penstock.runtime.processes.failure import Failure, Position
-from penstock.runtime.processes.watchdog import Watchdog
-from penstock.runtime.processes.world import World
 from penstock.runtime.step.results import SharedLoss
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock._base.marks import computing
 from penstock._base.trees import unflatten
+from penstock.distributed.launch.step_file import announcer
 from penstock.errors import ArgumentError, warn
-from penstock.launch.step_file import announcer
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches

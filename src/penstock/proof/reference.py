@@ -15,6 +15,7 @@ from penstock._base.gradients import gradient_dtype
 from penstock._base.marks import NOW, computing
 from penstock._base.stages import needs_backward, ties
 from penstock._base.trees import flatten, leaf_tensors
+from penstock.distributed.world import World
 from penstock.partition.values.memory import same_bits
 from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
@@ -36,7 +37,6 @@ from penstock.runtime.front_end import Partition
 from penstock.runtime.loss.functions import OutputLoss, checked_loss, saying_what_is_missing
 from penstock.runtime.loss.loss import Reduction, checked_value, no_gradient, own_loss, root_of, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
-from penstock.runtime.processes.world import World
 from penstock.runtime.split_backward.weight_gradients import adds_in_place
 from penstock.schedule import generate
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from penstock._base.process import lives
-from penstock.launch.endings import stopped_by, was_interrupted
+from penstock.distributed.launch.endings import stopped_by, was_interrupted
 from penstock.runs.records import RankState
 
 Health = Literal["computes", "waits", "between steps", "ended", "interrupted", "failed", "silent", "gone"]

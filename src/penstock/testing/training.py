@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.blame.command import blame
 from penstock.blame.finding import Blame
+from penstock.distributed.launch.target import call, load
 from penstock.errors import VerificationError
-from penstock.launch.target import call, load
 
 
 def assert_same_training(train_step: Sequence[str], reference: str | Callable[[], Any], *, steps: int = 3) -> Blame:

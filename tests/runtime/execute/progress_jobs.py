@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
+from penstock.distributed.failure import OUTSIDE, Behind, Position
+from penstock.distributed.watchdog import Watchdog
 from penstock.runtime.execute import progress
 from penstock.runtime.execute.progress import Progress, has_events
-from penstock.runtime.processes.failure import OUTSIDE, Behind, Position
-from penstock.runtime.processes.watchdog import Watchdog
 from scaffolding import stand_in
 from scaffolding.stand_in import DEVICE
 

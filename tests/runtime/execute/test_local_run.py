@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.distributed.world import World, device_of, join
 from penstock.errors import ArgumentError
 from penstock.report import summary
-from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from penstock.distributed.failure import Position
 from penstock.runtime.gradients.ties import TieGroup, TieReducer, tie_groups
-from penstock.runtime.processes.failure import Position
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 
 

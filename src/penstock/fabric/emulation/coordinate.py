@@ -16,15 +16,15 @@ from typing import Any
 from penstock._base import owner
 from penstock._base.files import read_bytes, read_json, write_json
 from penstock._base.words import counted
+from penstock.distributed.launch.agent import agent_command
+from penstock.distributed.launch.endings import FAILURES, RankFailure, how_it_ended
+from penstock.distributed.launch.processes import QUIET, Ended, Patience, memory, supervise
+from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
+from penstock.distributed.launch.step_file import read_step
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.start_board import VARIABLE as BOARD
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
-from penstock.launch.agent import agent_command
-from penstock.launch.endings import FAILURES, RankFailure, how_it_ended
-from penstock.launch.processes import QUIET, Ended, Patience, memory, supervise
-from penstock.launch.step_file import VARIABLE as STEP_FILE
-from penstock.launch.step_file import read_step
 from penstock.network.director import playing
 from penstock.network.machines import Machines
 from penstock.network.nodes import agent_commands

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.distributed.launch.agent import end_with_parent
 from penstock.errors import FabricError, PenstockError
 from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.emulation import clock, links
@@ -27,7 +28,6 @@ from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.wires import Wire
 from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 from penstock.fabric.steadiness import WarmUp
-from penstock.launch.agent import end_with_parent
 from penstock.network.conditions import CpuUsage, cpu_usage
 
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.distributed.launch.step_file import announcer
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.start_board import StartBoard
-from penstock.launch.step_file import announcer
 
 _KEEP, _ESTIMATE, _WARM = 1, 2, 4
 """Flags that host 0 announces before a trial: send the last trial's steps; re-estimate the clocks; warm-up."""

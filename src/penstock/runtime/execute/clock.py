@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.distributed.host_clock import now_ns
 from penstock.runtime.execute.progress import has_events
-from penstock.runtime.processes.host_clock import now_ns
 from penstock.runtime.transport.protocol import Begun, Observable, Transport, Waitable
 from penstock.schedule import Action
 

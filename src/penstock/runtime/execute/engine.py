@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from penstock._base.compat import autocast_kinds
 from penstock._base.marks import computing
+from penstock.distributed.failure import OUTSIDE, Position, Watched
+from penstock.distributed.failure_detector import Patience
+from penstock.distributed.groups import GroupOptions
+from penstock.distributed.world import World, is_accelerator
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Marks, Moment, clock_of, counter, noting_messages, shifted
@@ -37,10 +41,6 @@ from penstock.runtime.gradients.replicas import Average, Replicas
 from penstock.runtime.gradients.ties import Tied, TieGroup, TieReducer, refuse_hooks, tied_among
 from penstock.runtime.kinds import Kinds, all_uses, distinct
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
-from penstock.runtime.processes.failure_detector import Patience
-from penstock.runtime.processes.groups import GroupOptions
-from penstock.runtime.processes.world import World, is_accelerator
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import between_ranks

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from penstock._base.stages import MODEL_INPUT, StageMeta
+from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.errors import ScheduleError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.assembly import assemble
@@ -31,7 +32,6 @@ from penstock.runtime.features.feature import Features, Start, within
 from penstock.runtime.gradients.replicas import Average
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import Route, RouteBuilder, route_of
 from penstock.schedule import Action, Op

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.processes.failure import OUTSIDE, Behind, Position
-from penstock.runtime.processes.watchdog import Watchdog
+from penstock.distributed.failure import OUTSIDE, Behind, Position
+from penstock.distributed.watchdog import Watchdog
 
 KEPT = 1024
 """How many events there are. They are used again in turn: a host is never further ahead, since a device's queue holds

@@ -11,10 +11,10 @@ import torch
 
 from penstock._base.process import Process
 from penstock._base.words import named
+from penstock.distributed.groups import Groups
+from penstock.distributed.world import is_accelerator
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Control
-from penstock.runtime.processes.groups import Groups
-from penstock.runtime.processes.world import is_accelerator
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.protocol import (
     COLLECTIVES,

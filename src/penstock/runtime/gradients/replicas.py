@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock._base.gradients import buckets
+from penstock.distributed.failure import OUTSIDE, Position, Watched
+from penstock.distributed.groups import Groups
+from penstock.distributed.world import World
 from penstock.errors import ArgumentError
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import mesh_dimensions
 from penstock.runtime.gradients.sums import GradientSum
-from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
-from penstock.runtime.processes.groups import Groups
-from penstock.runtime.processes.world import World
 from penstock.runtime.transport.distributed import all_reduce, broadcast_from
 from penstock.runtime.transport.protocol import Pending
 from penstock.runtime.transport.staging import Staging

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from penstock._base.process import cores
 from penstock._base.trees import map_tensors
+from penstock.distributed.groups import Groups
 from penstock.errors import ArgumentError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.control import Arriving
 from penstock.runtime.execute.engine import BoundSchedule, Engine
-from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.distributed import all_reduce, broadcast_from
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.schedule import Schedule

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._base.stages import Link
+from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
+from penstock.distributed.groups import Groups
 from penstock.errors import ShapeError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
-from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
-from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.agreement import Agreement, Layouts, describe
 from penstock.runtime.transport.protocol import Begun, Message, Observer, Pending
 from penstock.schedule import Action, Op

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from penstock._base.process import Process
 from penstock._base.stages import Link
+from penstock.distributed.broadcasts import Broadcasts, receive_exactly
+from penstock.distributed.joining import say
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
-from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly
-from penstock.runtime.processes.joining import say
 from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport
 from penstock.runtime.transport.protocol import Channel, Message, Paired, Pending

@@ -27,7 +27,7 @@ class User:
 
     def __post_init__(self) -> None:
         try:
-            check = self.command([sys.executable, "-P", "-c", "from penstock.launch import agent"])
+            check = self.command([sys.executable, "-P", "-c", "from penstock.distributed.launch import agent"])
             done = subprocess.run(check, capture_output=True, text=True, check=False)
         except KeyError:
             raise ArgumentError(f"user {self.name!r} does not exist: pass the name of a user of this machine") from None

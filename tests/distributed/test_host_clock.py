@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.processes import host_clock
-from penstock.runtime.processes.host_clock import FEWEST, KEPT, HostOffset
+from penstock.distributed import host_clock
+from penstock.distributed.host_clock import FEWEST, KEPT, HostOffset
 
 THERE = 7_000_000
 

@@ -21,9 +21,8 @@ from types import FrameType
 from typing import IO, Any
 
 from penstock._base.process import cores
-from penstock.errors import ArgumentError, check_counts
-from penstock.launch.agent import TAG, agent_command, kill_left, left
-from penstock.launch.endings import (
+from penstock.distributed.launch.agent import TAG, agent_command, kill_left, left
+from penstock.distributed.launch.endings import (
     FAILURES,
     RankFailure,
     how_it_ended,
@@ -32,7 +31,8 @@ from penstock.launch.endings import (
     was_interrupted,
     write_failure_to_runs,
 )
-from penstock.launch.user import User
+from penstock.distributed.launch.user import User
+from penstock.errors import ArgumentError, check_counts
 
 VERIFY = "PENSTOCK_VERIFY"
 """Of the environment: set if pipelines are to be verified in their first step."""

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.distributed.failure_detector import Patience
+from penstock.distributed.groups import GROUP_SECONDS, GroupOptions, Groups, Way, matchings
+from penstock.distributed.world import World
 from penstock.errors import ArgumentError
-from penstock.runtime.processes.failure_detector import Patience
-from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions, Groups, Way, matchings
-from penstock.runtime.processes.world import World
 
 
 @given(st.sets(st.sampled_from(list(permutations(range(6), 2)))))

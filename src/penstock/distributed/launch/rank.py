@@ -1,7 +1,7 @@
 """One rank's program: a script or a module, run as `python script.py` and `python -m module` run it.
 
-`python -m penstock.launch.rank SCRIPT [ARGUMENTS]`, or `-m MODULE [ARGUMENTS]`. If it raises, the launcher is told, and
-only the rank that failed first prints a traceback.
+`python -m penstock.distributed.launch.rank SCRIPT [ARGUMENTS]`, or `-m MODULE [ARGUMENTS]`. If it raises, the launcher
+is told, and only the rank that failed first prints a traceback.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from penstock._base.words import in_a_line
+from penstock.distributed.launch.endings import await_culprit, exit_status, first_noted, note
 from penstock.errors import PipelineFailure, PlanError
-from penstock.launch.endings import await_culprit, exit_status, first_noted, note
 
 _DOUBT_SECONDS = 0.5
 _SAYS_ALL = PipelineFailure, PlanError

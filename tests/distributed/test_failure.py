@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.process import Process, ProcessState
+from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, long_action, wait_chain
+from penstock.distributed.failure_detector import FailureDetector, Patience
+from penstock.distributed.heartbeat_server import Connection, HeartbeatServer, join
+from penstock.distributed.joining import Meeting, Missing, place_of
+from penstock.distributed.launcher import Launcher
+from penstock.distributed.watchdog import Watchdog
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, long_action, wait_chain
-from penstock.runtime.processes.failure_detector import FailureDetector, Patience
-from penstock.runtime.processes.heartbeat_server import Connection, HeartbeatServer, join
-from penstock.runtime.processes.joining import Meeting, Missing, place_of
-from penstock.runtime.processes.launcher import Launcher
-from penstock.runtime.processes.watchdog import Watchdog
 
 RECEIVE = Position("1RECV_F0", (0,))
 

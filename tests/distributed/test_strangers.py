@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from penstock._base.process import Process
+from penstock.distributed import heartbeat_server
+from penstock.distributed.failure import Failure, Position, Sighting, wait_chain
+from penstock.distributed.failure_detector import Patience
+from penstock.distributed.heartbeat_server import Connection, HeartbeatServer, connect, join
+from penstock.distributed.joining import Missing
+from penstock.distributed.watchdog import Watchdog
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes import heartbeat_server
-from penstock.runtime.processes.failure import Failure, Position, Sighting, wait_chain
-from penstock.runtime.processes.failure_detector import Patience
-from penstock.runtime.processes.heartbeat_server import Connection, HeartbeatServer, connect, join
-from penstock.runtime.processes.joining import Missing
-from penstock.runtime.processes.watchdog import Watchdog
 
 DEEP = b"[" * 500_000
 PATIENCE = Patience(beat_seconds=0.1)

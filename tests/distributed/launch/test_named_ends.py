@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.endings import FAILURES, RankFailure, await_culprit, exit_status, note, register_run, stopped_by
-from penstock.launch.processes import Ended, Outcome, explain_end
+from penstock.distributed.launch.endings import (
+    FAILURES,
+    RankFailure,
+    await_culprit,
+    exit_status,
+    note,
+    register_run,
+    stopped_by,
+)
+from penstock.distributed.launch.processes import Ended, Outcome, explain_end
 
 RAISED = "rank 1 failed at 1F2: ValueError: boom"
 

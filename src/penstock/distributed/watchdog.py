@@ -19,10 +19,8 @@ from typing import Any
 
 from penstock._base.process import Process
 from penstock._base.words import in_a_line
-from penstock.errors import PipelineFailure
-from penstock.launch.endings import FAILURES, await_culprit, exit_status, note
-from penstock.runtime.processes import heartbeat_server, host_clock
-from penstock.runtime.processes.failure import (
+from penstock.distributed import heartbeat_server, host_clock
+from penstock.distributed.failure import (
     OUTSIDE,
     Behind,
     Failure,
@@ -32,11 +30,13 @@ from penstock.runtime.processes.failure import (
     name_ranks,
     wait_chain,
 )
-from penstock.runtime.processes.failure_detector import GONE, Patience, silence
-from penstock.runtime.processes.heartbeat_server import Address, Connection, HeartbeatServer
-from penstock.runtime.processes.host_clock import HostOffset
-from penstock.runtime.processes.joining import Meeting, Missing, Store, say
-from penstock.runtime.processes.launcher import Launcher
+from penstock.distributed.failure_detector import GONE, Patience, silence
+from penstock.distributed.heartbeat_server import Address, Connection, HeartbeatServer
+from penstock.distributed.host_clock import HostOffset
+from penstock.distributed.joining import Meeting, Missing, Store, say
+from penstock.distributed.launch.endings import FAILURES, await_culprit, exit_status, note
+from penstock.distributed.launcher import Launcher
+from penstock.errors import PipelineFailure
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.agent import agent_command
+from penstock.distributed.launch.agent import agent_command
 from penstock.network.switch.client import PROGRAM
 
 SEEN = """
@@ -18,12 +18,12 @@ import json, os, sys
 import __main__
 print(json.dumps([sys.argv, sys.path[0], __name__, __file__, __main__.SEEN, sys.path.count(os.getcwd())]))
 """
-RANK = [sys.executable, "-P", "-m", "penstock.launch.rank"]
+RANK = [sys.executable, "-P", "-m", "penstock.distributed.launch.rank"]
 
 
 def test_agents_are_isolated_and_see_no_argument_of_the_script() -> None:
     start = agent_command(["--standalone", "train.py", "--run", "x"])
-    assert start[:4] == [sys.executable, "-P", "-m", "penstock.launch.agent"]
+    assert start[:4] == [sys.executable, "-P", "-m", "penstock.distributed.launch.agent"]
     assert start[-4:] == ["--standalone", "train.py", "--run", "x"]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock._base.process import Process, ProcessState
-from penstock.runtime.processes.failure import Failure, Sighting
+from penstock.distributed.failure import Failure, Sighting
 
 
 @dataclass(frozen=True, slots=True)

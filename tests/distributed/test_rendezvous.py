@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from penstock._base import process
+from penstock.distributed import joining, rendezvous
+from penstock.distributed.failure_detector import Patience
+from penstock.distributed.joining import Meeting, Missing
 from penstock.errors import ArgumentError, PipelineFailure
-from penstock.runtime.processes import joining, rendezvous
-from penstock.runtime.processes.failure_detector import Patience
-from penstock.runtime.processes.joining import Meeting, Missing
 
 
 def words(address: tuple[str, int], *, rank: int = 1, ranks: int = 4, reached: bool = False, left: Any = None) -> str:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock._base.words import counted
+from penstock.distributed import rendezvous
 from penstock.errors import ArgumentError, check_counts
-from penstock.runtime.processes import rendezvous
 
 PIPELINE = "pp"
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock._base.process import environments
-from penstock.launch.endings import FAILURES, RankFailure
+from penstock.distributed.launch.endings import FAILURES, RankFailure
 
 AGENT_SECONDS = 4
 """What the agent gives the ranks to end after a signal or a failure, before it kills them."""
@@ -41,7 +41,7 @@ def agent_command(arguments: Sequence[str]) -> list[str]:
     It ends when this process does, and imports nothing from the current folder. Of the arguments those that begin with
     `--` are torchrun's, up to the script's path, or `-m` and a module; all that follow are the script's (rank.py).
     """
-    return [sys.executable, "-P", "-m", "penstock.launch.agent", str(os.getpid()), *arguments]
+    return [sys.executable, "-P", "-m", "penstock.distributed.launch.agent", str(os.getpid()), *arguments]
 
 
 def end_with_parent(parent: int) -> bool:
@@ -114,7 +114,7 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from penstock.launch.loopback import stay_on_loopback
+    from penstock.distributed.launch.loopback import stay_on_loopback
 
     if "LOGLEVEL" not in os.environ:
         # The second has its own level. It tells of agents that leave the last barrier before others know it is
@@ -123,7 +123,8 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     at = next(at for at, argument in enumerate(arguments) if not argument.startswith("--"))
     parsed = torchrun.get_args_parser().parse_args([*arguments[:at], sys.executable])
-    parsed.no_python, parsed.training_script_args = True, ["-P", "-u", "-m", "penstock.launch.rank", *arguments[at:]]
+    parsed.no_python = True
+    parsed.training_script_args = ["-P", "-u", "-m", "penstock.distributed.launch.rank", *arguments[at:]]
     parsed.shutdown_timeout, parsed.log_dir = AGENT_SECONDS, os.devnull  # or torchrun leaves a folder in /tmp
     if parsed.standalone:
         stay_on_loopback(parsed)

@@ -31,11 +31,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock._base.process import Process
+from penstock.distributed import host_clock
+from penstock.distributed.failure import Failure, Sighting
+from penstock.distributed.failure_detector import GONE, FailureDetector, Patience, silence
+from penstock.distributed.joining import Missing
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes import host_clock
-from penstock.runtime.processes.failure import Failure, Sighting
-from penstock.runtime.processes.failure_detector import GONE, FailureDetector, Patience, silence
-from penstock.runtime.processes.joining import Missing
 
 _MAX_BYTES = 1 << 20
 _GREETING_BYTES = 512

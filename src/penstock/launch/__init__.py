@@ -1,1 +1,0 @@
-"""What to run, in which processes, and the number of the step that they are at. Loads no torch."""

@@ -1,1 +1,0 @@
-"""How processes find each other, exchange small values, and fail cleanly."""
