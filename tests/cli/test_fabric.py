@@ -296,12 +296,14 @@ def test_where_no_hosts_can_be_made_links_are_refused(how: tuple[str, str], monk
 @pytest.mark.usefixtures("nothing_is_made")
 def test_what_torchrun_has_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert "the environment has no WORLD_SIZE: start every host with torchrun" in refusal("fabric", *SIZES)
+    said = refusal("fabric", *SIZES)
+    assert "WORLD_SIZE='' in the environment" in said
+    assert "start every host with torchrun, or pass --hosts" in said
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "no MASTER_ADDR" in refusal("fabric", *SIZES)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "2x")
-    assert "MASTER_PORT is '2x'" in refusal("fabric", *SIZES)
+    assert "MASTER_PORT='2x' in the environment" in refusal("fabric", *SIZES)
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert "--link is for hosts that are made here" in refusal("fabric", *SIZES, "--link", "1mbit")
 

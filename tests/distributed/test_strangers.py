@@ -135,8 +135,8 @@ FROM_A_RANK = {
     "machine": {"join": [["m"], 1, "1"]},
     "failure": {"failure": 3},
     "deep failure": {"failure": "[" * 100_000},
-    "whose failure": {"failure": Failure(7, None, "x").to_json()},
-    "kind": {"failure": json.dumps({"rank": 0, "action": None, "error": "x", "kind": ["raised"]})},
+    "whose failure": {"failure": Failure(7, None, "x").to_list()},
+    "kind": {"failure": [0, None, "x", ["raised"]]},
 }
 
 
@@ -282,16 +282,13 @@ ORDERS = "\x1b[2Jdone\r\x07\x9b1m"
 
 
 def test_what_a_rank_says_is_one_line_without_orders_for_the_terminal() -> None:
-    said = str(Failure.from_json(json.dumps({"rank": 1, "action": ORDERS, "error": f"a\nb{ORDERS}", "kind": "raised"})))
+    said = str(Failure.from_list([1, ORDERS, f"a\nb{ORDERS}", "raised"]))
     said += wait_chain(0, [Sighting.from_list([ORDERS, [1], 1.0, False, None]), Sighting()])[1]
     said += str(Sighting.from_list(["", [], 1.0, False, [ORDERS, [], ORDERS]]).device)
     said += Failure.of(0, "0F0", ValueError(ORDERS)).error
     assert said.isprintable()
     assert "done" in said
-    assert (
-        len(Failure.from_json(json.dumps({"rank": 1, "action": None, "error": "x" * 99_999, "kind": "raised"})).error)
-        < 5000
-    )
+    assert len(Failure.from_list([1, None, "x" * 99_999, "raised"]).error) < 5000
 
 
 FROM_RANK_0: list[bytes] = [

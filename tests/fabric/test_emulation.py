@@ -295,8 +295,9 @@ def test_hosts_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({}, "the environment has no RANK: start every host with torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment"),
+        ({}, "WORLD_SIZE='' in the environment, .*; start every host with torchrun"),
+        ({"WORLD_SIZE": "3"}, "RANK='' in the environment, .*; start every host with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment"),
         ({"RANK": "0", "WORLD_SIZE": "3"}, "the environment has no MASTER_ADDR"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},

@@ -258,7 +258,7 @@ def _started_hosts() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
     from penstock.fabric.emulation.joining import started
 
-    return started().size
+    return started()[1]
 
 
 def _as_host(spec: Spec, output: Output) -> None:

@@ -5,10 +5,9 @@ Plain values, without torch: ranks exchange them as JSON, and users see them as 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from penstock._base.words import in_a_line, line_of
 
@@ -82,17 +81,16 @@ class Failure:
         }
         return f"rank {self.rank} {how[self.kind]}: {self.error}"
 
-    def to_json(self) -> str:
-        return json.dumps({"rank": self.rank, "action": self.action, "error": self.error, "kind": self.kind})
+    def to_list(self) -> list[Any]:
+        return [self.rank, self.action, self.error, self.kind]
 
     @classmethod
-    def from_json(cls, text: str) -> Failure:
-        """Reads what `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
-        read: dict[str, Any] = json.loads(text)
-        action = read["action"]
-        if read["kind"] not in ("raised", "lost", "left", "stalled"):
-            raise ValueError(f"not a kind of failure: {read['kind']!r}")
-        return cls(int(read["rank"]), None if action is None else str(action), str(read["error"]), read["kind"])
+    def from_list(cls, read: Sequence[Any]) -> Failure:
+        """Reads what `to_list` wrote. Raises ValueError or TypeError for anything else."""
+        rank, action, error, kind = read
+        if kind not in get_args(Kind):
+            raise ValueError(f"not a kind of failure: {kind!r}")
+        return cls(int(rank), None if action is None else str(action), str(error), kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,16 +93,8 @@ class FailureDetector:
     @property
     def remaining(self) -> list[int]:
         """The ranks that may still need this detector: those that have neither left nor are gone."""
-        return [
-            rank
-            for rank, entry in enumerate(self._ranks)
-            if entry.left is None and entry.gone is None and not self._lost(entry)
-        ]
-
-    @property
-    def deserted(self) -> bool:
-        """Whether every rank has left or is gone, so that no one reads it any more."""
-        return not self.remaining
+        ranks = enumerate(self._ranks)
+        return [rank for rank, entry in ranks if entry.left is None and entry.gone is None and not self._lost(entry)]
 
     @property
     def sightings(self) -> Sequence[Sighting]:

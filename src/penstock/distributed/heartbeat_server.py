@@ -168,7 +168,7 @@ class HeartbeatServer:
     def _serve(self) -> None:
         with self._listener, self._selector:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
-            while not (self._detector.deserted or self._stopping.is_set()):
+            while self._detector.remaining and not self._stopping.is_set():
                 for key, _ in self._selector.select(self._beat_seconds / 2):
                     if key.data is None:
                         self._accept()
@@ -235,7 +235,7 @@ class HeartbeatServer:
             if not detector.absent:
                 self._tell(ready=True)
         if "failure" in message:
-            failure = Failure.from_json(message["failure"])
+            failure = Failure.from_list(message["failure"])
             if detector.accuse(failure):
                 self._announce(failure)
         if "noted" in message:
@@ -244,7 +244,7 @@ class HeartbeatServer:
             detector.beat(rank, Sighting.from_list(message["beat"]))
             answer: dict[str, Any] = {"sightings": [sighting.to_list() for sighting in detector.sightings]}
             if detector.failure is not None:
-                answer["failure"] = detector.failure.to_json()
+                answer["failure"] = detector.failure.to_list()
             connection.send(answer)
 
     def _tell_absent(self) -> None:
@@ -256,7 +256,7 @@ class HeartbeatServer:
     def _announce(self, failure: Failure) -> None:
         lost = {failure.rank} if failure.kind == "lost" else set()
         self._unaware = set(self._connections) - lost
-        self._tell(failure=failure.to_json())
+        self._tell(failure=failure.to_list())
 
     def _note(self, rank: int) -> None:
         self._unaware.discard(rank)
@@ -272,12 +272,12 @@ class HeartbeatServer:
         self._open.remove(connection)
         self._selector.unregister(connection.link)
         connection.close()
-        for rank, known in list(self._connections.items()):
-            if known is connection:
-                del self._connections[rank]
-                if gone:
-                    self._detector.hang_up(rank)
-                self._note(rank)
+        rank = connection.rank
+        if rank is not None and self._connections.get(rank) is connection:
+            del self._connections[rank]
+            if gone:
+                self._detector.hang_up(rank)
+            self._note(rank)
 
 
 def connect(address: Address, rank: int, seconds: float) -> Connection:
@@ -348,7 +348,7 @@ def _await_ready(
                 if "ready" in message:
                     return None
                 if "failure" in message:
-                    failure = Failure.from_json(message["failure"])
+                    failure = Failure.from_list(message["failure"])
                 missing.ranks = tuple(map(int, message.get("absent", missing.ranks)))
         except TimeoutError:
             seconds = time.monotonic() - heard

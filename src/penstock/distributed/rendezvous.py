@@ -14,16 +14,16 @@ from penstock.errors import ArgumentError
 _URL = "env://?world_size=-1"
 """The store of the environment's variables, which then does not wait for all ranks: those that come say who is missing
 (`joining.Meeting`)."""
+_REMEDY = "start all ranks with torchrun or penstock run, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
 
 
-def number_of(name: str, least: int, most: int = 1 << 31) -> int:
+def number_of(name: str, least: int, most: int = 1 << 31, remedy: str = _REMEDY) -> int:
     """A number of the environment that torchrun sets. Raises ArgumentError if it is missing or impossible."""
     given = os.environ.get(name, "")[:80]
     if not (given.isdecimal() and len(given) < 20 and least <= int(given) <= most):
         sizes = f"WORLD_SIZE={os.environ.get('WORLD_SIZE', '')[:80]!r}"
         raise ArgumentError(
-            f"{name}={given!r} in the environment, with {sizes}: expected an integer from {least} to {most}; start all "
-            "ranks with torchrun or penstock run, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+            f"{name}={given!r} in the environment, with {sizes}: expected an integer from {least} to {most}; {remedy}"
         )
     return int(given)
 

@@ -155,7 +155,7 @@ class Watchdog:
         self._interrupted = isinstance(error, KeyboardInterrupt)
         self._status = exit_status(error) or 1
         mine = Failure.of(self._rank, action, error, self.behind)
-        if self._send(failure=mine.to_json()):
+        if self._send(failure=mine.to_list()):
             self._known.wait(_INTERRUPTED_SECONDS if self._interrupted else _REPORT_SECONDS)
             self._await_others()
         return self._fail(mine)
@@ -258,7 +258,7 @@ class Watchdog:
                 raise ValueError("sightings of other ranks")
             self.sightings = sightings
         if "failure" in message:
-            self._fail(Failure.from_json(message["failure"]))
+            self._fail(Failure.from_list(message["failure"]))
             self._send(noted=True)
 
     def _decide(self) -> None:
@@ -271,8 +271,8 @@ class Watchdog:
         if self.failure is None and (self.step, self.position) == self._held[:2]:
             if waits or device_waits:
                 self._suspect(now)
-            elif self.position.action:
-                self._mention(now)
+            elif self.position.action:  # it may wait, unseen: in a collective of FSDP, or of the user's own
+                self._mention(now, long_action(self._rank, self.sightings, self.partners))
         if self.failure is not None and not self._closed.is_set():
             self._failed = now if self._failed is None else self._failed
             seconds = now - self._failed
@@ -298,26 +298,22 @@ class Watchdog:
         if lost is not None and self._rank != 0:
             self._record(Failure(0, action, lost, "lost"))
             return
-        seconds = now - self._since
-        if seconds < self._warned_seconds + self._patience.warn_seconds and seconds < self._patience.timeout_seconds:
-            return
         root, chain = wait_chain(self._rank, self.sightings)
-        if seconds >= self._patience.timeout_seconds:
+        if now - self._since >= self._patience.timeout_seconds:
             self._record(Failure(root, self.sightings[root].doing.action or None, chain, "stalled"))
         else:
-            self._warned_seconds = seconds
-            say(chain)
+            self._mention(now, chain)
 
-    def _mention(self, now: float) -> None:
-        """Says that an action takes long. It may wait, unseen: in a collective of FSDP, or of the user's own."""
+    def _mention(self, now: float, words: str) -> None:
+        """Says it every `warn_seconds` for which this rank does not move on."""
         seconds = now - self._since
         if seconds >= self._warned_seconds + self._patience.warn_seconds:
             self._warned_seconds = seconds
-            say(long_action(self._rank, self.sightings, self.partners))
+            say(words)
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
-        self._send(failure=failure.to_json())  # rank 0 may be stopped, and will read this when it wakes up
+        self._send(failure=failure.to_list())  # rank 0 may be stopped, and will read this when it wakes up
 
     def _fail(self, failure: Failure) -> Failure:
         """Records the first failure that this rank learns of, for whoever launched it, too."""

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
+from penstock.distributed.rendezvous import number_of
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation.spec import Spec
 
@@ -24,31 +25,19 @@ _ANSWER_SECONDS = 3.0
 """How long hosts have to report that they are still there after one was lost."""
 
 
-class Started(NamedTuple):
-    """What torchrun tells a process: its rank, the number of processes, and where they meet."""
-
-    rank: int
-    size: int
-    address: str
-    port: int
+_START = "start every host with torchrun, or pass --hosts to make them here"
 
 
-def started() -> Started:
-    """Reads torchrun's settings from the environment. Raises ArgumentError if torchrun has not set them."""
+def started() -> tuple[int, int, str, int]:
+    """This host's rank, the number of hosts, and the address and port at which they meet, as torchrun has set them.
 
-    def text(name: str) -> str:
-        if name not in os.environ:
-            raise ArgumentError(
-                f"the environment has no {name}: start every host with torchrun, or pass --hosts to make them here"
-            )
-        return os.environ[name]
-
-    def number(name: str) -> int:
-        if not text(name).isdecimal():
-            raise ArgumentError(f"{name} is {text(name)!r} in the environment, but torchrun sets it to a number")
-        return int(text(name))
-
-    return Started(number("RANK"), number("WORLD_SIZE"), text("MASTER_ADDR"), number("MASTER_PORT"))
+    Raises ArgumentError if it has not.
+    """
+    size = number_of("WORLD_SIZE", 1, remedy=_START)
+    rank = number_of("RANK", 0, size - 1, _START)
+    if not (address := os.environ.get("MASTER_ADDR")):
+        raise ArgumentError(f"the environment has no MASTER_ADDR: {_START}")
+    return rank, size, address, number_of("MASTER_PORT", 1, 65535, _START)
 
 
 @dataclass(frozen=True, slots=True)
