@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from penstock._base.process import Process, ProcessState
 from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, long_action, wait_chain
 from penstock.distributed.failure_detector import FailureDetector, Patience
-from penstock.distributed.heartbeat_server import Connection, HeartbeatServer, join
+from penstock.distributed.heartbeat_server import Connection, HeartbeatServer
 from penstock.distributed.joining import Meeting, Missing, place_of
 from penstock.distributed.launcher import Launcher
 from penstock.distributed.watchdog import Watchdog
@@ -498,7 +498,7 @@ def test_rank_that_never_comes_is_reported_at_the_start() -> None:
         with pytest.raises(
             PipelineFailure, match=r"rank 0 waited \d+ s for rank 1, which has not called penstock\.pipe"
         ):
-            join(server.address, 0, patience, Missing(0, 2, patience))
+            Watchdog.join(server.address, 0, 2, patience, Missing(0, 2, patience))
     finally:
         server.stop()
         assert server.join(10)
@@ -517,21 +517,6 @@ def test_rank_that_ends_before_all_have_come_is_lost_at_once() -> None:
     clock.now += 0.5
     detector.judge()
     assert detector.failure == Failure(1, None, "its process is gone", "lost")
-
-
-def test_rank_that_waited_long_for_the_last_one_is_not_lost_when_it_comes() -> None:
-    """Ranks beat only once all have come."""
-    clock = Clock()
-    detector = FailureDetector(2, Patience(), clock, lambda process: "unknown")
-    detector.join(0, Process("m", 0, "1"))
-    for _ in range(1200):
-        clock.now += 0.5
-        detector.judge()
-    detector.join(1, Process("elsewhere", 1, "1"))
-    detector.beat(1, Sighting(RECEIVE, 0.0))
-    clock.now += 0.5
-    detector.judge()
-    assert detector.failure is None
 
 
 class Notebook:
@@ -611,7 +596,7 @@ def test_unreachable_rank_0_is_reported_at_the_start() -> None:
         port = closed.getsockname()[1]
     address = {"hosts": ["127.0.0.1"], "port": port, "token": "t", "process": ["elsewhere", 1, ""]}
     with pytest.raises(PipelineFailure, match=f"rank 1 cannot reach rank 0 at 127.0.0.1, port {port}"):
-        join(address, 1, Patience(), Missing(1, 2, Patience()))
+        Watchdog.join(address, 1, 2, Patience(), Missing(1, 2, Patience()))
 
 
 def test_a_rank_whose_device_is_behind_is_where_its_device_is() -> None:

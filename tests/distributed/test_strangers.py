@@ -23,7 +23,7 @@ from penstock._base.process import Process
 from penstock.distributed import heartbeat_server
 from penstock.distributed.failure import Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import Patience
-from penstock.distributed.heartbeat_server import Connection, HeartbeatServer, connect, join
+from penstock.distributed.heartbeat_server import Connection, HeartbeatServer, connect
 from penstock.distributed.joining import Missing
 from penstock.distributed.watchdog import Watchdog
 from penstock.errors import PipelineFailure
@@ -221,10 +221,11 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
         whole(connection, *sent)
 
     monkeypatch.setattr(served.server, "_admit" if how == "before the token" else "_take", once)
-    joined = join(served.server.address, 0, PATIENCE, Missing(0, 2, PATIENCE))
+    watchdog = Watchdog.join(served.server.address, 0, 2, PATIENCE, Missing(0, 2, PATIENCE))
     assert broken
-    assert served.serves(joined)
-    joined.close()
+    assert watchdog.failure is None
+    assert served.serves()
+    watchdog.close()
 
 
 def test_a_rank_has_at_most_four_connections_and_the_last_ones_stay(served: Served) -> None:
@@ -305,9 +306,9 @@ FROM_RANK_0: list[bytes] = [
 
 
 def pair() -> tuple[Connection, socket.socket]:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(10)
-    return Connection(ours), theirs
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), timeout=10)
+        return Connection(ours), listener.accept()[0]
 
 
 @pytest.mark.parametrize("sent", FROM_RANK_0, ids=range(len(FROM_RANK_0)))
@@ -342,4 +343,4 @@ def test_whatever_answers_in_place_of_rank_0_at_the_start_is_said_in_a_line(
     with theirs:
         theirs.sendall(sent + b"\n")
         with pytest.raises(PipelineFailure, match="rank 1 stops: rank 0 was lost"):
-            join(address, 1, PATIENCE, Missing(1, 2, PATIENCE))
+            Watchdog.join(address, 1, 2, PATIENCE, Missing(1, 2, PATIENCE))

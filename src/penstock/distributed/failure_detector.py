@@ -104,9 +104,6 @@ class FailureDetector:
         """Records that `rank` has joined, or is back after its connection broke."""
         entry = self._ranks[rank]
         entry.process, entry.gone, entry.heard = process, None, self._clock()
-        if not self.absent:  # those that have waited for the last one begin to beat now
-            for other in self._ranks:
-                other.heard = entry.heard
 
     def beat(self, rank: int, sighting: Sighting) -> None:
         """Records a sign of life from `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""

@@ -4,10 +4,10 @@ It does not use torch's TCPStore: if the server is stopped, TCPStore calls block
 it is gone, they print forty lines of C++ frames over the one line that matters.
 
     to the server    first, a line that is no JSON: token, space, rank
-                     join: [machine, pid, started]     beat: sighting     failure: text
+                     join: [machine, pid, started]     beat: sighting     failure: as below
                      asked: nanoseconds                noted: true, the answer to a failure
-    to a rank        absent: [ranks that have not joined], every beat until it is ready: true
-                     sightings: [...], in answer to a beat     failure: text
+    to a rank        absent: [ranks that have not joined], with every answer until it is empty
+                     sightings: [...], in answer to a beat     failure: [rank, action, error, kind]
                      clock: [asked, nanoseconds here], in answer to asked
 
 Whoever reaches the port can connect. The server parses no byte of a guest, a connection that has not sent the token
@@ -33,9 +33,7 @@ from typing import Any
 from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.distributed.failure import Failure, Sighting
-from penstock.distributed.failure_detector import GONE, FailureDetector, Patience, silence
-from penstock.distributed.joining import Missing
-from penstock.errors import PipelineFailure
+from penstock.distributed.failure_detector import FailureDetector, Patience
 
 _MAX_BYTES = 1 << 20
 _GREETING_BYTES = 512
@@ -67,14 +65,10 @@ class Connection:
         """The other side's address in numbers."""
         return str(self.link.getpeername()[0])
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any], greeting: str = "") -> None:
         """Sends a message. Raises OSError if the other side is gone, or so slow to read that its buffers are full."""
-        self.send_line(json.dumps(message).encode())
-
-    def send_line(self, line: bytes) -> None:
-        """Sends bytes and the end of the line. Raises as `send` does."""
         with self._sending, self._noting():
-            self.link.sendall(line + b"\n")
+            self.link.sendall(f"{greeting}{json.dumps(message)}\n".encode())
 
     def receive(self) -> list[dict[str, Any]]:
         """Waits for bytes and returns the messages that they complete. Raises as `receive_lines` and `parse` do."""
@@ -135,7 +129,6 @@ class HeartbeatServer:
         self._stopping = threading.Event()
         self._unaware: set[int] = set()
         self._noted = threading.Event()
-        self._told = 0.0
         process = Process.here()
         self.address: Address = {
             "hosts": [*([] if alone else _own_hosts()), "127.0.0.1"],
@@ -181,7 +174,6 @@ class HeartbeatServer:
                 self._detector.judge()
                 if known is None and self._detector.failure is not None:
                     self._announce(self._detector.failure)
-                self._tell_absent()
             for connection in self._open:
                 connection.close()
 
@@ -233,7 +225,7 @@ class HeartbeatServer:
             detector.join(rank, Process(*message["join"]))
             self._connections[rank] = connection
             if not detector.absent:
-                self._tell(ready=True)
+                self._tell(absent=[])
         if "failure" in message:
             failure = Failure.from_list(message["failure"])
             if detector.accuse(failure):
@@ -243,15 +235,11 @@ class HeartbeatServer:
         if "beat" in message:
             detector.beat(rank, Sighting.from_list(message["beat"]))
             answer: dict[str, Any] = {"sightings": [sighting.to_list() for sighting in detector.sightings]}
+            if detector.absent:
+                answer["absent"] = detector.absent
             if detector.failure is not None:
                 answer["failure"] = detector.failure.to_list()
             connection.send(answer)
-
-    def _tell_absent(self) -> None:
-        now = time.monotonic()
-        if now - self._told >= self._beat_seconds and (absent := self._detector.absent):
-            self._told = now
-            self._tell(absent=absent)
 
     def _announce(self, failure: Failure) -> None:
         lost = {failure.rank} if failure.kind == "lost" else set()
@@ -296,74 +284,10 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(link)
         with contextlib.suppress(ConnectionError):  # whoever receives learns of it
-            connection.send_line(f"{address['token']} {rank}".encode())
-            connection.send({"join": [process.machine, process.pid, process.started]})
+            connection.send({"join": [process.machine, process.pid, process.started]}, f"{address['token']} {rank}\n")
         return connection
     assert problem is not None
     raise problem
-
-
-def join(address: Address, rank: int, patience: Patience, missing: Missing) -> Connection:
-    """Connects, again if the connection breaks, as when strangers take its place, and waits until every rank has.
-
-    Raises PipelineFailure if rank 0 cannot be reached, if a rank ends meanwhile, or if it takes more than
-    `join_seconds`.
-    """
-    where = f"{' or '.join(address['hosts'])}, port {address['port']}"
-    server, heard, reached = Process(*address["process"]), time.monotonic(), False
-    while True:
-        try:
-            connection = connect(address, rank, patience.stall_seconds)
-        except OSError as error:
-            if reached:
-                raise PipelineFailure(f"rank {rank} stops: {Failure(0, None, GONE, 'lost')}") from error
-            raise PipelineFailure(
-                f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
-                f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
-            ) from error
-        reached = True
-        try:
-            broke = _await_ready(connection, server, rank, patience, missing, heard)
-        except BaseException:
-            connection.close()
-            raise
-        if broke is None:
-            return connection
-        heard = broke
-        connection.close()
-        time.sleep(patience.beat_seconds / 4)
-
-
-def _await_ready(
-    connection: Connection, server: Process, rank: int, patience: Patience, missing: Missing, heard: float
-) -> float | None:
-    """None once every rank has come; if the connection broke, when rank 0 was last heard."""
-    connection.link.settimeout(patience.beat_seconds)
-    while True:
-        missing.check()
-        lost, failure = None, None
-        try:
-            messages, heard = connection.receive(), time.monotonic()
-            for message in messages:
-                if "ready" in message:
-                    return None
-                if "failure" in message:
-                    failure = Failure.from_list(message["failure"])
-                missing.ranks = tuple(map(int, message.get("absent", missing.ranks)))
-        except TimeoutError:
-            seconds = time.monotonic() - heard
-            lost = silence(seconds, server.state(), patience) if seconds >= patience.stall_seconds else None
-        except ConnectionError:
-            if time.monotonic() - heard < patience.stall_seconds:
-                return heard
-            lost = GONE
-        except OSError as error:
-            lost = f"out of reach ({error})"
-        except Exception as error:
-            lost = f"it sent what no rank sends ({type(error).__name__})"
-        failure = Failure(0, None, lost, "lost") if lost else failure
-        if failure is not None:
-            raise PipelineFailure(f"rank {rank} stops: {failure}")
 
 
 def _on_one_machine() -> bool:

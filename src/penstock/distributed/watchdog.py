@@ -77,6 +77,7 @@ class Watchdog:
         patience: Patience,
         *,
         ranks: int = 1,
+        members: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -91,6 +92,9 @@ class Watchdog:
         self._pid = os.getpid()
         self._server: HeartbeatServer | None = None
         self._thread: threading.Thread | None = None
+        self._absent: tuple[int, ...] = ()
+        self._all_here = threading.Event()
+        self._all_here.set()
         self._closed = threading.Event()
         self._known = threading.Event()
         self._raising = self._interrupted = self._odd = False
@@ -103,13 +107,20 @@ class Watchdog:
         self._warned_seconds = 0.0
         self.sightings: list[Sighting] = [Sighting()] * ranks
         self.partners: Sequence[int] = ()
-        self.members: Sequence[int] = range(ranks)
+        self.members = members or range(ranks)
         self.raised: Callable[[Failure | None], object] = _nothing
         self.last_words: Callable[[], object] = _nothing
         self._launcher = Launcher()
 
     @classmethod
-    def connect(cls, rank: int, ranks: int, store: Store | None = None, patience: Patience | None = None) -> Watchdog:
+    def connect(
+        cls,
+        rank: int,
+        ranks: int,
+        store: Store | None = None,
+        patience: Patience | None = None,
+        members: Sequence[int] = (),
+    ) -> Watchdog:
         """Connects the ranks of a pipeline and starts to watch them. Every rank must call it.
 
         Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
@@ -119,6 +130,7 @@ class Watchdog:
             ranks: how many there are. With one there is nothing to watch, and no thread.
             store: where these ranks meet, and no others; None with one rank.
             patience: how long to wait for each kind of event; the same on all ranks.
+            members: of each rank, its number in the whole job; by default the same.
 
         Raises PipelineFailure if the ranks do not find each other, or if one of them ends meanwhile.
         """
@@ -129,14 +141,41 @@ class Watchdog:
         try:
             with Missing(rank, ranks, patience) as missing:
                 address: Address = Meeting(store, rank, ranks).give(server.address if server else None, missing)
-                connection = heartbeat_server.join(address, rank, patience, missing)
+                watchdog = cls.join(address, rank, ranks, patience, missing, members)
         except BaseException:
             if server:
                 server.stop()
             raise
+        watchdog._server = server
+        atexit.register(watchdog._at_exit)
+        return watchdog
+
+    @classmethod
+    def join(
+        cls, address: Address, rank: int, ranks: int, patience: Patience, missing: Missing, members: Sequence[int] = ()
+    ) -> Watchdog:
+        """Connects to rank 0's server, starts to watch, and waits until all ranks have come. Raises as `connect`."""
+        try:
+            connection = heartbeat_server.connect(address, rank, patience.stall_seconds)
+        except OSError as error:
+            where = f"{' or '.join(address['hosts'])}, port {address['port']}"
+            raise PipelineFailure(
+                f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
+                f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
+            ) from error
         there = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
-        watchdog = cls(rank, there, connection, patience, ranks=ranks)
-        watchdog._start(server)
+        watchdog = cls(rank, there, connection, patience, ranks=ranks, members=members)
+        watchdog._all_here.clear()
+        watchdog._thread = threading.Thread(target=watchdog._watch, name="penstock-watchdog", daemon=True)
+        watchdog._thread.start()
+        try:
+            while not watchdog._all_here.wait(patience.beat_seconds):
+                missing.ranks = watchdog._absent or missing.ranks
+                missing.check()
+                watchdog.check()
+        except BaseException:
+            watchdog._end()  # without a goodbye
+            raise
         return watchdog
 
     def check(self) -> None:
@@ -185,17 +224,14 @@ class Watchdog:
         if self._closed.is_set():
             return
         self._send(beat=Sighting(left=True).to_list())  # before the thread disconnects; the answer wakes it
-        self._closed.set()
-        if self._thread:
-            self._thread.join()
+        self._end()
         if self._server is None and self.failure is None:
             atexit.unregister(self._at_exit)
 
-    def _start(self, server: HeartbeatServer | None) -> None:
-        self._server = server
-        atexit.register(self._at_exit)
-        self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)
-        self._thread.start()
+    def _end(self) -> None:
+        self._closed.set()
+        if self._thread:
+            self._thread.join()
 
     def _watch(self) -> None:
         while not self._closed.is_set():
@@ -234,14 +270,19 @@ class Watchdog:
         except TimeoutError:
             pass
         except Exception as error:  # whatever it sent ends the connection, never this thread
+            broke, joining = self._connection is not None, not self._all_here.is_set()
             if self._connection:
                 self._connection.close()
                 self._connection = None
             if not (self._odd or isinstance(error, OSError)):
                 self._odd = True
-                say(f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}")
-            if self._down is None and isinstance(error, ConnectionError):
-                self._down = self._clock()
+                if joining:
+                    lost = f"it sent what no rank sends ({type(error).__name__})"
+                    self._fail(Failure(0, None, lost, "lost"))
+                else:
+                    say(f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}")
+            if self._down is None and isinstance(error, ConnectionError) and not (broke and joining):
+                self._down = self._clock()  # strangers may have taken the place of a connection that had just been made
             self._closed.wait(max(0.0, until - self._clock()))
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -257,6 +298,10 @@ class Watchdog:
             if len(sightings) != ranks or not all(sighting.fits(ranks) for sighting in sightings):
                 raise ValueError("sightings of other ranks")
             self.sightings = sightings
+        if "absent" in message:
+            self._absent = tuple(map(int, message["absent"]))
+            if not self._absent:
+                self._all_here.set()
         if "failure" in message:
             self._fail(Failure.from_list(message["failure"]))
             self._send(noted=True)
@@ -269,7 +314,7 @@ class Watchdog:
         if self.failure is None and (without := self._launcher.gone()):
             self._record(Failure(self._rank, self._sighting().doing.action or None, without, "lost"))
         if self.failure is None and (self.step, self.position) == self._held[:2]:
-            if waits or device_waits:
+            if waits or device_waits or not self._all_here.is_set():
                 self._suspect(now)
             elif self.position.action:  # it may wait, unseen: in a collective of FSDP, or of the user's own
                 self._mention(now, long_action(self._rank, self.sightings, self.partners))
@@ -286,8 +331,8 @@ class Watchdog:
         return Sighting(position, self._clock() - self._since, device=behind)
 
     def _suspect(self, now: float) -> None:
-        """While the main thread or its device waits: checks whether rank 0, which would know of a lost rank, is lost
-        itself, and whether the wait is too long.
+        """While the main thread or its device waits, or ranks have yet to come: checks whether rank 0, which would know
+        of a lost rank, is lost itself, and whether the wait is too long.
         """
         action, lost = self.sightings[0].doing.action or None, None
         if self._down is not None and now - self._down >= self._patience.beat_seconds:
@@ -297,6 +342,7 @@ class Watchdog:
             lost = silence(now - self._answered, Process(*self._address["process"]).state(), self._patience)
         if lost is not None and self._rank != 0:
             self._record(Failure(0, action, lost, "lost"))
+        if self.failure is not None or not self._all_here.is_set():
             return
         root, chain = wait_chain(self._rank, self.sightings)
         if now - self._since >= self._patience.timeout_seconds:
