@@ -55,10 +55,12 @@ moved: dict[str, str] = {}
 class _Moved:
     """Finds `moved` packages and their modules where they are now."""
 
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        is_moved = any(f"{name}.".startswith(f"{old}.") for old in moved)
-        return ModuleSpec(name, _Moved) if is_moved else None  # type: ignore[arg-type]  # it has what a loader needs
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        for old, now in moved.items():
+            if f"{name}.".startswith(f"{old}."):
+                return ModuleSpec(name, cls, loader_state=now + name.removeprefix(old))  # type: ignore[arg-type]
+        return None
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
@@ -66,9 +68,8 @@ class _Moved:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        name = module.__name__
-        old = next(old for old in moved if f"{name}.".startswith(f"{old}."))
-        sys.modules[name] = import_module(moved[old] + name.removeprefix(old))
+        assert module.__spec__ is not None
+        sys.modules[module.__name__] = import_module(module.__spec__.loader_state)
 
 
 sys.meta_path.insert(0, _Moved)

@@ -34,6 +34,7 @@ from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.distributed.failure import Failure, Sighting
 from penstock.distributed.failure_detector import FailureDetector, Patience
+from penstock.errors import PipelineFailure
 
 _MAX_BYTES = 1 << 20
 _GREETING_BYTES = 512
@@ -208,8 +209,7 @@ class HeartbeatServer:
     def _admit(self, connection: Connection, greeting: bytes) -> None:
         """Makes a guest a rank's connection. A rank that returns may have left others open: the oldest are closed."""
         token, _, number = greeting.partition(b" ")
-        known = len(greeting) <= _GREETING_BYTES and hmac.compare_digest(token, self._token.encode())
-        if not (known and number.isdigit() and int(number) < self._ranks):
+        if not (hmac.compare_digest(token, self._token.encode()) and number.isdigit() and int(number) < self._ranks):
             raise ValueError("not one of our ranks")
         connection.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.rank = int(number)
@@ -288,6 +288,18 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
         return connection
     assert problem is not None
     raise problem
+
+
+def reach(address: Address, rank: int, seconds: float) -> Connection:
+    """`connect` for the first time. Raises PipelineFailure if none of its hosts answers within `seconds`."""
+    try:
+        return connect(address, rank, seconds)
+    except OSError as error:
+        where = f"{' or '.join(address['hosts'])}, port {address['port']}"
+        raise PipelineFailure(
+            f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
+            f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
+        ) from error
 
 
 def _on_one_machine() -> bool:

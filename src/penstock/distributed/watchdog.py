@@ -77,7 +77,6 @@ class Watchdog:
         patience: Patience,
         *,
         ranks: int = 1,
-        members: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -107,20 +106,13 @@ class Watchdog:
         self._warned_seconds = 0.0
         self.sightings: list[Sighting] = [Sighting()] * ranks
         self.partners: Sequence[int] = ()
-        self.members = members or range(ranks)
+        self.members: Sequence[int] = range(ranks)
         self.raised: Callable[[Failure | None], object] = _nothing
         self.last_words: Callable[[], object] = _nothing
         self._launcher = Launcher()
 
     @classmethod
-    def connect(
-        cls,
-        rank: int,
-        ranks: int,
-        store: Store | None = None,
-        patience: Patience | None = None,
-        members: Sequence[int] = (),
-    ) -> Watchdog:
+    def connect(cls, rank: int, ranks: int, store: Store | None = None, patience: Patience | None = None) -> Watchdog:
         """Connects the ranks of a pipeline and starts to watch them. Every rank must call it.
 
         Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
@@ -130,7 +122,6 @@ class Watchdog:
             ranks: how many there are. With one there is nothing to watch, and no thread.
             store: where these ranks meet, and no others; None with one rank.
             patience: how long to wait for each kind of event; the same on all ranks.
-            members: of each rank, its number in the whole job; by default the same.
 
         Raises PipelineFailure if the ranks do not find each other, or if one of them ends meanwhile.
         """
@@ -141,7 +132,7 @@ class Watchdog:
         try:
             with Missing(rank, ranks, patience) as missing:
                 address: Address = Meeting(store, rank, ranks).give(server.address if server else None, missing)
-                watchdog = cls.join(address, rank, ranks, patience, missing, members)
+                watchdog = cls.join(address, rank, ranks, patience, missing)
         except BaseException:
             if server:
                 server.stop()
@@ -151,20 +142,11 @@ class Watchdog:
         return watchdog
 
     @classmethod
-    def join(
-        cls, address: Address, rank: int, ranks: int, patience: Patience, missing: Missing, members: Sequence[int] = ()
-    ) -> Watchdog:
+    def join(cls, address: Address, rank: int, ranks: int, patience: Patience, missing: Missing) -> Watchdog:
         """Connects to rank 0's server, starts to watch, and waits until all ranks have come. Raises as `connect`."""
-        try:
-            connection = heartbeat_server.connect(address, rank, patience.stall_seconds)
-        except OSError as error:
-            where = f"{' or '.join(address['hosts'])}, port {address['port']}"
-            raise PipelineFailure(
-                f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
-                f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
-            ) from error
+        connection = heartbeat_server.reach(address, rank, patience.stall_seconds)
         there = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
-        watchdog = cls(rank, there, connection, patience, ranks=ranks, members=members)
+        watchdog = cls(rank, there, connection, patience, ranks=ranks)
         watchdog._all_here.clear()
         watchdog._thread = threading.Thread(target=watchdog._watch, name="penstock-watchdog", daemon=True)
         watchdog._thread.start()
@@ -277,8 +259,7 @@ class Watchdog:
             if not (self._odd or isinstance(error, OSError)):
                 self._odd = True
                 if joining:
-                    lost = f"it sent what no rank sends ({type(error).__name__})"
-                    self._fail(Failure(0, None, lost, "lost"))
+                    self._fail(Failure(0, None, f"it sent what no rank sends ({type(error).__name__})", "lost"))
                 else:
                     say(f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}")
             if self._down is None and isinstance(error, ConnectionError) and not (broke and joining):
@@ -365,7 +346,8 @@ class Watchdog:
         """Records the first failure that this rank learns of, for whoever launched it, too."""
         if self.failure is None:
             self.failure = failure
-            note(self.members[failure.rank], str(failure))
+            if self._all_here.is_set():  # otherwise the main thread raises it, and `members` may not be known
+                note(self.members[failure.rank], str(failure))
             self._known.set()
         return self.failure
 

@@ -68,8 +68,8 @@ class Control:
             self.watchdog = Watchdog.connect(0, 1)
             return
         place = place_of(default_store(), world.everyone)
-        self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience, world.everyone)
-        self.watchdog.partners = world.partners
+        self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
+        self.watchdog.partners, self.watchdog.members = world.partners, world.everyone
         with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
                 backend = "gloo" if staged else backend_of(device)
