@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,13 @@ def cases() -> list[dict[str, Any]]:
     return found
 
 
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-    return number
+@contextlib.contextmanager
+def port() -> Iterator[int]:
+    """A free one. Nobody else is given it before the end of the block, though a store may listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def forked(run: Callable[[], None], environment: dict[str, str], output: Path) -> int:
@@ -64,9 +66,9 @@ def forked(run: Callable[[], None], environment: dict[str, str], output: Path) -
 def in_forks(case: dict[str, Any]) -> dict[str, Any]:
     """The report of a case; `error` if there is none."""
     ranks = RANKS.get(case["script"], 2)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, port() as number:
         folder, log = Path(name), Path(name, "log")
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "WORLD_SIZE": str(ranks)}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(number), "WORLD_SIZE": str(ranks)}
         where |= {"PENSTOCK_BLAME": name, "PENSTOCK_BLAME_STEPS": "3", "CASE": case["options"], "FAULT": case["fault"]}
 
         def rank() -> None:
@@ -99,10 +101,11 @@ def in_forks(case: dict[str, Any]) -> dict[str, Any]:
 
 def by_command(case: dict[str, Any]) -> dict[str, Any]:
     ranks = str(RANKS.get(case["script"], 2))
-    command = ["torchrun", "--nproc-per-node", ranks, "--master-port", str(port()), str(HERE / case["script"])]
-    blame = [sys.executable, "-m", "penstock", "blame", f"{HERE / 'model.py'}:make", "--json", "--", *command]
     environment = {**os.environ, "CASE": case["options"], "FAULT": case["fault"]}
-    done = subprocess.run(blame, capture_output=True, text=True, env=environment, check=False)
+    with port() as number:
+        command = ["torchrun", "--nproc-per-node", ranks, "--master-port", str(number), str(HERE / case["script"])]
+        blame = [sys.executable, "-m", "penstock", "blame", f"{HERE / 'model.py'}:make", "--json", "--", *command]
+        done = subprocess.run(blame, capture_output=True, text=True, env=environment, check=False)
     with contextlib.suppress(ValueError):
         found: dict[str, Any] = json.loads(done.stdout)
         return found

@@ -13,7 +13,7 @@ from penstock.schedule import Placement, check, generate, read_csv
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
 
-NUMBERS = ("--ranks", "4", "--microbatches", "8", "--seconds", "2")
+NUMBERS = ("--ranks", "4", "--microbatches", "8", "--seconds", "0.2")
 COSTS = ("--forward", "10", "--backward-input", "11", "--backward-weight", "7", "--comm", "0.5")
 
 

@@ -75,31 +75,33 @@ def assert_posted_ahead(schedule: Schedule) -> None:
 
 def last_dependence(schedule: Schedule) -> dict[Action, int]:
     """For each receive, the place in its row of the last action that its SEND comes after; -1 if there is none. By
-    sets, and with the needs that are written by hand."""
+    sets (as the bits of a number), and with the needs that are written by hand."""
     needs = needs_by_hand(schedule)
-    receives = {a for row in schedule.rows for a in row if a.op.is_receive}
-    before: dict[Action, set[Action]] = {}
+    arrivals = defaultdict(list)
+    for a in (a for row in schedule.rows for a in row if a.op.is_receive):
+        for op in [Op.F] if a.op is Op.RECV_F else [Op.B, Op.I]:
+            arrivals[Action(a.stage, op, a.microbatch)].append(a.other_end)
+    bit = {action: 1 << place for place, action in enumerate(action for row in schedule.rows for action in row)}
+    before: dict[Action, int] = {}
     at = [0] * len(schedule.rows)
 
     def needed(action: Action) -> set[Action]:
-        if action.op.is_communication:
-            return set()
-        arriving = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}.get(action.op)
-        mine = (r for r in receives if (r.stage, r.op, r.microbatch) == (action.stage, arriving, action.microbatch))
-        return needs[action] | {r.other_end for r in mine}
+        return set() if action.op.is_communication else needs[action].union(arrivals[action])
 
     while any(place < len(row) for place, row in zip(at, schedule.rows, strict=True)):
         for rank, row in enumerate(schedule.rows):
             while at[rank] < len(row) and needed(row[at[rank]]) <= before.keys():
-                action = row[at[rank]]
-                direct = needed(action) | ({row[at[rank] - 1]} if at[rank] else set())
-                before[action] = direct.union(*(before[one] for one in direct))
+                action, before_it = row[at[rank]], 0
+                for one in needed(action) | ({row[at[rank] - 1]} if at[rank] else set()):
+                    before_it |= before[one] | bit[one]
+                before[action] = before_it
                 at[rank] += 1
     found = {}
     for row in schedule.rows:
         for action in row:
             if action.op.is_receive:
-                found[action] = max((i for i, a in enumerate(row) if a in before[action.other_end]), default=-1)
+                sent_after = before[action.other_end]
+                found[action] = max((i for i, a in enumerate(row) if bit[a] & sent_after), default=-1)
     return found
 
 

@@ -137,7 +137,9 @@ class Forks:
     def __init__(self, ranks: int, run: Callable[[], None], environment: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("fork")
         self.returncode = 0
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+        self._port = _held_port()
+        port = str(self._port.getsockname()[1])
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
         self._processes = [
             context.Process(target=_as_rank, args=(run, {**variables, **environment, "RANK": str(rank)}, os.getpid()))
             for rank in range(ranks)
@@ -158,6 +160,7 @@ class Forks:
     def wait(self) -> None:
         for process in self._processes:
             process.join()
+        self._port.close()
 
 
 def _as_rank(run: Callable[[], None], variables: Mapping[str, str], parent: int) -> None:
@@ -166,8 +169,9 @@ def _as_rank(run: Callable[[], None], variables: Mapping[str, str], parent: int)
     run()
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+def _held_port() -> socket.socket:
+    """A free port. Nobody else is given it before this is closed, though a store may listen on it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
