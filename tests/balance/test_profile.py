@@ -36,6 +36,7 @@ GOOD: dict[str, Any] = Profile((UnitCost("a", 1.0, 2.0, 3.0),), "cpu", "float32"
     ("change", "words"),
     [
         ({"version": 2}, "expected a profile of version 1, not of 2"),
+        ({"version": 2, "choice": {}}, "this is a plan; expected a profile"),
         ({"units": 3}, "units=3: expected a valid array"),
         ({"units": []}, "units: expected at least one"),
         ({"units": [{"name": "a"}]}, r"units\[0\].forward_seconds is missing"),

@@ -43,7 +43,7 @@ def test_masks_go_on_as_they_were_in_a_pipeline_of_another_seed(tmp_path: Path, 
 def test_the_order_of_torch_save_is_answered_with_the_right_one(tmp_path: Path) -> None:
     with made(seed=0) as pipe:
         for act in (checkpoint.save, checkpoint.load):
-            with pytest.raises(ArgumentError, match=r"expected a Pipeline, not a .*Path; the folder comes before it"):
+            with pytest.raises(ArgumentError, match=r"expected a Pipeline, not a .*Path; save and load take"):
                 act(pipe, tmp_path)  # type: ignore[operator]
 
 

@@ -434,6 +434,8 @@ def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
 
 def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "run.json").write_text('{"format": "penstock run"}')
     (tmp_path / "text.json").write_text("no")
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b"{}")[:-9])
     (tmp_path / "other.json").write_text("{}")
@@ -449,6 +451,7 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
         "starts.json": "has no column duration_us; expected op, microbatch, start_us, and duration_us or end_us",
         "missing.json": "No such file",
         "empty": "has no file that ends in .json",
+        "runs": ".csv.gz; it has runs in it: first",
         "text.json": "is not JSON",
         "cut.json.gz": "cannot be unpacked",
         "other.json": "expected a timeline",

@@ -93,9 +93,7 @@ def test_the_summary_measures_by_the_terms_where_they_cancel() -> None:
     terms = torch.tensor([2.0], dtype=torch.float64)
     row = compare("gradient", "x", (0, 1), torch.tensor([1e-6]), torch.tensor([1e-9]), True, TIED, terms)
     assert row.max_terms == 2
-    assert (
-        "1 value is within 5.0e-07 of their largest entry, or of the terms that cancel in it" in report(row).summary()
-    )
+    assert "1 value is within 5.0e-07 of its largest entry, or of the terms that cancel in it" in report(row).summary()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_a_report_is_that_of_the_command_and_runs_nothing_else(tmp_path: Path) -
     assert "connect-src" not in policy
     injected = answer.text.replace("<main>", '<main><script type="module">steal()</script><style>i {}</style>')
     assert policy_of(injected) == policy  # only the page's own are let run
+
+
+def test_what_a_run_adds_is_in_the_next_report(tmp_path: Path) -> None:
+    steps = a_run(tmp_path / "gpt") / "steps.jsonl"
+    before = client(tmp_path).get("/report", params={"name": "gpt"}).text
+    last = json.loads(steps.read_text().splitlines()[-1])
+    slow = [{**last, "step": last["step"] + n, "seconds": 30 * last["seconds"]} for n in range(1, 31)]
+    with steps.open("a") as file:
+        file.writelines(f"{json.dumps(one)}\n" for one in slow)
+    after = client(tmp_path).get("/report", params={"name": "gpt"}).text
+    took = re.compile(r"the last \d+ steps took ([\d.]+) times as long as those with a timeline")
+    assert [one[1] for one in took.finditer(before)] != [one[1] for one in took.finditer(after)] != []
 
 
 def test_a_report_needs_the_token_and_the_runs_folder(tmp_path: Path) -> None:

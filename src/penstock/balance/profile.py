@@ -347,6 +347,8 @@ class Profile:
             ArgumentError: it is of another version, misses something, has something unknown, or was changed by hand.
         """
         if not isinstance(given, dict) or given.get("version") != VERSION:
+            if isinstance(given, dict) and "choice" in given:
+                raise ArgumentError(f"{what}: this is a plan; expected a profile, as `penstock profile` writes it")
             version = quoted(given.get("version") if isinstance(given, dict) else given)
             raise ArgumentError(f"{what}: expected a profile of version {VERSION}, not of {version}; make a new one")
         found = validate(cls, {key: value for key, value in given.items() if key not in ("version", "identity")}, what)

@@ -167,7 +167,9 @@ def finish(pipe: Pipeline) -> Path | None:
     Returns its path, or None if no save was under way. Raises CheckpointError on every rank if it could not be written.
     """
     if not isinstance(pipe, Pipeline):
-        raise ArgumentError(f"pipe: expected a Pipeline, not a {type(pipe).__name__}; the folder comes before it")
+        raise ArgumentError(
+            f"pipe: expected a Pipeline, not a {type(pipe).__name__}; save and load take the folder before it"
+        )
     background: Background | None = pipe.session.companions.get(Background)
     if background is None or background.under_way is None:
         return None

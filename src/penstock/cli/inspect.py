@@ -51,6 +51,7 @@ def inspect(
             microbatches=microbatches,
             target=given.target,
             loss_fn=given.loss,
+            reduction="mean" if given.reduction is None else given.reduction,
             **split.arguments(),
             **given.cutting,
         )

@@ -155,10 +155,10 @@ def _beyond(sizes: Sizes, rows: int) -> str:
         return ""
     seen = f"{known[0]} to {known[-1]}" if len(known) > 1 else str(known[0])
     sure = ",".join(map(str, sorted({rows, *known})))
+    smaller = ", and small microbatches usually take longer" if rows < known[0] else ""
     return (
         f"the best plan has microbatches of {counted(rows, 'row')}, and the profile knows those of {seen}: its times "
-        f"are extended from there, and small microbatches usually take longer; add --microbatch-sizes {sure} to "
-        "`penstock profile` to be sure"
+        f"are extended from there{smaller}; add --microbatch-sizes {sure} to `penstock profile` to be sure"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from penstock.explain.measured import Run, Step, run_of
 from penstock.explain.predicted import Predicted
 from penstock.explain.schedules import MAX_ACTIONS
 from penstock.explain.stragglers import StepSummary, in_words, slowdowns_of, summaries
-from penstock.explain.where import Bubble, Where, bubble_of, where_of
+from penstock.explain.where import Bubble, Reason, Where, bubble_of, where_of
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.job import Slowdowns
 
@@ -145,10 +145,10 @@ class Explanation:
             "replay_error": self.replay_error,
             "worst_replay_error": self.worst_error,
             "even_seconds": self.where.even_seconds,
-            "added_seconds": dict(self.where.added_seconds),
+            "added_seconds": _plain(self.where.added_seconds),
             "slowest_replica": slowest.number,
             "by_rank": [
-                {"rank": one.rank, "compute_seconds": one.compute_seconds, "idle_seconds": dict(one.idle_seconds)}
+                {"rank": one.rank, "compute_seconds": one.compute_seconds, "idle_seconds": _plain(one.idle_seconds)}
                 for one in self.where.ranks
             ],
             "largest_bubble": None if self.bubble is None else _bubble(self.bubble),
@@ -167,6 +167,10 @@ def _step(one: StepSummary) -> dict[str, Any]:
     slow = one.slowest
     who = None if slow is None else {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
     return asdict(replace(one, slowest=None)) | {"slowest": who}
+
+
+def _plain(seconds: Mapping[Reason, float]) -> dict[str, float]:
+    return {str(reason): value for reason, value in seconds.items()}
 
 
 def _bubble(bubble: Bubble) -> dict[str, Any]:

@@ -81,7 +81,9 @@ def _files(path: Path) -> list[Path]:
         return [path]
     found = sorted((file for file in path.iterdir() if file.name.endswith(SUFFIXES)), key=_in_order)
     if not found:
-        raise ArgumentError(f"{path} has no file that ends in {', '.join(SUFFIXES)}")
+        runs = sorted(folder.name for folder in path.iterdir() if is_run(folder))[:4]
+        hint = f"; it has runs in it: {', '.join(runs)}" if runs else ""
+        raise ArgumentError(f"{path} has no file that ends in {', '.join(SUFFIXES)}{hint}")
     return found
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock._base.compat import autocast_kinds, autocast_state
 from penstock._base.marks import computing
 from penstock._base.trees import Flat, flatten, unflatten
+from penstock._base.words import counted
 from penstock.balance import Profile
 from penstock.errors import ArgumentError, PartitionError, check_counts
 from penstock.partition.cut.balance import candidates, cut_at, joined, spans, too_few
@@ -83,8 +84,8 @@ class Partitioner:
         self._choice = Choice.of(balance)
         if cuts is not None and len(cuts) != stages - 1:
             raise ArgumentError(
-                f"{len(cuts)} cuts make {len(cuts) + 1} stages, but stages={stages}. Name the first module of each "
-                f"stage but the first: {stages - 1} names"
+                f"{counted(len(cuts), 'cut')} for {counted(stages, 'stage')}: name the first module of each stage but "
+                f"the first, {counted(stages - 1, 'name')}"
             )
         self.model = as_module(model)
         self.stages = stages

@@ -190,10 +190,10 @@ class Report:
         if close:
             sizes = [(row.max_difference, row.max_terms or row.max_reference) for row in close]
             worst = max((difference / size for difference, size in sizes if size), default=0.0)
-            values = "1 value is" if len(close) == 1 else f"{len(close)} values are"
+            values, whose = ("1 value is", "its") if len(close) == 1 else (f"{len(close)} values are", "their")
             entry = "entry, or of the terms that cancel in it" if any(row.max_terms for row in close) else "entry"
             why = "; ".join(sorted({row.allowed for row in close}))
-            text += f"; {values} within {worst:.1e} of their largest {entry} ({why})"
+            text += f"; {values} within {worst:.1e} of {whose} largest {entry} ({why})"
         return text
 
     def _unproven(self) -> str:

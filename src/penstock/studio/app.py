@@ -60,7 +60,7 @@ class Studio:
         self.library, self.guard = library, guard
 
     def app(self) -> ASGIApp:
-        playing = Lane()
+        playing, searching = Lane(), Lane()
         routes = [
             Route("/", _page),
             Route(ENTER, self.enter),
@@ -68,11 +68,11 @@ class Studio:
             _answering("/api/catalog", lambda given: answers.catalog()),
             _answering("/api/simulate", lambda given: answers.simulate(Question.of(given)), playing),
             _answering("/api/walk", lambda given: answers.walk(Question.of(given)), playing),
-            _answering("/api/search", _search, Lane()),
+            _answering("/api/search", _search, searching),
             _answering("/api/library", lambda given: self._entries()),
             _answering("/api/open", self._open, Lane()),
             _answering("/api/live", self._live),
-            _answering("/export/{kind}", _export, Lane()),
+            _answering("/export/{kind}", _export, playing, searching),
             _answering("/report", self._report, Lane()),
         ]
         return Guarded(Starlette(routes=routes), self.guard)
@@ -133,15 +133,19 @@ class Guarded:
         await answer(scope, receive, with_headers)
 
 
-def _answering(path: str, answer: Callable[[dict[str, str]], Any], lane: Lane | None = None) -> Route:
+def _answering(
+    path: str, answer: Callable[[dict[str, str]], Any], usual: Lane | None = None, searching: Lane | None = None
+) -> Route:
     """Where questions of a kind are answered: with a response, or a value for JSON, or why there is none. What has no
-    lane is quick, and waits for nothing."""
+    lane is quick, and waits for nothing; what is about a search's schedule may have the searches' own."""
 
     async def answered(request: Request) -> Response:
         def act() -> Response:
             made = answer(_given(request))
             return made if isinstance(made, Response) else _json(made)
 
+        is_search = request.query_params.get("schedule") == answers.SEARCHED
+        lane = searching if searching is not None and is_search else usual
         try:
             return await (run_in_threadpool(act) if lane is None else lane.run(request, act))
         except (PenstockError, CrowdedError) as error:
@@ -154,7 +158,7 @@ def _answering(path: str, answer: Callable[[dict[str, str]], Any], lane: Lane | 
 def _given(request: Request) -> dict[str, str]:
     """The parameters of an address. Raises ArgumentError if one is there twice."""
     given = request.query_params.multi_items()
-    if len(found := dict(given)) < len(given):
+    if len(found := dict(given)) < len(given) or found.keys() & request.path_params.keys():
         raise ArgumentError("a parameter is there twice; pass each once")
     return found | request.path_params
 

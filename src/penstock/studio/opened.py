@@ -57,8 +57,6 @@ def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[st
         return {"kind": "plan", "name": name, **of_plan, "note": note} | _drawn(view.bands)
     found = view.explanation
     if found is None:
-        if what_ifs:
-            raise ArgumentError(f"nothing can be tried on {name!r}: {' '.join(view.warnings)}")
         return {"kind": "unexplained", "name": name, "note": " ".join(view.warnings)} | _drawn(view.bands)
     order = found.step.slowest.schedule
     # a run's schedule is known by name: on one rank all orders look alike

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock._base.files import json_or_none
 from penstock.errors import ArgumentError
-from penstock.explain import Predicted, Run, explain, read_run, run_of
+from penstock.explain import Explanation, Predicted, Run, explain, read_run, run_of
 from penstock.plan import Plan
 from penstock.runs import read_run as read_folder
 from penstock.runs.folder import ABOUT, TIMELINES
@@ -53,12 +53,11 @@ def shown(
     if isinstance(given, dict) and "choice" in given:
         return of_plan(Plan.from_dict(given, f"plan {str(first)!r}"), first.name)
     turns = _in_turns(given)
-    if turns:
+    if turns and not what_ifs:
         return in_turns(turns, first.name)
     names = ", ".join(path.name or str(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    run = _read(paths)
-    predicted = None if prediction is None else prediction(run)
-    found = explain(run, step=step, predicted=predicted, what_ifs=what_ifs)
+    predicted = None if prediction is None else prediction(_read(paths))
+    found = _explained(paths, step, predicted, what_ifs)
     known = predicted is not None and not predicted.unlikely([one.seconds for one in found.stages])
     return of_explanation(found, names, predicted.costs if predicted is not None and known else ())
 
@@ -69,27 +68,52 @@ def _of_folder(path: Path, step: int | None, prediction: Prediction | None, what
     if step is not None and step not in timelines:
         run.timeline(step)  # says which there are, or what is wrong with it
     last = max(timelines, default=None) if step is None else step
-    if last is None or any(one.in_turns for one in timelines.values()):
+    if not what_ifs and (last is None or any(one.in_turns for one in timelines.values())):
         return of_run(run, None, last, damaged)
     try:
         known = _read([path])
     except ArgumentError as error:  # a crash may have left no step whole
+        if what_ifs:
+            raise
         return of_run(run, None, last, (*damaged, str(error)))
     before = run.predicted()
     own = None if before is None else Predicted(before.stage_seconds, before.step_seconds)
-    found = explain(known, step=step, predicted=prediction(known) if prediction else own, what_ifs=what_ifs)
+    found = _explained([path], step, prediction(known) if prediction else own, what_ifs)
     return of_run(run, found, found.step.number, other_prediction=prediction is not None)
+
+
+_Stamps = tuple[tuple[Path, int, int], ...]
+"""Files with their sizes and when they changed."""
+
+
+def _stamps(paths: Sequence[Path]) -> _Stamps:
+    folders = [folder for path in paths for folder in (path, path / TIMELINES) if folder.is_dir()]
+    files = [*paths, *(file for folder in folders for file in sorted(folder.iterdir()))]
+    found = ((file, file.stat()) for file in files if file.exists())
+    return tuple((file, about.st_size, about.st_mtime_ns) for file, about in found)
 
 
 def _read(paths: Sequence[Path]) -> Run:
     """The steps of files or a folder: read once for all what-ifs that are tried on them."""
-    folders = [path / TIMELINES if (path / TIMELINES).exists() else path for path in paths]
-    return _read_once(tuple(paths), tuple(path.stat().st_mtime for path in folders if path.exists()))
+    return _read_once(tuple(paths), _stamps(paths))
 
 
 @lru_cache(maxsize=4)
-def _read_once(paths: tuple[Path, ...], changed: tuple[float, ...]) -> Run:
+def _read_once(paths: tuple[Path, ...], stamps: _Stamps) -> Run:
     return run_of(read_run(paths))
+
+
+def _explained(
+    paths: Sequence[Path], step: int | None, predicted: Predicted | None, what_ifs: Sequence[str]
+) -> Explanation:
+    return _explained_once(tuple(paths), _stamps(paths), step, predicted, tuple(what_ifs))
+
+
+@lru_cache(maxsize=32)
+def _explained_once(
+    paths: tuple[Path, ...], stamps: _Stamps, step: int | None, predicted: Predicted | None, what_ifs: tuple[str, ...]
+) -> Explanation:
+    return explain(_read_once(paths, stamps), step=step, predicted=predicted, what_ifs=what_ifs)
 
 
 def _in_turns(given: Any) -> list[Timeline]:

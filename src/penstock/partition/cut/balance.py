@@ -60,7 +60,9 @@ def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages:
     if stages > 1:
         more = _weighed(recording, model, balance, _places(recording, model, balance, finer=True))
         casts = any_autocast() or any(fact.modes.autocast is not None for fact in recording.facts.values())
-        if stages <= len(more) and not (stages <= len(found) and (casts or not _is_evener(more, found, stages))):
+        if stages > len(found):
+            return more if stages <= len(more) or 0 < len(found) < len(more) else found
+        if stages <= len(more) and not casts and _is_evener(more, found, stages):
             return more
     return found
 
