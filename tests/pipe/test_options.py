@@ -551,7 +551,7 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
             ["16 stages: 8 chunks on each of 2 ranks; chunks are the stages that each rank owns", "microbatches="],
         ),
         ({"ranks": 2, "cuts": ["9"]}, PartitionError, ["cut", "'9'", "it begins with '0', '1'"]),
-        ({"ranks": 2, "cuts": ["2", "4"]}, ArgumentError, ["cuts", "stages=2"]),
+        ({"ranks": 2, "cuts": ["2", "4"]}, ArgumentError, ["cuts", "2 stages"]),
         ({"ranks": 3, "cuts": ["4", "2"]}, PartitionError, ["'4'", "'2'"]),
         ({"microbatches": 0}, ArgumentError, ["microbatches=0", "an integer >= 1"]),
         ({"microbatches": 2.5}, ArgumentError, ["microbatches=2.5", "expected an integer"]),

@@ -149,12 +149,13 @@ class Watchdog:
         watchdog = cls(rank, there, connection, patience, ranks=ranks)
         watchdog._all_here.clear()
         watchdog._thread = threading.Thread(target=watchdog._watch, name="penstock-watchdog", daemon=True)
-        watchdog._thread.start()
         try:
+            watchdog._thread.start()
             while not watchdog._all_here.wait(patience.beat_seconds):
                 missing.ranks = watchdog._absent or missing.ranks
                 missing.check()
                 watchdog.check()
+            watchdog.check()
         except BaseException:
             watchdog._end()  # without a goodbye
             raise
@@ -264,7 +265,8 @@ class Watchdog:
                     say(f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}")
             if self._down is None and isinstance(error, ConnectionError) and not (broke and joining):
                 self._down = self._clock()  # strangers may have taken the place of a connection that had just been made
-            self._closed.wait(max(0.0, until - self._clock()))
+            left = until - self._clock()
+            self._closed.wait(max(0.0, min(left, self._patience.beat_seconds / 4) if broke else left))
 
     def _take(self, message: dict[str, Any]) -> None:
         self._answered, self._down = self._clock(), None
