@@ -228,6 +228,61 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
     watchdog.close()
 
 
+def test_a_rank_whose_connection_breaks_while_another_is_absent_is_back_before_it_counts_as_gone() -> None:
+    patience = Patience(beat_seconds=2.0)
+    server, joined = HeartbeatServer(2, patience), list[Watchdog]()
+    take, beats = server._take, list[Connection]()
+
+    def second_breaks(connection: Connection, message: dict[str, Any]) -> None:
+        take(connection, message)
+        if connection.rank == 1 and "beat" in message:
+            beats.append(connection)
+            if len(beats) == 2:
+                server._drop(connection, gone=True)
+
+    server._take = second_breaks  # type: ignore[method-assign]
+    arrive = (server.address, 1, 2, patience, Missing(1, 2, patience))
+    waiting = threading.Thread(target=lambda: joined.append(Watchdog.join(*arrive)))
+    waiting.start()
+    while len(beats) < 3:
+        assert waiting.is_alive()
+        time.sleep(0.05)
+    late = connect(server.address, 0, 10)
+    waiting.join(10)
+    assert server._detector.failure is None
+    joined[0].close()
+    late.close()
+    server.stop()
+    assert server.join(10)
+
+
+def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() -> None:
+    patience = Patience(beat_seconds=2.0)
+    server, raised = HeartbeatServer(3, patience), list[PipelineFailure]()
+
+    def arrive() -> None:
+        try:
+            Watchdog.join(server.address, 0, 3, patience, Missing(0, 3, patience))
+        except PipelineFailure as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=arrive)
+    waiting.start()
+    while 0 in server._detector.absent:
+        time.sleep(0.01)
+    fallen = connect(server.address, 1, 10)
+    fallen.send({"failure": Failure(1, None, "so").to_list()})
+    while server._detector.failure is None:
+        time.sleep(0.01)
+    last = connect(server.address, 2, 10)
+    waiting.join(20)
+    assert ["rank 1 failed outside of a step: so" in str(error) for error in raised] == [True]
+    fallen.close()
+    last.close()
+    server.stop()
+    assert server.join(10)
+
+
 def test_a_rank_has_at_most_four_connections_and_the_last_ones_stay(served: Served) -> None:
     links = []
     for _ in range(5):
