@@ -108,7 +108,7 @@ def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_pa
 
 def test_runs_are_explained_one_at_a_time(tmp_path: Path) -> None:
     folder = str(a_run(tmp_path / "run", measured()))
-    assert "one at a time" in refusal("explain", folder, folder)
+    assert all("one at a time" in refusal(verb, folder, folder) for verb in ("explain", "report"))
     assert "this step has 4 stages on 4 ranks" in refusal("explain", folder, "--what-if", "cut=7:0.1")
 
 

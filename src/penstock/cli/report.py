@@ -60,8 +60,8 @@ def report(
         sampled = FabricRun.read(run[0])
         text = fabric_page(sampled, results(sampled))
     else:
-        own = prediction == PredictionOptions()
-        text = page(shown(run, step, None if own else lambda found: prediction.of(found, folder_of(run))))
+        own, folder = prediction == PredictionOptions(), folder_of(run)
+        text = page(shown(run, step, None if own else lambda found: prediction.of(found, folder)))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")
     print(f"wrote {target}")

@@ -125,7 +125,7 @@ def _names(name: str, text: str) -> tuple[str, ...]:
 
 
 _ALL_AT_MOST = 32
-_LONGEST_NAME = 40  # which no schedule has
+_LONGEST_NAME = 40  # no schedule has one; what is longer is cut, so that errors stay short
 _READ: Mapping[str, Callable[[str, str], Any]] = {
     **{one.name: number for one in fields(Question)},
     **dict.fromkeys(MAX_SIZES, whole),
