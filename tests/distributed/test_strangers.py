@@ -215,7 +215,7 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
         if not broken and (how == "before the token" or connection.rank == 0):
             broken.append(connection)
             if how == "after it":
-                served.server._drop(connection, gone=True)
+                connection.link.shutdown(socket.SHUT_RDWR)
                 return
             raise ConnectionResetError
         whole(connection, *sent)
@@ -238,7 +238,7 @@ def test_a_rank_whose_connection_breaks_while_another_is_absent_is_back_before_i
         if connection.rank == 1 and "beat" in message:
             beats.append(connection)
             if len(beats) == 2:
-                server._drop(connection, gone=True)
+                connection.link.shutdown(socket.SHUT_RDWR)
 
     server._take = second_breaks  # type: ignore[method-assign]
     arrive = (server.address, 1, 2, patience, Missing(1, 2, patience))
