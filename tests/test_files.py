@@ -273,6 +273,15 @@ def test_commands_read_a_damaged_folder_or_refuse_it_in_one_line(
         assert_done_or_refused(*(str(places.get(word, word)) for word in command))
 
 
+def test_a_number_that_json_has_not_is_null_in_what_fabric_prints(whole_folders: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole_folders / "fabric", tmp_path / "run"))
+    said = json.loads((run / RUN).read_text())
+    said["environment"][0]["python"] = float("inf")
+    (run / RUN).write_text(json.dumps(said).replace("Infinity", "1e999"))
+    assert_done_or_refused("fabric", "show", str(run), "--json")
+    assert_done_or_refused("fabric", "compare", str(run), str(whole_folders / "fabric"), "--json")
+
+
 RECORD = made_run(3).record
 
 

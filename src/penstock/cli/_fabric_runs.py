@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from penstock._base.files import write_json
+from penstock._base.files import finite, write_json
 from penstock.cli._options import Json, option
 from penstock.errors import ArgumentError
 
@@ -58,7 +58,7 @@ def report(output: Output, *, page: bool = True) -> None:
     found = results(run)
     made, notes = _files(folder, run, found, chakra=output.chakra, page=page)
     if output.as_json:
-        print(json.dumps(nccl.to_dict(run, found, output.average) if output.as_nccl else found))
+        print(json.dumps(finite(nccl.to_dict(run, found, output.average) if output.as_nccl else found)))
         return
     if output.as_nccl:
         print(nccl.text(run, found, output.average))
@@ -137,7 +137,7 @@ def compare_runs(
     found = compare(*runs)
     warned = [warnings(run, results(run)) for run in runs]
     if as_json:
-        print(json.dumps({**found.to_dict(), "warnings": dict(zip("ab", warned, strict=True))}))
+        print(json.dumps(finite({**found.to_dict(), "warnings": dict(zip("ab", warned, strict=True))})))
     else:
         show_comparison(found, Console(highlight=False), (str(first), str(second)), warned)
 
