@@ -177,6 +177,19 @@ def test_speech(ranks: int) -> None:
     assert verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).ok
 
 
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_speech_with_a_loss_that_counts_frames(masked: bool) -> None:
+    """Without a mask, wav2vec 2.0 makes one of ones and counts them: `ctc_loss` wants real lengths."""
+    torch.manual_seed(0)
+    convolutions: dict[str, Any] = {"conv_dim": (8, 8), "conv_kernel": (4, 3), "conv_stride": (2, 2)}
+    convolutions |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2}
+    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**LAYERS, **convolutions, vocab_size=20))
+    inputs = {"input_values": torch.randn(4, 200), "labels": torch.randint(3, 20, (4, 3))}
+    if masked:
+        inputs["attention_mask"] = (torch.arange(200) < torch.tensor([[200], [160], [200], [120]])).long()
+    assert verify(model, (), kwargs=inputs, ranks=2, microbatches=2, reduction="sum").ok
+
+
 CLASSES = torch.tensor([0, 1, 1, 0])
 HEADED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "AlbertForSequenceClassification": ({"embedding_size": 16}, {"labels": CLASSES}),

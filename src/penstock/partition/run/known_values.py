@@ -22,6 +22,10 @@ from penstock.partition.values.objects import holds_tensors
 from penstock.partition.watch.observer import Observer
 
 
+FILLING = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+"""Functions that take of a tensor its shape and kind alone."""
+
+
 class Restart(BaseException):
     """A real value was overwritten with an unknown one: record again with these calls on fake tensors.
 
@@ -89,11 +93,13 @@ class KnownValues:
                     self._from_inputs |= writes
                 return CallResult(result, drew, writes, reads)
             self.refuse_writes(writes)  # what was drawn is unknown: draw again, on fake tensors
-        self.expose(given)
-        decided = self._decided(function, args)
-        if decided is not None:
-            self._keep(decided, from_inputs=False)
-            return CallResult(decided, [], frozenset())
+        known = self._filled(function, args, kwargs)
+        if known is None:
+            self.expose(given)
+            known = self._decided(function, args)
+        if known is not None:
+            self._keep(known, from_inputs=False)
+            return CallResult(known, [], frozenset())
         try:
             result = function(*args, **kwargs)
         except Exception as error:  # a result without a fake: its shape follows from values
@@ -136,6 +142,21 @@ class KnownValues:
     def are_known(self, args: Any, kwargs: Any) -> bool:
         """Whether the values of all tensors among these arguments are known."""
         return all(id(leaf) in self._real for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
+
+    def _filled(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
+        """Whole numbers that fill a tensor like another one, whose values do not matter: wav2vec 2.0 makes its mask of
+        ones like the sound, and counts them for its loss. None for any other call."""
+        like = args[0] if args and getattr(function, "__name__", "") in FILLING else None
+        if not isinstance(like, Tensor) or self._calls in self._fake_calls or len(leaf_tensors((args, kwargs))) > 1:
+            return None
+        dtype = kwargs.get("dtype") or like.dtype
+        if dtype.is_floating_point or dtype.is_complex or like.device.type == "meta":
+            return None
+        with unset_fake_temporarily(), self._observer.not_counting():
+            memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+            known: Tensor = function(memory, *args[1:], **kwargs)
+        self._observer.take()
+        return known
 
     def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
         """The result of comparing uniform numbers in [0, 1) with a bound if that is certain, as for layer drop at rate
