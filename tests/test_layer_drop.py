@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from penstock import pipeline
+from penstock import pipeline, profile
 from penstock._base.stages import ties
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
@@ -169,6 +169,14 @@ def test_ways_to_ask(way: Callable[..., Tensor]) -> None:
 )
 def test_with_other_features(options: dict[str, Any]) -> None:
     check(by_tensor, **options)
+
+
+def test_what_such_layers_take_is_measured() -> None:
+    """As a pipeline of a model of usual size does when it is built."""
+    model, inputs = opt()
+    units = profile(model, kwargs=inputs, budget_seconds=0.1).units
+    assert [unit.name for unit in units if unit.like] == [f"model.decoder.layers.{number}" for number in (1, 2, 3)]
+    assert all(unit.forward_seconds > 0 for unit in units)
 
 
 def test_nothing_is_dropped_in_evaluation_or_at_rate_zero() -> None:

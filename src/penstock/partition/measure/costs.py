@@ -235,7 +235,8 @@ def kind_of(split: CutRecording, stage: int) -> Hashable:
     for node in plan.run:
         numbers[node] = len(numbers)
         fact = split.facts[node]
-        target = _module(split.model.get_submodule(str(node.target))) if fact.kind == "unit" else _target(split, node)
+        modules = tuple(_module(split.model.get_submodule(name)) for name in fact.units)
+        target = modules or _target(split, node)
         given = fx.map_arg((node.args, node.kwargs), lambda n: _Number(numbers[n]))
         calls.append((target, _plain(given), fact.work, fact.meta, fact.modes))
     received = tuple(value.meta for value in plan.inputs)
