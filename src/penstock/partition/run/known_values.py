@@ -21,7 +21,6 @@ from penstock.partition.values.memory import extent, same_bits
 from penstock.partition.values.objects import holds_tensors
 from penstock.partition.watch.observer import Observer
 
-
 FILLING = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 """Functions that take of a tensor its shape and kind alone."""
 
