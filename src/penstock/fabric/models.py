@@ -40,6 +40,10 @@ class LinkFit:
         """The bandwidth; infinite if beta is 0."""
         return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
 
+    def seconds(self, terms: Terms, size_bytes: float) -> float:
+        """Returns the time of a collective of this cost and size."""
+        return terms.rounds * self.alpha_seconds + size_bytes * terms.bytes_factor * self.beta_seconds_per_byte
+
 
 def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
     """Fits alpha and beta, both non-negative, by least squares.
@@ -79,8 +83,7 @@ def predict(
     link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
 ) -> float:
     """Predicts the seconds that a collective takes. Raises ArgumentError if there is no closed form."""
-    terms = closed_form(collective, algorithm, ranks, pieces)
-    return terms.seconds(size_bytes, link.alpha_seconds, link.beta_seconds_per_byte)
+    return link.seconds(closed_form(collective, algorithm, ranks, pieces), size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

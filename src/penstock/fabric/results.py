@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.fabric.autocorrelation import effective_counts
 from penstock.fabric.forecast import forecasts, network_seconds
@@ -127,8 +126,8 @@ def _entry(
         "bound_s": bound,
         "ideal_percent": 100 * bound / median if bound is not None and median else None,
         "outliers": sorted({int(place) // len(times) for place in outliers(completion)}),
-        "per_rank": _per_rank(times),
-        "slowest_rank": _slowest(times),
+        "per_rank": (per_rank := _per_rank(times)),
+        "slowest_rank": _slowest(per_rank),
     }
 
 
@@ -190,59 +189,30 @@ def _rates(size: int, bus_bytes: float, median: float | None) -> dict[str, float
 
 
 def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
+    """Describes each rank that takes part in any of the transfers: its quantiles, None if there are too few trials, and
+    in how many trials it was the slowest, and the latest; empty without trials."""
     if not len(times[0].durations):
         return []
-    made = _by_rank(times)
-    each = list(made.values())
-    columns = {"p50": _quantiles([one.durations for one in each], 0.5)}
-    columns["p99"] = _quantiles([one.durations for one in each], 0.99)
-    return [
-        {
-            "rank": rank,
-            **{name: column and column[place] for name, column in columns.items()},
-            "trials_slowest": one.slowest,
-            "trials_latest": one.latest,
-        }
-        for place, (rank, one) in enumerate(made.items())
-    ]
-
-
-class _OfRank(NamedTuple):
-    """One rank's durations, shape [trial, transfer], and in how many trials it was the slowest, and the latest."""
-
-    durations: NDArray[np.float64]
-    slowest: int
-    latest: int
-
-
-def _by_rank(times: Sequence[TransferTimes]) -> dict[int, _OfRank]:
-    """Collects the durations of each rank that takes part in any of the transfers."""
     slowest = [one.durations.argmax(1) for one in times]
     latest = [one.late.argmax(1) for one in times]
-    made = {}
+    found: list[dict[str, Any]] = []
+    durations = []
     for rank in dict.fromkeys(rank for one in times for rank in one.ranks):
         places = [(n, one.ranks.index(rank)) for n, one in enumerate(times) if rank in one.ranks]
-        made[rank] = _OfRank(
-            np.stack([times[n].durations[:, place] for n, place in places], axis=1),
-            sum(int((slowest[n] == place).sum()) for n, place in places),
-            sum(int((latest[n] == place).sum()) for n, place in places),
-        )
-    return made
+        durations.append(np.stack([times[n].durations[:, place] for n, place in places], axis=1))
+        counts = [sum(int((which[n] == place).sum()) for n, place in places) for which in (slowest, latest)]
+        found.append({"rank": rank, "p50": None, "p99": None, "trials_slowest": counts[0], "trials_latest": counts[1]})
+    for name, q in (("p50", 0.5), ("p99", 0.99)):
+        if min(effective_counts(one.mean(1), (q,))[0] for one in durations) >= fewest(q):
+            for entry, one in zip(found, durations, strict=True):
+                entry[name] = float(np.quantile(one, q))
+    return found
 
 
-def _quantiles(durations: Sequence[NDArray[np.float64]], q: float) -> list[float] | None:
-    """Returns each rank's quantile; None if there are too few trials."""
-    worth = min((effective_counts(one.mean(1), (q,))[0] for one in durations), default=0.0)
-    return None if worth < fewest(q) else [float(np.quantile(one, q)) for one in durations]
-
-
-def _slowest(times: Sequence[TransferTimes]) -> dict[str, Any] | None:
+def _slowest(per_rank: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the rank that was slowest most often; None without trials."""
-    if not len(times[0].durations):
-        return None
-    made = _by_rank(times)
-    rank = max(made, key=lambda rank: made[rank].slowest)
-    return {"rank": rank, "trials_slowest": made[rank].slowest}
+    most = max(per_rank, key=lambda one: int(one["trials_slowest"]), default=None)
+    return most and {"rank": most["rank"], "trials_slowest": most["trials_slowest"]}
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:

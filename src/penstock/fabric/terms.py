@@ -31,10 +31,6 @@ class Terms(NamedTuple):
     rounds: int
     bytes_factor: float
 
-    def seconds(self, size_bytes: float, alpha_seconds: float, beta_seconds_per_byte: float) -> float:
-        """Returns the time of a collective of this size."""
-        return self.rounds * alpha_seconds + size_bytes * self.bytes_factor * beta_seconds_per_byte
-
 
 @lru_cache(maxsize=4096)
 def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECES) -> Terms:
