@@ -18,10 +18,10 @@ from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.emulation import clock, links, probe, signals, start_board
 from penstock.fabric.emulation import trials as trials_module
-from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise, wrong
+from penstock.fabric.emulation.collectives import Engine, Stepwise, wrong
 from penstock.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.payload import TYPES
+from penstock.fabric.emulation.payload import TYPES, Participant
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.wires import Message, Wire

@@ -19,9 +19,9 @@ from penstock.distributed.launch.agent import end_with_parent
 from penstock.errors import FabricError, PenstockError
 from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.emulation import clock, links
-from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise, check_backend, wrong
+from penstock.fabric.emulation.collectives import Engine, Stepwise, check_backend, wrong
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.payload import TYPES
+from penstock.fabric.emulation.payload import TYPES, Participant
 from penstock.fabric.emulation.run_file import gathered, recorded
 from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.trials import Trials

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from penstock.distributed.launch.step_file import announcer
 from penstock.fabric.emulation import clock
-from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise
+from penstock.fabric.emulation.collectives import Engine, Stepwise
 from penstock.fabric.emulation.joining import Members
+from penstock.fabric.emulation.payload import Participant
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.start_board import StartBoard
