@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
+from penstock.fabric.algorithms import algorithms
 from penstock.fabric.models import LinkFit
 from penstock.fabric.samples import HEAD, RUN, SAMPLES
-from penstock.fabric.terms import closed_form, known_algorithms
+from penstock.fabric.terms import closed_form
 from penstock.fabric.views import page
 from penstock.fabric.workload import Transfer, Workload
 
@@ -41,7 +42,7 @@ def sweep(
     workload = Workload("made", tuple(transfers))
     took = []
     for transfer in transfers:
-        form = known_algorithms(transfer.collective)[0] if algorithm == "engine" else algorithm
+        form = algorithms(transfer.collective)[0] if algorithm == "engine" else algorithm
         seconds = LinkFit(ALPHA, BETA).seconds(closed_form(transfer.collective, form, hosts), transfer.bytes)
         took.append(round(seconds * (off or {}).get(transfer.bytes, 1.0) * 1e9))
     made = {"workload": workload.to_dict(), "algorithm": algorithm, "hosts": hosts, "trials": trials, "links": LINKS}
@@ -70,7 +71,7 @@ def test_an_exact_sweep_is_found_back_and_predicts_the_closed_form(tmp_path: Pat
         (size, hosts) for size in (65536, 3 * 1024**2) for hosts in (4, 8, 64, 4096)
     ]
     for row in one["predictions"]:
-        for name in known_algorithms("all_reduce"):
+        for name in algorithms("all_reduce"):
             expected = LinkFit(ALPHA, BETA).seconds(closed_form("all_reduce", name, row["hosts"]), row["bytes"])
             assert row["seconds"][name] == pytest.approx(expected, rel=1e-3)
         assert row["seconds"][row["best"]] == min(row["seconds"].values())

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms import generate
+from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.algorithms.forms import Terms
 from penstock.fabric.algorithms.volume import is_even
 from penstock.fabric.models import (
     HOSTS,
@@ -26,7 +27,7 @@ from penstock.fabric.models import (
     slowest_of,
 )
 from penstock.fabric.statistics import fewest
-from penstock.fabric.terms import Terms, busbw_factor, closed_form, known_algorithms
+from penstock.fabric.terms import busbw_factor, closed_form
 from penstock.fabric.times import iterations_of, rate_key
 from penstock.schedule.placement import MAX_RANKS
 
@@ -251,5 +252,5 @@ def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
 
 def _form(collective: str, algorithm: str) -> str:
     """Returns the algorithm whose closed form stands for one: for the engine's own, our default."""
-    known = known_algorithms(collective)
+    known = algorithms(collective)
     return algorithm if algorithm in known else known[0]

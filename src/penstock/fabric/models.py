@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.fabric.terms import PIECES, Terms, busbw_factor, closed_form, known_algorithms
+from penstock.fabric.algorithms import algorithms
+from penstock.fabric.algorithms.forms import Terms
+from penstock.fabric.terms import PIECES, busbw_factor, closed_form
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -113,7 +115,7 @@ def predictions(
     """Predicts each number of ranks, by default up to 4096, for all algorithms."""
     rows = []
     for n in ranks:
-        seconds = {name: predict(link, collective, name, n, size_bytes) for name in known_algorithms(collective)}
+        seconds = {name: predict(link, collective, name, n, size_bytes) for name in algorithms(collective)}
         best = min(seconds, key=lambda name: seconds[name])
         rate = size_bytes * busbw_factor(collective, n) / seconds[best] if seconds[best] else math.inf
         rows.append(Prediction(collective, n, size_bytes, seconds, best, rate))
@@ -123,10 +125,10 @@ def predictions(
 def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
     """Returns the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
 
-    Among algorithms that cost the same at all sizes, the first in `known_algorithms` stands for all.
+    Among algorithms that cost the same at all sizes, the first in `algorithms` stands for all.
     """
     lines = []
-    for name in known_algorithms(collective):
+    for name in algorithms(collective):
         terms = closed_form(collective, name, ranks)
         lines.append((terms.rounds * link.alpha_seconds, terms.bytes_factor * link.beta_seconds_per_byte, name))
     fixed, slope, best = min(lines, key=lambda line: line[:2])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from penstock.fabric.autocorrelation import effective_counts
 from penstock.fabric.forecast import forecasts, network_seconds
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.models import record_links
-from penstock.fabric.ports import Measured, Ports, changed, lower_bound_seconds, shaped_ports
+from penstock.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import Saturation, Summary, fewest, outliers, saturation
 from penstock.fabric.terms import busbw_factor
@@ -47,12 +47,22 @@ def results(run: Run) -> dict[str, Any]:
     workload = Workload.from_dict(record["workload"])
     hosts, trials = int(record["hosts"]), len(run.start_ns)
     times = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
-    links = _Links.of(record)
+    links = [] if changed(record) else record_links(record)
+    ports = shaped_ports(record, links)
+
+    def bound(place: int) -> float | None:
+        """Returns the least seconds that the links allow; None if they changed during the run, or are not known."""
+        one = workload.transfers[place]
+        of_all = (one.collective, times[place].ranks, one.bytes, one.shares, ports, iterations_of(record))
+        return lower_bound_seconds(links, *of_all)
 
     def entry(group: Group) -> dict[str, Any]:
         chosen = [workload.transfers[place] for place in group.places]
+        bounds = [bound(place) for place in group.places]
+        # Of similar transfers between different ranks, the mean.
+        least = None if None in bounds else sum(filter(None, bounds)) / len(bounds)
         algorithm = algorithm_of(record, group.places[0])
-        return _entry(group.name, chosen, [times[place] for place in group.places], algorithm, links)
+        return _entry(group.name, chosen, [times[place] for place in group.places], algorithm, least)
 
     transfers = [entry(Group(one.name, (place,))) for place, one in enumerate(workload.transfers)]
     together = [
@@ -60,7 +70,7 @@ def results(run: Run) -> dict[str, Any]:
         for group in groups(workload)
     ]
     step = _step(run, workload, times, transfers)
-    cpu = _cpu(record, trials, _network_percent(record, transfers, links))
+    cpu = _cpu(record, trials, _network_percent(record, transfers))
     made = {
         "version": 1,
         "workload": workload.name,
@@ -98,7 +108,7 @@ def _entry(
     transfers: Sequence[Transfer],
     times: Sequence[TransferTimes],
     algorithm: str,
-    links: _Links,
+    bound: float | None,
 ) -> dict[str, Any]:
     """Describes one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
@@ -106,7 +116,6 @@ def _entry(
     summary = Summary.of(completion)
     waiting = Summary.of(np.stack([one.transfer for one in times], axis=1))
     median = (waiting if rate_key(first.collective) == "transfer_s" else summary).p50
-    bound = _bound(transfers, times, links)
     factor = busbw_factor(first.collective, len(times[0].ranks), first.shares)
     return {
         "name": name,
@@ -131,45 +140,21 @@ def _entry(
     }
 
 
-class _Links(NamedTuple):
-    """What bounds times; empty if the links changed during the run."""
-
-    measured: list[Measured]
-    ports: Ports | None
-    iterations: int
-    changed: bool
-
-    @classmethod
-    def of(cls, record: dict[str, Any]) -> _Links:
-        measured = [] if changed(record) else record_links(record)
-        return cls(measured, shaped_ports(record, measured), iterations_of(record), changed(record))
-
-
 ABOVE_IDEAL = 105.0
 """A percentage of ideal above which the figure must be wrong: links are measured to within 5%."""
 
 
-def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]], links: _Links) -> float | None:
+def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]) -> float | None:
     """Returns the least percentage of any transfer's median that the network alone accounts for.
 
     None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
     uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
     """
-    if links.changed or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
+    if changed(record) or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
         return None
     medians = [one[rate_key(one["collective"])]["p50"] for one in transfers]
     pairs = zip(transfers, medians, strict=True)
     return min(100 * network_seconds(record, one) / median if median else 0.0 for one, median in pairs)
-
-
-def _bound(transfers: Sequence[Transfer], times: Sequence[TransferTimes], links: _Links) -> float | None:
-    """Returns the least seconds that the links allow; for similar transfers between different ranks, the mean."""
-    found = []
-    for transfer, one in zip(transfers, times, strict=True):
-        of_all = (transfer.collective, one.ranks, transfer.bytes, transfer.shares, links.ports, links.iterations)
-        found.append(lower_bound_seconds(links.measured, *of_all))
-    known = [bound for bound in found if bound is not None]
-    return sum(known) / len(known) if len(known) == len(found) else None
 
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from penstock.fabric.algorithms.forms import Terms
 from penstock.fabric.steps import Move, StepList
-from penstock.fabric.terms import Terms
 
 
 class RankRound(NamedTuple):

@@ -88,15 +88,9 @@ def _mean(times: TransferTimes, collective: str, average: Average) -> float | No
         return None
     if rate_key(collective) == "transfer_s":
         return float(times.transfer.mean())
-    match average:
-        case "avg":
-            return float(times.durations.mean())
-        case "max":
-            return float(times.durations.max(1).mean())
-        case "min":
-            return float(times.durations.min(1).mean())
-        case "rank0":
-            return float(times.durations[:, 0].mean())
+    over_ranks = {"avg": times.durations, "rank0": times.durations[:, 0]}
+    over_ranks |= {"max": times.durations.max(1), "min": times.durations.min(1)}
+    return float(over_ranks[average].mean())
 
 
 def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
