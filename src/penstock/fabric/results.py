@@ -7,7 +7,6 @@ GBps is 1e9 bytes per second. Figures that the samples cannot bound are None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from penstock.fabric.grouped import Group, groups
 from penstock.fabric.models import record_links
 from penstock.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.fabric.samples import Run
-from penstock.fabric.statistics import Saturation, Summary, fewest, outliers, saturation
+from penstock.fabric.statistics import Summary, fewest, outliers, saturation
 from penstock.fabric.terms import busbw_factor
 from penstock.fabric.times import (
     TransferTimes,
@@ -70,7 +69,6 @@ def results(run: Run) -> dict[str, Any]:
         for group in groups(workload)
     ]
     step = _step(run, workload, times, transfers)
-    cpu = _cpu(record, trials, _network_percent(record, transfers))
     made = {
         "version": 1,
         "workload": workload.name,
@@ -82,7 +80,7 @@ def results(run: Run) -> dict[str, Any]:
         "groups": together,
         "step": step,
         "stalled": list(stalled(run)),
-        "cpu": asdict(cpu),
+        "cpu": saturation(record, trials, _network_percent(record, transfers)),
         "links": record.get("links") or [],
         "environment": {
             "hosts": record.get("environment"),
@@ -242,17 +240,3 @@ def _common_collective(transfers: list[dict[str, Any]]) -> str | None:
     """Returns the collective that all of them share; None if they differ."""
     found = {one["collective"] for one in transfers}
     return found.pop() if len(found) == 1 else None
-
-
-def _cpu(record: dict[str, Any], trials: int, network_percent: float | None) -> Saturation:
-    shared = bool(record.get("shared_machine", False))
-    hosts = record.get("environment") or []
-    cores = [int(host.get("cores") or 0) for host in hosts if isinstance(host, dict)]
-    return saturation(
-        record.get("cpu") or [],
-        shared_machine=shared,
-        machine_cores=int(record.get("machine_cores") or 1),
-        trials=trials,
-        cores=cores if all(cores) else [],
-        network_percent=network_percent,
-    )
