@@ -19,7 +19,7 @@ import numpy as np
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import algorithms
 from penstock.fabric.algorithms.forms import Terms
-from penstock.fabric.terms import PIECES, busbw_factor, closed_form
+from penstock.fabric.terms import busbw_factor, closed_form
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -81,11 +81,9 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
     return LinkFit(float(alpha), float(beta), r2)
 
 
-def predict(
-    link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
-) -> float:
-    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no closed form."""
-    return link.seconds(closed_form(collective, algorithm, ranks, pieces), size_bytes)
+def predict(link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float) -> float:
+    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no such algorithm."""
+    return link.seconds(closed_form(collective, algorithm, ranks), size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,10 @@ receives from the previous one, so two ranks send to each other at once.
 """
 
 
+PIECES = 8
+"""Into how many pieces pipelined algorithms cut the data: more fill the ports better, but take more rounds."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Move:
     """One message: `source` sends its slots [first, first + count), and `target` stores them from slot `into` on.

@@ -8,27 +8,14 @@ from functools import lru_cache
 from penstock.fabric.algorithms import found
 from penstock.fabric.algorithms.forms import Terms
 
-PIECES = 8
-"""The default number of pieces into which pipelined algorithms cut the data."""
-
-
 _IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 """Collectives in which each rank already has its own part of the size."""
 
 
 @lru_cache(maxsize=4096)
-def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECES) -> Terms:
-    """Returns the cost of an algorithm.
-
-    Args:
-        collective, algorithm: names from `penstock.fabric.algorithms`.
-        ranks: 2 or more.
-        pieces: the number of pieces of the data, for tree and chain.
-
-    Raises:
-        ArgumentError: the algorithm is unknown, or a number is out of range.
-    """
-    return found(collective, algorithm, ranks, pieces)[1](ranks, pieces)
+def closed_form(collective: str, algorithm: str, ranks: int) -> Terms:
+    """Returns the cost of an algorithm among two or more ranks. Raises ArgumentError as `algorithms.generate` does."""
+    return found(collective, algorithm, ranks)[1](ranks)
 
 
 def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:

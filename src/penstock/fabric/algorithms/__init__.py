@@ -17,8 +17,8 @@ from penstock.fabric.steps import Collective, StepList
 ENGINE = "engine"
 """The algorithm name for torch.distributed's own collectives, which have no step list."""
 
-Algorithm = tuple[Callable[..., StepList], Callable[[int, int], Terms]]
-"""What makes the steps, and the cost of so many ranks and, for tree and chain, pieces of the data."""
+Algorithm = tuple[Callable[..., StepList], Callable[[int], Terms]]
+"""What makes the steps, and the cost, for a number of ranks."""
 
 _ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {
     "all_reduce": {
@@ -83,30 +83,20 @@ def algorithms(collective: str) -> tuple[str, ...]:
     return tuple(_ALGORITHMS[collective])
 
 
-def found(collective: str, algorithm: str, ranks: int, pieces: int = 1) -> Algorithm:
-    """Looks up an algorithm. Raises ArgumentError: its name is unknown, there are fewer than 2 ranks, or no piece."""
+def found(collective: str, algorithm: str, ranks: int) -> Algorithm:
+    """Looks up an algorithm. Raises ArgumentError: its name is unknown, or there are fewer than 2 ranks."""
     known = algorithms(collective)
     if algorithm not in known:
         raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, known)}")
     if ranks < 2:
         raise ArgumentError(f"{collective} among {ranks} ranks: pass 2 or more")
-    if pieces < 1:
-        raise ArgumentError(f"pieces is {pieces}: cut the data into 1 or more")
     return _ALGORITHMS[collective][algorithm]  # type: ignore[index]  # `algorithms` has checked it
 
 
 def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
-    """Generates the steps of a collective among `ranks` ranks.
-
-    Args:
-        collective, algorithm: names; see `algorithms`.
-        ranks: 2 or more.
-        options: the algorithm's options; see its function.
-
-    Raises:
-        ArgumentError: as `found` does.
-    """
-    return found(collective, algorithm, ranks, options.get("pieces", 1))[0](ranks, **options)
+    """Generates the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
+    Raises ArgumentError as `found` does."""
+    return found(collective, algorithm, ranks)[0](ranks, **options)
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:
