@@ -116,12 +116,13 @@ def compare(a: Run, b: Run) -> Comparison:
         asked = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
         found.append(_tested("step", sum(one.bytes for one in loads[0].transfers), "all", asked, series))
     judged = _judged(found)
+    ours, others = _settings(a), _settings(b)
     return Comparison(
         transfers=tuple(judged[: len(common)]),
         step=judged[-1] if whole else None,
         only_in_a=tuple(name for name, *_ in keys[0] if (name, *_) not in keys[1]),
         only_in_b=tuple(name for name, *_ in keys[1] if (name, *_) not in keys[0]),
-        other_settings=_other_settings(a, b),
+        other_settings={key: (ours[key], others[key]) for key in ours if ours[key] != others.get(key, ours[key])},
     )
 
 
@@ -183,36 +184,28 @@ def _judged(found: Sequence[Difference]) -> list[Difference]:
     return made
 
 
-def _other_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
-    ours, others = ({**_settings(run.record), "stalled_trials": len(stalled(run))} for run in (a, b))
-    return {key: (ours[key], others[key]) for key in ours if key in others and ours[key] != others[key]}
-
-
 _KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")
 _OF_HOSTS = ("kernel", "torch", "congestion_control", "interface")
 _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 
 
-def _settings(record: dict[str, Any]) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, Any]:
     """Returns a run's settings, and the properties that all of its hosts share; None means not requested.
 
     `scenario` lists the events that took place.
     """
+    record = run.record
     workload, network = record["workload"], record.get("network") or {}
-    found = {key: record.get(key) for key in _KEYS}
+    found: dict[str, Any] = {key: record.get(key) for key in _KEYS}
     found |= {"iterations": iterations_of(record), "meets": bool(record.get("meets"))}
     found |= {"dtype": workload.get("dtype") or None, "op": workload.get("op", "sum")}
+    found["compute_seconds"] = workload["compute_seconds"]
     for one in workload["transfers"]:
         found |= {f"{key} of {one['name']}": list(one.get(key) or ()) or None for key in ("shares", "ranks")}
-    found["compute_seconds"] = workload["compute_seconds"] + sum(map(_computed, workload["transfers"]))
+        found["compute_seconds"] += sum(one.get("compute_by_rank") or ()) or one.get("compute_seconds") or 0.0
     found |= {key: network.get(key) or None for key in _OF_NETWORK}
     found["scenario"] = [one["text"] for one in record.get("happened") or ()] or None
     for key in _OF_HOSTS:
         values = {host.get(key) for host in record.get("environment") or ()}
         found[key] = values.pop() if len(values) == 1 else None
-    return found
-
-
-def _computed(transfer: dict[str, Any]) -> float:
-    """Returns the seconds computed before a transfer, summed over its ranks if they differ."""
-    return float(sum(transfer.get("compute_by_rank") or ()) or transfer.get("compute_seconds") or 0.0)
+    return {**found, "stalled_trials": len(stalled(run))}

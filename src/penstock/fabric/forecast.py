@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import algorithms, generate
-from penstock.fabric.algorithms.forms import Terms
 from penstock.fabric.algorithms.volume import is_even
 from penstock.fabric.models import (
     HOSTS,
@@ -56,7 +55,6 @@ class Fitted:
     Attributes:
         algorithm: the one the run used; empty if the run has no such collective.
         form: the algorithm whose closed form was fitted; for the engine's own collectives, our default algorithm.
-        source: "times" of the run's transfers, or the "links" measured before its trials.
         held: True if the times alone implied a faster link than was measured, and beta was held at the measured value.
         lack: why the times could not be fitted; empty if they were.
     """
@@ -64,11 +62,15 @@ class Fitted:
     collective: str
     algorithm: str
     form: str
-    source: str
     link: LinkFit
     points: tuple[Point, ...]
     held: bool = False
     lack: str = ""
+
+    @property
+    def source(self) -> str:
+        """The "times" of the run's transfers, or the "links" measured before its trials."""
+        return "links" if self.lack else "times"
 
     @property
     def largest_residual(self) -> float:
@@ -141,9 +143,8 @@ def forecast(
     if not all(2 <= n <= MAX_RANKS for n in hosts):
         raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
     fitted = _fitted(record, results, collective)
-    if fitted is None:
-        lack = _Sizes.of(results, collective).lack
-        raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
+    if isinstance(fitted, str):
+        raise ArgumentError(f"{fitted}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
     return _carried(fitted, sizes, hosts)
 
 
@@ -151,7 +152,7 @@ def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forec
     """Yields a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
     for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
         fitted = _fitted(record, results, collective)
-        if fitted is not None and fitted.source == "times":
+        if not isinstance(fitted, str) and not fitted.lack:
             yield _carried(fitted, [max(point.bytes for point in fitted.points)], HOSTS)
 
 
@@ -163,60 +164,36 @@ def _carried(fitted: Fitted, sizes: Sequence[int], hosts: Sequence[int]) -> Fore
     return Forecast(fitted, tuple(rows), {n: crossovers(link, collective, n) for n in numbers})
 
 
-def _fitted(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted | None:
+def _fitted(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted | str:
     """Fits the link to a collective's median times, no faster than measured. With too few sizes, the slowest measured
-    link stands in, which a collective must wait for; None if none was measured."""
-    sizes, held = _Sizes.of(results, collective), False
-    if sizes.lack:
+    link stands in, which a collective must wait for; if none was measured, returns what is lacking."""
+    # Uneven collectives have no closed form.
+    rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
+    algorithm = rows[0]["algorithm"] if rows else ""
+    form = _form(collective, algorithm)
+    medians = [(one["bytes"], len(one["ranks"]), one[rate_key(collective)]["p50"]) for one in rows]
+    timed = [(size, ranks, median, closed_form(collective, form, ranks)) for size, ranks, median in medians if median]
+    lack, held = "", False
+    if not rows:
+        lack = f"the run has no {collective} to fit"
+    elif len({size for size, *_ in timed}) < FEWEST_SIZES:
+        lack = f"{results['trials']} trials are too few for a median (it needs {fewest(0.5)})"
+        if len(rows) == len(timed):
+            sizes = counted(len({size for size, *_ in timed}), "size")
+            lack = f"{sizes} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
+    if lack:
         links = [link for _, link in record_links(record)]
         if not links:
-            return None
+            return lack
         link = slowest_of(links)
     else:
-        points = [(one["bytes"], median, terms) for one, median, terms in sizes.timed]
-        link, measured = fit(points), _limiting(record, sizes.rows, sizes.form)
+        points = [(size, median, terms) for size, _, median, terms in timed]
+        link, measured = fit(points), _limiting(record, rows, form)
         held = measured is not None and link.beta_seconds_per_byte < measured.beta_seconds_per_byte
         if measured is not None and held:
             link = fit(points, measured.beta_seconds_per_byte)
-    shown = tuple(
-        Point(one["bytes"], len(one["ranks"]), median, link.seconds(terms, one["bytes"]))
-        for one, median, terms in sizes.timed
-    )
-    source = "links" if sizes.lack else "times"
-    return Fitted(collective, sizes.algorithm, sizes.form, source, link, shown, held, sizes.lack)
-
-
-class _Sizes(NamedTuple):
-    """What a run measured of a collective: its transfers, their algorithm, and the one whose closed form stands for it.
-
-    Attributes:
-        timed: those with a median: (transfer, seconds, terms).
-        lack: why these cannot be fitted; empty if they can.
-    """
-
-    rows: list[dict[str, Any]]
-    algorithm: str
-    form: str
-    timed: list[tuple[dict[str, Any], float, Terms]]
-    lack: str
-
-    @classmethod
-    def of(cls, results: dict[str, Any], collective: str) -> _Sizes:
-        # Uneven collectives have no closed form.
-        rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
-        algorithm = rows[0]["algorithm"] if rows else ""
-        form = _form(collective, algorithm)
-        medians = [(one, one[rate_key(collective)]["p50"]) for one in rows]
-        timed = [(one, median, closed_form(collective, form, len(one["ranks"]))) for one, median in medians if median]
-        lack = ""
-        if not rows:
-            lack = f"the run has no {collective} to fit"
-        elif len({one["bytes"] for one, *_ in timed}) < FEWEST_SIZES:
-            sizes = counted(len({one["bytes"] for one in rows}), "size")
-            lack = f"{sizes} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
-            if len(rows) > len(timed):
-                lack = f"{results['trials']} trials are too few for a median (it needs {fewest(0.5)})"
-        return cls(rows, algorithm, form, timed, lack)
+    shown = tuple(Point(size, ranks, median, link.seconds(terms, size)) for size, ranks, median, terms in timed)
+    return Fitted(collective, algorithm, form, link, shown, held, lack)
 
 
 def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:

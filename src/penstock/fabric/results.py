@@ -211,12 +211,12 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
     medians = {overlap: summary.p50, not overlap: Summary.of(other).p50}
     size = sum(transfer.bytes for transfer in workload.transfers)
     bus = sum(one["bytes"] * busbw_factor(one["collective"], len(one["ranks"]), one["shares"]) for one in transfers)
-    bounds = [one["bound_s"] for one in transfers]
+    bounds, kinds = [one["bound_s"] for one in transfers], {one["collective"] for one in transfers}
     bound = None if None in bounds else _if_transfers_took(workload, bounds, hosts, overlap=overlap)
     return {
         "name": "step",
         "bytes": size,
-        "collective": _common_collective(transfers),
+        "collective": kinds.pop() if len(kinds) == 1 else None,
         "algorithm": str(run.record.get("algorithm", "")),
         "trials": len(measured),
         **_times("time", summary),
@@ -234,9 +234,3 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
 def _if_transfers_took(workload: Workload, seconds: list[float], hosts: int, *, overlap: bool = False) -> float:
     """Returns the seconds of a step whose transfers take these times."""
     return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])
-
-
-def _common_collective(transfers: list[dict[str, Any]]) -> str | None:
-    """Returns the collective that all of them share; None if they differ."""
-    found = {one["collective"] for one in transfers}
-    return found.pop() if len(found) == 1 else None

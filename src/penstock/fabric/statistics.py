@@ -97,10 +97,8 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
     """Returns the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
 
     Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
-    independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1).
-
-    Returns:
-        The two ranks; None if even the smallest or the largest sample is no bound, which is when q^count is above 2.5%.
+    independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1). None if even the smallest or the
+    largest sample is no bound, which is when q^count is above 2.5%.
     """
     stats, _ = scipy()
     side = (1 - CONFIDENCE) / 2
@@ -111,15 +109,8 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
 
 
 def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) -> Interval | None:
-    """Returns the 95% confidence interval of a quantile.
-
-    Args:
-        ordered: samples in ascending order.
-        effective: how many independent samples they are worth.
-
-    Returns:
-        None if there are too few to bound it.
-    """
+    """Returns the 95% confidence interval of a quantile of ascending samples that are worth `effective` independent
+    ones; None if these are too few to bound it."""
     if effective >= len(ordered):
         ranks = order_interval(len(ordered), q)
         return ranks and (float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1]))
@@ -127,15 +118,11 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
         return None
     # Order statistics of fractional rank (A. Hutson, Calculating nonparametric confidence intervals for quantiles using
     # fractional order statistics, 1999), mapped to positions among the samples.
-    sides = ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2)
-    found = [_rank(q, effective, side) / (effective + 1) * (len(ordered) + 1) - 1 for side in sides]
+    below = (1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2  # how likely the order statistic is below the quantile
+    ranks_among = [float(scipy()[1].bdtrik(1 - side, effective, q)) + 1 for side in below]
+    found = [rank / (effective + 1) * (len(ordered) + 1) - 1 for rank in ranks_among]
     low, high = np.interp(found, np.arange(len(ordered)), ordered)
     return float(low), float(high)
-
-
-def _rank(q: float, count: float, below: float) -> float:
-    """Returns the rank of the order statistic, among `count`, that is below the q-quantile with probability `below`."""
-    return float(scipy()[1].bdtrik(1 - below, count, q)) + 1
 
 
 def fewest(q: float) -> int:

@@ -35,11 +35,8 @@ _OFFLOADS = {
 
 
 def environment(interface: str | None = None) -> dict[str, Any]:
-    """Describes this host as far as its network is concerned; unknown values are None.
-
-    Args:
-        interface: the interface that the job uses; if None, GLOO_SOCKET_IFNAME's, or the first one besides lo.
-    """
+    """Describes this host as far as its network is concerned; unknown values are None. Without `interface`, the one
+    that the job uses is GLOO_SOCKET_IFNAME's, or the first one besides lo."""
     names = interfaces()
     used = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
     return {

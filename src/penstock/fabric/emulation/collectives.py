@@ -45,7 +45,7 @@ class Stepwise:
     """Executes a step list. Everything between the same two ranks in one round goes in one message."""
 
     def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
-        self._place = place
+        self.place = place
         self._steps = steps
         self._wire = wire
         self._rank = place.rank
@@ -104,7 +104,7 @@ class Stepwise:
     def reset(self) -> None:
         self._memory[: len(self._given)].copy_(self._given)
         if self._steps.collective == "all_to_all":  # a rank's part for itself never crosses the network
-            own = self._given[self._place.part(self.elements)]
+            own = self._given[self.place.part(self.elements)]
             self._output()[self._rank * len(own) : (self._rank + 1) * len(own)].copy_(own)
 
     def run(self) -> None:
@@ -129,10 +129,10 @@ class Stepwise:
         self._stamps = stamps
 
     def result(self) -> Tensor | None:
-        if not self._place.has_result:
+        if not self.place.has_result:
             return None
         whole = self._output()
-        return whole[self._place.part(self.elements)] if self._place.collective in _PARTS else whole
+        return whole[self.place.part(self.elements)] if self.place.collective in _PARTS else whole
 
     def stamps(self) -> Sequence[Stamp]:
         return self._stamps
@@ -178,7 +178,7 @@ class Engine:
         self._given = place.given(self.elements).to(device)
         self._buffer = self._given.clone()
         self._part = self.elements // ranks
-        self._place = place
+        self.place = place
         self._group = group
         self._sent = [shares[rank] * self.elements // unit for rank in range(ranks)] if shares else None
         mine = self._sent[place.rank] if self._sent else self._part
@@ -187,15 +187,15 @@ class Engine:
         self._call = self._calls()[place.collective]
 
     def _calls(self) -> Mapping[Collective, Callable[[], object]]:
-        buffer, output, group, members = self._buffer, self._output, self._group, self._place.members
-        op = _OPS[self._place.op]
-        mine = slice(self._place.rank * self._part, (self._place.rank + 1) * self._part)
-        is_root = self._place.rank == 0
+        buffer, output, group, members = self._buffer, self._output, self._group, self.place.members
+        op = _OPS[self.place.op]
+        mine = slice(self.place.rank * self._part, (self.place.rank + 1) * self._part)
+        is_root = self.place.rank == 0
         parts = list(output.chunk(len(members))) if is_root else None
         given = list(buffer.chunk(len(members))) if is_root else None
 
         def sendrecv() -> None:
-            rank, ranks = self._place.rank, len(members)
+            rank, ranks = self.place.rank, len(members)
             works = [dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])]
             for work in works:
                 if work is not None:
@@ -229,18 +229,23 @@ class Engine:
             torch.cuda.synchronize()
 
     def result(self) -> Tensor | None:
-        if not self._place.has_result:
+        if not self.place.has_result:
             return None
-        if self._place.collective in ("all_reduce", "broadcast", "reduce"):
+        if self.place.collective in ("all_reduce", "broadcast", "reduce"):
             return self._buffer
-        return self._output[: self._part] if self._place.collective in _PARTS else self._output
+        return self._output[: self._part] if self.place.collective in _PARTS else self._output
 
     def stamps(self) -> Sequence[Stamp]:
         return ()
 
 
-def wrong(place: Participant, part: Stepwise | Engine) -> str | None:
+Part = Stepwise | Engine
+"""A rank's part in a transfer, whose `place` says which."""
+
+
+def wrong(part: Part) -> str | None:
     """Runs a transfer once and describes what is wrong with its result; None if it is right."""
+    place = part.place
     if (before := part.result()) is not None:
         before.fill_(payload.NOTHING)  # a correct result left by an earlier run must not count
     part.reset()

@@ -204,14 +204,8 @@ def record(
     stages: int,
     **options: Any,
 ) -> Recorded:
-    """Records a model for one microbatch's inputs and cuts it. Nothing is computed.
-
-    Args:
-        options: those of `Partitioner`.
-
-    Raises:
-        ArgumentError, PartitionError: as for `penstock.inspect`.
-    """
+    """Records a model for one microbatch's inputs and cuts it. Nothing is computed. `options` are those of
+    `Partitioner`. Raises ArgumentError, PartitionError: as for `penstock.inspect`."""
     partitioner = Partitioner(model, stages, streams=NoStreams(), **options)
     uses = _Uses(partitioner.model)
     with torch.enable_grad(), uses:

@@ -116,7 +116,8 @@ def _lines(run: Run, found: list[Line]) -> Iterator[str]:
         yield "#"
         yield from _HEAD
         for row in table:
-            body = _body(row, wrong)
+            numbers = (_number(row.time, 7), _bandwidth(row.algbw), _bandwidth(row.busbw))
+            body = _RIGHT.format(*numbers, "N/A" if wrong is None else wrong)
             both = _BLANK + body if collective in _IN_PLACE else body + _BLANK
             yield f"{row.size:12d}{_LEFT.format(row.count, row.type, row.redop, row.root)}{both}"
         busbw = [row.busbw for row in table if row.busbw is not None]
@@ -124,11 +125,6 @@ def _lines(run: Run, found: list[Line]) -> Iterator[str]:
         yield f"# {'Avg bus bandwidth':<20} : {sum(busbw) / max(len(busbw), 1):g} "
         yield "#"
         yield f"# Collective test concluded: {_program(collective)}"
-
-
-def _body(row: Line, wrong: int | None) -> str:
-    numbers = (_number(row.time, 7), _bandwidth(row.algbw), _bandwidth(row.busbw))
-    return _RIGHT.format(*numbers, "N/A" if wrong is None else wrong)
 
 
 def _number(value: float | None, width: int) -> str:
