@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
+from penstock.fabric.algorithms import algorithms
+from penstock.fabric.models import LinkFit
 from penstock.fabric.samples import HEAD, RUN, SAMPLES
-from penstock.fabric.terms import closed_form, known_algorithms
+from penstock.fabric.terms import closed_form
 from penstock.fabric.views import page
 from penstock.fabric.workload import Transfer, Workload
 
@@ -40,8 +42,8 @@ def sweep(
     workload = Workload("made", tuple(transfers))
     took = []
     for transfer in transfers:
-        form = known_algorithms(transfer.collective)[0] if algorithm == "engine" else algorithm
-        seconds = closed_form(transfer.collective, form, hosts).seconds(transfer.bytes, ALPHA, BETA)
+        form = algorithms(transfer.collective)[0] if algorithm == "engine" else algorithm
+        seconds = LinkFit(ALPHA, BETA).seconds(closed_form(transfer.collective, form, hosts), transfer.bytes)
         took.append(round(seconds * (off or {}).get(transfer.bytes, 1.0) * 1e9))
     made = {"workload": workload.to_dict(), "algorithm": algorithm, "hosts": hosts, "trials": trials, "links": LINKS}
     made |= {"cpu": [CPU] * hosts, "machine_cores": 2, "shared_machine": True, "complete": True, "missing": ""}
@@ -69,8 +71,8 @@ def test_an_exact_sweep_is_found_back_and_predicts_the_closed_form(tmp_path: Pat
         (size, hosts) for size in (65536, 3 * 1024**2) for hosts in (4, 8, 64, 4096)
     ]
     for row in one["predictions"]:
-        for name in known_algorithms("all_reduce"):
-            expected = closed_form("all_reduce", name, row["hosts"]).seconds(row["bytes"], ALPHA, BETA)
+        for name in algorithms("all_reduce"):
+            expected = LinkFit(ALPHA, BETA).seconds(closed_form("all_reduce", name, row["hosts"]), row["bytes"])
             assert row["seconds"][name] == pytest.approx(expected, rel=1e-3)
         assert row["seconds"][row["best"]] == min(row["seconds"].values())
         moved = 2 * (row["hosts"] - 1) / row["hosts"] * row["bytes"]
@@ -151,7 +153,7 @@ def test_where_the_times_make_no_fit_the_measured_links_do(
     assert len(fit["sizes"]) == shown
     for size in fit["sizes"]:  # still compared with what was measured, which has another alpha here
         assert size["fitted_s"] == pytest.approx(
-            closed_form("all_reduce", "ring", 4).seconds(size["bytes"], 1e-4, 8e-8)
+            LinkFit(1e-4, 8e-8).seconds(closed_form("all_reduce", "ring", 4), size["bytes"])
         )
         assert size["residual"] > 0
     assert "of the slowest measured link" in output("fabric", "predict", run, *arguments)
@@ -164,7 +166,7 @@ README = {2600: 4.17e-3, 33024: 5.90e-3, 131584: 19.4e-3, 803840: 110e-3}
 def taken(medians: dict[int, float], algorithm: str = "ring") -> dict[int, float]:
     """For `sweep`: how many times as long as its closed form each size takes."""
     form = closed_form("all_reduce", algorithm, 4)
-    return {size: seconds / form.seconds(size, ALPHA, BETA) for size, seconds in medians.items()}
+    return {size: seconds / LinkFit(ALPHA, BETA).seconds(form, size) for size, seconds in medians.items()}
 
 
 def measured(*bits_per_second: float) -> list[dict[str, Any]]:
@@ -196,7 +198,7 @@ def test_no_fit_is_faster_than_the_links_were_measured(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(("algorithm", "beta"), [("ring", 16e-8), ("tree", BETA)])
 def test_a_slow_link_holds_a_fit_that_has_to_wait_for_it(tmp_path: Path, algorithm: str, beta: float) -> None:
     """All ports of a ring carry as much; a tree's leaves may be behind the slow one."""
-    times = {size: closed_form("all_reduce", algorithm, 4).seconds(size, ALPHA, BETA / 2) for size in SIZES}
+    times = {size: LinkFit(ALPHA, BETA / 2).seconds(closed_form("all_reduce", algorithm, 4), size) for size in SIZES}
     links = measured(100e6, 100e6, 50e6)
     run = sweep(tmp_path / "run", algorithm=algorithm, off=taken(times, algorithm), links=links)
     fit = as_json("fabric", "predict", run)["collectives"][0]["fit"]

@@ -18,10 +18,10 @@ from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.emulation import clock, links, probe, signals, start_board
 from penstock.fabric.emulation import trials as trials_module
-from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise, wrong
+from penstock.fabric.emulation.collectives import Engine, Stepwise, wrong
 from penstock.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.payload import TYPES
+from penstock.fabric.emulation.payload import TYPES, Participant
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.wires import Message, Wire
@@ -57,7 +57,7 @@ def everything(rank: int, sizes: Sequence[int]) -> tuple[int, list[str]]:
         for algorithm in (*algorithms(collective), ENGINE):
             what = f"{collective} by {algorithm}, {elements} of {element_bytes} bytes"
             part = part_of(place, algorithm, Wire())
-            fault = wrong(place, part)
+            fault = wrong(part)
             if fault is not None:
                 faults.append(f"{what}: {fault}")
             if (part.result() is None) != (place.expected(part.elements) is None):
@@ -79,7 +79,7 @@ def in_every_type(rank: int) -> tuple[int, list[str]]:
         if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
             continue
         place = replace(place_of(rank, collective, 29), dtype=dtype, op=op)
-        fault = wrong(place, part_of(place, algorithm, Wire()))
+        fault = wrong(part_of(place, algorithm, Wire()))
         count += 1
         if fault is not None:
             faults.append(f"{op} of {name}, {collective} by {algorithm}: {fault}")
@@ -96,7 +96,7 @@ def uneven(rank: int, every: Sequence[tuple[int, ...]]) -> list[str | None]:
             part: Stepwise | Engine = Engine(place, None, CPU)
         else:
             part = Stepwise(place, generate("all_to_all", algorithm, len(shares), shares=shares), Wire(), CPU)
-        found.append(wrong(place, part))
+        found.append(wrong(part))
     return found
 
 
@@ -133,7 +133,7 @@ class Slow(Wire):
 def spoiled(rank: int, collective: Collective, algorithm: str, victim: int) -> str | None:
     """What is wrong when one rank receives something else than what was sent."""
     place = place_of(rank, collective, 12)
-    return wrong(place, part_of(place, algorithm, Spoiling() if rank == victim else Wire()))
+    return wrong(part_of(place, algorithm, Spoiling() if rank == victim else Wire()))
 
 
 def without_each_move(rank: int, collective: Collective, algorithm: str) -> list[list[str | None]]:
@@ -141,13 +141,13 @@ def without_each_move(rank: int, collective: Collective, algorithm: str) -> list
     place = place_of(rank, collective, 12)
     whole = generate(collective, algorithm, len(place.members))
     right = part_of(place, algorithm, Wire())
-    assert wrong(place, right) is None
+    assert wrong(right) is None
     found = []
     for steps in _shortened(whole):
         fresh, used = Stepwise(place, steps, Wire(), CPU), Stepwise(place, steps, Wire(), CPU)
         assert isinstance(right, Stepwise)
         used._memory.copy_(right._memory)
-        found.append([wrong(place, fresh), wrong(place, used)])
+        found.append([wrong(fresh), wrong(used)])
     return found
 
 
@@ -266,11 +266,11 @@ class Counting:
 def in_a_row(rank: int, spec: Spec, count: int) -> tuple[int, int]:
     """In some trials of a spec: how often its transfer was done, and how often it was made ready."""
     members = Members(rank, spec.hosts, None, None)
-    parts: Any = [part and (part[0], Counting(part[1])) for part in _parts(spec, members, Wire())]
+    parts: Any = [part and Counting(part) for part in _parts(spec, members, Wire())]
     trials = Trials(spec, parts, members)
     for _ in range(count):
         trials.one()
-    return parts[0][1].runs, parts[0][1].trials
+    return parts[0].runs, parts[0].trials
 
 
 class Settling:
@@ -292,12 +292,12 @@ class Settling:
 def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
     """On rank 0 what its warm-up says, after how many trials, and the trials that count; on others None."""
     members = Members(rank, spec.hosts, None, None)
-    parts: Any = [part and (part[0], Settling(part[1], seconds, factor)) for part in _parts(spec, members, Wire())]
+    parts: Any = [part and Settling(part, seconds, factor) for part in _parts(spec, members, Wire())]
     trials = Trials(spec, parts, members)
     if rank:
         return _follow(spec, trials) and None
     found = _warm_up(spec, trials)
-    runs = parts[0][1].runs
+    runs = parts[0].runs
     counted = [trials.one() for _ in range(spec.trials)]
     steps = [row for trial in counted for row in trial.step_rows] + list(trials.last_steps())
     return found, runs, [trial.longest_ns() for trial in counted], steps

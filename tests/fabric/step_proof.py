@@ -51,9 +51,16 @@ class _Sum(NamedTuple):
         return _Sum(self.once | other.once, self.twice | other.twice | (self.once & other.once))
 
 
+def part(steps: StepList, rank: int) -> range:
+    """The chunks that belong to a rank in a buffer divided among the ranks."""
+    shares = steps.shares or (steps.chunks // steps.ranks,) * steps.ranks
+    first = sum(shares[:rank])
+    return range(first, first + shares[rank])
+
+
 def given(steps: StepList, rank: int) -> dict[int, int]:
     """Which slots of a rank hold which chunk of its own input before the first round."""
-    every, own = range(steps.chunks), steps.part(rank)
+    every, own = range(steps.chunks), part(steps, rank)
     match steps.collective:
         case "all_reduce" | "reduce_scatter" | "reduce" | "sendrecv":
             return {chunk: chunk for chunk in every}
@@ -69,7 +76,7 @@ def given(steps: StepList, rank: int) -> dict[int, int]:
 
 def wanted(steps: StepList, rank: int) -> tuple[Result, ...]:
     """What a rank has to end with, by slot."""
-    n, first, every, own = steps.ranks, steps.output, range(steps.chunks), steps.part(rank)
+    n, first, every, own = steps.ranks, steps.output, range(steps.chunks), part(steps, rank)
     match steps.collective:
         case "all_reduce":
             return tuple(Result(first + chunk, range(n), chunk) for chunk in every)
@@ -130,7 +137,7 @@ def _from_owners(steps: StepList) -> tuple[Result, ...]:
     return tuple(
         Result(steps.output + chunk, range(owner, owner + 1), chunk)
         for owner in range(steps.ranks)
-        for chunk in steps.part(owner)
+        for chunk in part(steps, owner)
     )
 
 

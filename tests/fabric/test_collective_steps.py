@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from step_proof import prove, wanted
 
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms import algorithms, generate
+from penstock.fabric.algorithms import algorithms, generate, rooted
+from penstock.fabric.algorithms import tree as trees
 from penstock.fabric.algorithms.tree import double_tree
 from penstock.fabric.algorithms.volume import cost, moves_of, sent_slots
 from penstock.fabric.steps import Collective, Move, StepList
@@ -40,8 +41,10 @@ def test_every_rank_ends_with_what_the_table_says(collective: str, algorithm: st
 @settings(max_examples=60)
 @given(st.sampled_from(EVERY), st.integers(2, 40), st.integers(1, 12))
 def test_for_any_number_of_ranks_and_pieces(named: tuple[str, str], ranks: int, pieces: int) -> None:
-    options = {"pieces": pieces} if named[1] in ("tree", "chain") else {}
-    assert prove(generate(*named, ranks, **options)) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rooted, "PIECES", pieces)
+        patch.setattr(trees, "PIECES", pieces)
+        assert prove(generate(*named, ranks)) == []
 
 
 def test_a_ring_of_64_is_proven() -> None:

@@ -12,7 +12,7 @@ from penstock.fabric.algorithms import ENGINE, algorithms
 from penstock.fabric.emulation import clock, payload
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.steps import Collective
-from penstock.fabric.workload import OPS, Transfer, Workload
+from penstock.fabric.workload import OPS, Op, Transfer, Workload
 from scaffolding.ranks import Ranks
 
 SIZES = (1, 1001, 7)
@@ -50,15 +50,19 @@ def test_iterations_are_done_in_a_row(ranks2: Ranks) -> None:
     assert ranks2.run(jobs.in_a_row, spec, 3) == [(21, 3), (21, 3)]
 
 
+def _first(ranks: int, dtype: torch.dtype, op: Op) -> payload.Participant:
+    return payload.Participant(Transfer("sum", 4), tuple(range(ranks)), 0, 1, 5, dtype, op)
+
+
 def test_an_average_and_a_product_are_exact_in_any_type_and_differ_from_a_sum() -> None:
     for ranks in (2, 3, 16, 200):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             numbers = [payload.contribution(rank, ranks, 600, 5, dtype, "avg") for rank in range(ranks)]
             right = torch.stack(numbers).double().mean(0)
-            assert torch.equal(payload.expected("all_reduce", 0, ranks, 600, 5, dtype, "avg").double(), right)
+            assert torch.equal(_first(ranks, dtype, "avg").expected(600).double(), right)
             assert len(right.unique()) == 3
     numbers = [payload.contribution(rank, 3, 60, 5, torch.int8, "prod") for rank in range(3)]
-    assert torch.equal(payload.expected("all_reduce", 0, 3, 60, 5, torch.int8, "prod"), torch.stack(numbers).prod(0))
+    assert torch.equal(_first(3, torch.int8, "prod").expected(60), torch.stack(numbers).prod(0))
 
 
 _BY = {

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
+from penstock.fabric.algorithms import algorithms
 from penstock.fabric.forecast import forecast
 from penstock.fabric.models import HOSTS, LinkFit, predict
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
-from penstock.fabric.terms import known_algorithms
 from penstock.fabric.times import TransferTimes, computed_step, measured_step
 from penstock.fabric.views.facts import warnings
 from penstock.fabric.workload import Transfer, Workload
@@ -189,7 +189,7 @@ def test_the_link_is_fitted_from_the_sweep_and_foretells_4096_hosts() -> None:
     rows = model["predictions"]
     assert {row["bytes"] for row in rows} == {4096 * 4**7}
     assert rows[-1]["hosts"] == 4096
-    assert set(rows[0]["seconds"]) == set(known_algorithms("all_reduce"))
+    assert set(rows[0]["seconds"]) == set(algorithms("all_reduce"))
     assert model["crossovers"][1]["hosts"] == 4
     assert model["crossovers"][1]["from"][0] == {"bytes": 0.0, "algorithm": "recursive-doubling"}
 

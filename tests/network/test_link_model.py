@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.network.impairment import DISTRIBUTIONS, Impairment
+from penstock.network.impairment import DISTRIBUTIONS, Bursts, Impairment
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
 from penstock.network.parse import parse_link
 
@@ -94,8 +94,8 @@ def test_shares_are_kept_with_and_without_correlation(word: str, bit: int, corre
 def test_bursts_are_those_of_the_model() -> None:
     link = parse_link("1gbit loss gemodel 1% 10% 70% 0.5%")
     lost = _drawn("loss gemodel 1% 10% 70% 0.5%").fate & LOST > 0
-    assert link.impairment.loss.share == pytest.approx((0.01 * 0.7 + 0.1 * 0.005) / 0.11)
-    assert lost.mean() == pytest.approx(link.impairment.loss.share, abs=0.006)
+    assert link.impairment.loss == Bursts(0.01, 0.1, 0.7, 0.005)
+    assert lost.mean() == pytest.approx((0.01 * 0.7 + 0.1 * 0.005) / 0.11, abs=0.006)
     again = lost[1:][lost[:-1]].mean()
     assert again == pytest.approx(0.9 * 0.7, abs=0.05)  # it stays bad in 9 of 10, and then 7 of 10 are lost
 

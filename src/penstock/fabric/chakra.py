@@ -57,17 +57,8 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
     """Writes `<name>.<rank>.et` for each rank, and `<name>.groups.json` with the members of each process group.
 
     Each node depends on the previous node of its rank, which preserves the workload's order. Pass the traces to
-    ASTRA-sim with `--workload-configuration=<folder>/<name>`, and the groups with `--comm-group-configuration`.
-
-    Args:
-        folder: created if it does not exist.
-        hosts: the number of ranks; must match the workload's if that is fixed.
-
-    Returns:
-        The files written, the groups file last.
-
-    Raises:
-        ArgumentError: the workload needs a different number of hosts.
+    ASTRA-sim with `--workload-configuration=<folder>/<name>`, and the groups with `--comm-group-configuration`. Returns
+    the files written, the groups file last. Raises ArgumentError: the workload needs a different number of hosts.
     """
     if hosts < 2 or workload.hosts not in (0, hosts):
         expected = workload.hosts or "2 or more"

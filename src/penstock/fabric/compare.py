@@ -51,9 +51,9 @@ class Difference:
     trials: tuple[int, int]
     p50_s: tuple[float | None, float | None]
     p99_s: tuple[float | None, float | None]
+    p_values: dict[str, float | None]
     ratio: float | None = None
     ratio_interval: Interval | None = None
-    p_values: dict[str, float | None] | None = None
     verdict: Verdict = "too few samples"
     differs_in: tuple[str, ...] = ()
 
@@ -103,27 +103,26 @@ def compare(a: Run, b: Run) -> Comparison:
             f"the runs have no transfer in common: A has {names[0]}, B has {names[1]}; compare runs of the same "
             "workload"
         )
-    found, tests = [], []
+    found = []
     for key in common:
         both = keys[0][key], keys[1][key]
         series = [_completion(run, load, group) for run, load, group in zip((a, b), loads, both, strict=True)]
         algorithms = (algorithm_of(a.record, both[0].places[0]), algorithm_of(b.record, both[1].places[0]))
-        found.append(_described(*key[:3], algorithms, series))
-        tests.append(_tested(*(one.mean(1) for one in series)))
+        found.append(_tested(*key[:3], algorithms, series))
     same = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)
     whole = same and a.record["hosts"] == b.record["hosts"]
     if whole:
         series = [measured_step(run, load)[:, None] for run, load in zip((a, b), loads, strict=True)]
         asked = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
-        found.append(_described("step", sum(one.bytes for one in loads[0].transfers), "all", asked, series))
-        tests.append(_tested(*(one.mean(1) for one in series)))
-    judged = _judged(found, tests)
+        found.append(_tested("step", sum(one.bytes for one in loads[0].transfers), "all", asked, series))
+    judged = _judged(found)
+    ours, others = _settings(a), _settings(b)
     return Comparison(
         transfers=tuple(judged[: len(common)]),
         step=judged[-1] if whole else None,
         only_in_a=tuple(name for name, *_ in keys[0] if (name, *_) not in keys[1]),
         only_in_b=tuple(name for name, *_ in keys[1] if (name, *_) not in keys[0]),
-        other_settings=_other_settings(a, b),
+        other_settings={key: (ours[key], others[key]) for key in ours if ours[key] != others.get(key, ours[key])},
     )
 
 
@@ -138,10 +137,11 @@ def _completion(run: Run, load: Workload, group: Group) -> Samples:
     return np.stack([TransferTimes.of(run, load, place).completion for place in group.places], axis=1)
 
 
-def _described(
+def _tested(
     name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
 ) -> Difference:
-    """Fills in everything that needs no test. Each of `series` has shape [trial, transfer]."""
+    """Describes two series, each of shape [trial, transfer], with the p-values of the tests for which there are enough
+    samples, not corrected yet."""
     first, second = (Summary.of(one) for one in series)
     made = Difference(
         name=name,
@@ -151,45 +151,32 @@ def _described(
         trials=(first.count, second.count),
         p50_s=(first.p50, second.p50),
         p99_s=(first.p99, second.p99),
+        p_values=dict.fromkeys(("median", "shape", "tail")),
     )
     if min(made.trials) < FEWEST:
         return made
-    # Ratios of times are differences of their logarithms. The floor is there because a clock may measure 0.
-    trials = [one.mean(1) for one in series]
-    logs = [np.log(np.maximum(one, 1e-9)) for one in trials]
-    middle, (low, high) = shift(logs[0], logs[1], _inflation(*trials))
-    return replace(made, ratio=math.exp(middle), ratio_interval=(math.exp(low), math.exp(high)))
-
-
-def _tested(a: Samples, b: Samples) -> dict[str, float]:
-    """Returns the p-values of the tests for which there are enough samples."""
-    if min(len(a), len(b)) < FEWEST:
-        return {}
-    times = [correlation_time(one) for one in (a, b)]
-    found = {
-        "median": mann_whitney(a, b, _inflation(a, b)).p,
-        "shape": kolmogorov_smirnov(a, b, (len(a) / times[0], len(b) / times[1])).p,
+    a, b = (one.mean(1) for one in series)
+    times = correlation_time(a), correlation_time(b)
+    worth = len(a) / times[0], len(b) / times[1]
+    # Dependence between samples increases the variance of a difference by this factor.
+    inflation = sum((times[0] / len(a), times[1] / len(b))) / (1 / len(a) + 1 / len(b))
+    ps: dict[str, float | None] = {
+        "median": mann_whitney(a, b, inflation).p,
+        "shape": kolmogorov_smirnov(a, b, worth).p,
+        "tail": next((tails(a, b, q).p for q in (0.99, 0.9) if min(worth) >= fewest(q)), None),
     }
-    for q in (0.99, 0.9):
-        if min(len(a) / times[0], len(b) / times[1]) >= fewest(q):
-            found["tail"] = tails(a, b, q).p
-            break
-    return found
+    # Ratios of times are differences of their logarithms. The floor is there because a clock may measure 0.
+    middle, (low, high) = shift(np.log(np.maximum(a, 1e-9)), np.log(np.maximum(b, 1e-9)), inflation)
+    return replace(made, ratio=math.exp(middle), ratio_interval=(math.exp(low), math.exp(high)), p_values=ps)
 
 
-def _inflation(a: Samples, b: Samples) -> float:
-    """Returns the factor by which dependence between samples increases the variance of a difference."""
-    terms = [correlation_time(one) / len(one) for one in (a, b)]
-    return sum(terms) / (1 / len(a) + 1 / len(b))
-
-
-def _judged(found: Sequence[Difference], tests: Sequence[dict[str, float]]) -> list[Difference]:
-    """Adds verdicts and p-values, corrected over all tests."""
-    keys = [(place, name) for place, ps in enumerate(tests) for name in ps]
-    corrected = dict(zip(keys, holm([tests[place][name] for place, name in keys]), strict=True))
+def _judged(found: Sequence[Difference]) -> list[Difference]:
+    """Corrects p-values over all tests, and adds verdicts."""
+    keys = [(place, name) for place, one in enumerate(found) for name, p in one.p_values.items() if p is not None]
+    corrected = dict(zip(keys, holm([found[place].p_values[name] or 0.0 for place, name in keys]), strict=True))
     made = []
     for place, one in enumerate(found):
-        ps = {name: corrected.get((place, name)) for name in ("median", "shape", "tail")}
+        ps = {name: corrected.get((place, name)) for name in one.p_values}
         where = tuple(name for name, p in ps.items() if p is not None and p < LEVEL)
         enough = any(p is not None for p in ps.values())
         verdict: Verdict = "too few samples" if not enough else "differs" if where else "no difference shown"
@@ -197,36 +184,28 @@ def _judged(found: Sequence[Difference], tests: Sequence[dict[str, float]]) -> l
     return made
 
 
-def _other_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
-    ours, others = ({**_settings(run.record), "stalled_trials": len(stalled(run))} for run in (a, b))
-    return {key: (ours[key], others[key]) for key in ours if key in others and ours[key] != others[key]}
-
-
 _KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")
 _OF_HOSTS = ("kernel", "torch", "congestion_control", "interface")
 _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 
 
-def _settings(record: dict[str, Any]) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, Any]:
     """Returns a run's settings, and the properties that all of its hosts share; None means not requested.
 
     `scenario` lists the events that took place.
     """
+    record = run.record
     workload, network = record["workload"], record.get("network") or {}
-    found = {key: record.get(key) for key in _KEYS}
+    found: dict[str, Any] = {key: record.get(key) for key in _KEYS}
     found |= {"iterations": iterations_of(record), "meets": bool(record.get("meets"))}
     found |= {"dtype": workload.get("dtype") or None, "op": workload.get("op", "sum")}
+    found["compute_seconds"] = workload["compute_seconds"]
     for one in workload["transfers"]:
         found |= {f"{key} of {one['name']}": list(one.get(key) or ()) or None for key in ("shares", "ranks")}
-    found["compute_seconds"] = workload["compute_seconds"] + sum(map(_computed, workload["transfers"]))
+        found["compute_seconds"] += sum(one.get("compute_by_rank") or ()) or one.get("compute_seconds") or 0.0
     found |= {key: network.get(key) or None for key in _OF_NETWORK}
     found["scenario"] = [one["text"] for one in record.get("happened") or ()] or None
     for key in _OF_HOSTS:
         values = {host.get(key) for host in record.get("environment") or ()}
         found[key] = values.pop() if len(values) == 1 else None
-    return found
-
-
-def _computed(transfer: dict[str, Any]) -> float:
-    """Returns the seconds computed before a transfer, summed over its ranks if they differ."""
-    return float(sum(transfer.get("compute_by_rank") or ()) or transfer.get("compute_seconds") or 0.0)
+    return {**found, "stalled_trials": len(stalled(run))}

@@ -55,11 +55,7 @@ def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | 
 
     Stephens' correction is applied (M. Stephens, Use of the Kolmogorov-Smirnov, Cramer-von Mises and related statistics
     without extensive tables, 1970). The test detects differences in shape, but hardly any that affect only one trial in
-    a hundred; `tails` detects those.
-
-    Args:
-        a, b: the samples.
-        effective: how many independent samples each series is worth; all of them if None.
+    a hundred; `tails` detects those. `effective`: how many independent samples each series is worth; None: all.
     """
     stats, special = scipy()
     m, n = effective or (len(a), len(b))

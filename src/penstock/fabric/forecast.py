@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms import generate
+from penstock.fabric.algorithms import algorithms, generate
 from penstock.fabric.algorithms.volume import is_even
 from penstock.fabric.models import (
     HOSTS,
@@ -26,7 +26,7 @@ from penstock.fabric.models import (
     slowest_of,
 )
 from penstock.fabric.statistics import fewest
-from penstock.fabric.terms import Terms, busbw_factor, closed_form, known_algorithms
+from penstock.fabric.terms import busbw_factor, closed_form
 from penstock.fabric.times import iterations_of, rate_key
 from penstock.schedule.placement import MAX_RANKS
 
@@ -34,8 +34,7 @@ FEWEST_SIZES = 3
 """With fewer sizes of a collective, the residuals of a fit mean nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """A measured size: the median of its completion times, and what the fit says."""
 
     bytes: int
@@ -56,7 +55,6 @@ class Fitted:
     Attributes:
         algorithm: the one the run used; empty if the run has no such collective.
         form: the algorithm whose closed form was fitted; for the engine's own collectives, our default algorithm.
-        source: "times" of the run's transfers, or the "links" measured before its trials.
         held: True if the times alone implied a faster link than was measured, and beta was held at the measured value.
         lack: why the times could not be fitted; empty if they were.
     """
@@ -64,11 +62,15 @@ class Fitted:
     collective: str
     algorithm: str
     form: str
-    source: str
     link: LinkFit
     points: tuple[Point, ...]
     held: bool = False
     lack: str = ""
+
+    @property
+    def source(self) -> str:
+        """The "times" of the run's transfers, or the "links" measured before its trials."""
+        return "links" if self.lack else "times"
 
     @property
     def largest_residual(self) -> float:
@@ -90,14 +92,8 @@ class Fitted:
             "r2": self.link.r2 if self.source == "times" else None,
             "largest_residual": self.largest_residual if self.points else None,
             "sizes": [
-                {
-                    "bytes": point.bytes,
-                    "ranks": point.ranks,
-                    "measured_s": point.measured_seconds,
-                    "fitted_s": point.fitted_seconds,
-                    "residual": point.residual,
-                }
-                for point in self.points
+                dict(zip(("bytes", "ranks", "measured_s", "fitted_s"), one, strict=True)) | {"residual": one.residual}
+                for one in self.points
             ],
         }
 
@@ -146,14 +142,17 @@ def forecast(
     """
     if not all(2 <= n <= MAX_RANKS for n in hosts):
         raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
-    return _carried(fit_run(record, results, collective), sizes, hosts)
+    fitted = _fitted(record, results, collective)
+    if isinstance(fitted, str):
+        raise ArgumentError(f"{fitted}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
+    return _carried(fitted, sizes, hosts)
 
 
 def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forecast]:
     """Yields a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
     for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
-        fitted = _by_times(record, results, collective)
-        if fitted is not None:
+        fitted = _fitted(record, results, collective)
+        if not isinstance(fitted, str) and not fitted.lack:
             yield _carried(fitted, [max(point.bytes for point in fitted.points)], HOSTS)
 
 
@@ -165,33 +164,36 @@ def _carried(fitted: Fitted, sizes: Sequence[int], hosts: Sequence[int]) -> Fore
     return Forecast(fitted, tuple(rows), {n: crossovers(link, collective, n) for n in numbers})
 
 
-def fit_run(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted:
-    """Fits the link to a collective's times, or falls back to the measured links if it has fewer than three sizes.
-
-    Raises:
-        ArgumentError: the run has neither.
-    """
-    fitted = _by_times(record, results, collective)
-    if fitted is not None:
-        return fitted
-    rows, algorithm, form = _rows(results, collective)
-    timed = _timed(rows, form)
-    lack = _lacks(rows, len(timed), results["trials"], collective)
-    link = _slowest(record, lack)
-    return Fitted(collective, algorithm, form, "links", link, _points(timed, link), lack=lack)
-
-
-def _by_times(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted | None:
-    """Fits the link to a collective's median times, no faster than measured; None if there are too few sizes."""
-    rows, algorithm, form = _rows(results, collective)
-    timed = _timed(rows, form)
-    if len({one.bytes for one in timed}) < FEWEST_SIZES:
-        return None
-    points = [(one.bytes, one.seconds, one.terms) for one in timed]
-    free, measured = fit(points), _limiting(record, rows, form)
-    held = measured is not None and free.beta_seconds_per_byte < measured.beta_seconds_per_byte
-    link = fit(points, measured.beta_seconds_per_byte) if measured is not None and held else free
-    return Fitted(collective, algorithm, form, "times", link, _points(timed, link), held)
+def _fitted(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted | str:
+    """Fits the link to a collective's median times, no faster than measured. With too few sizes, the slowest measured
+    link stands in, which a collective must wait for; if none was measured, returns what is lacking."""
+    # Uneven collectives have no closed form.
+    rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
+    algorithm = rows[0]["algorithm"] if rows else ""
+    form = _form(collective, algorithm)
+    medians = [(one["bytes"], len(one["ranks"]), one[rate_key(collective)]["p50"]) for one in rows]
+    timed = [(size, ranks, median, closed_form(collective, form, ranks)) for size, ranks, median in medians if median]
+    lack, held = "", False
+    if not rows:
+        lack = f"the run has no {collective} to fit"
+    elif len({size for size, *_ in timed}) < FEWEST_SIZES:
+        lack = f"{results['trials']} trials are too few for a median (it needs {fewest(0.5)})"
+        if len(rows) == len(timed):
+            sizes = counted(len({size for size, *_ in timed}), "size")
+            lack = f"{sizes} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
+    if lack:
+        links = [link for _, link in record_links(record)]
+        if not links:
+            return lack
+        link = slowest_of(links)
+    else:
+        points = [(size, median, terms) for size, _, median, terms in timed]
+        link, measured = fit(points), _limiting(record, rows, form)
+        held = measured is not None and link.beta_seconds_per_byte < measured.beta_seconds_per_byte
+        if measured is not None and held:
+            link = fit(points, measured.beta_seconds_per_byte)
+    shown = tuple(Point(size, ranks, median, link.seconds(terms, size)) for size, ranks, median, terms in timed)
+    return Fitted(collective, algorithm, form, link, shown, held, lack)
 
 
 def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
@@ -222,62 +224,10 @@ def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
     terms = closed_form(one["collective"], form, ranks)
     if one["shares"]:
         terms = terms._replace(bytes_factor=busbw_factor(one["collective"], ranks, one["shares"]))
-    return _seconds(terms, one["bytes"], link) + link.alpha_seconds / iterations_of(record)
-
-
-class _Timed(NamedTuple):
-    """A transfer with a known median time."""
-
-    bytes: int
-    ranks: int
-    seconds: float
-    terms: Terms
-
-
-def _rows(results: dict[str, Any], collective: str) -> tuple[list[dict[str, Any]], str, str]:
-    """Returns a collective's transfers, their algorithm, and the algorithm whose closed form stands for it."""
-    # Uneven collectives have no closed form.
-    rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
-    algorithm = rows[0]["algorithm"] if rows else ""
-    return rows, algorithm, _form(collective, algorithm)
+    return link.seconds(terms, one["bytes"]) + link.alpha_seconds / iterations_of(record)
 
 
 def _form(collective: str, algorithm: str) -> str:
     """Returns the algorithm whose closed form stands for one: for the engine's own, our default."""
-    known = known_algorithms(collective)
+    known = algorithms(collective)
     return algorithm if algorithm in known else known[0]
-
-
-def _timed(rows: Sequence[dict[str, Any]], form: str) -> list[_Timed]:
-    found = []
-    for one in rows:
-        median, ranks = one[rate_key(one["collective"])]["p50"], len(one["ranks"])
-        if median:
-            found.append(_Timed(one["bytes"], ranks, median, closed_form(one["collective"], form, ranks)))
-    return found
-
-
-def _points(timed: Sequence[_Timed], link: LinkFit) -> tuple[Point, ...]:
-    return tuple(Point(one.bytes, one.ranks, one.seconds, _seconds(one.terms, one.bytes, link)) for one in timed)
-
-
-def _seconds(terms: Terms, size: float, link: LinkFit) -> float:
-    return terms.seconds(size, link.alpha_seconds, link.beta_seconds_per_byte)
-
-
-def _lacks(rows: Sequence[Any], timed: int, trials: int, collective: str) -> str:
-    """Explains why the times cannot be fitted."""
-    if not rows:
-        return f"the run has no {collective} to fit"
-    if len(rows) > timed:
-        return f"{trials} trials are too few for a median (it needs {fewest(0.5)})"
-    sizes = {one["bytes"] for one in rows}
-    return f"{counted(len(sizes), 'size')} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
-
-
-def _slowest(record: dict[str, Any], lack: str) -> LinkFit:
-    """Returns the slowest of the measured links, which a collective must wait for."""
-    links = [link for _, link in record_links(record)]
-    if not links:
-        raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
-    return slowest_of(links)

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.fabric.terms import PIECES, Terms, busbw_factor, closed_form, known_algorithms
+from penstock.fabric.algorithms import algorithms
+from penstock.fabric.algorithms.forms import Terms
+from penstock.fabric.terms import busbw_factor, closed_form
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -39,6 +41,10 @@ class LinkFit:
     def bytes_per_second(self) -> float:
         """The bandwidth; infinite if beta is 0."""
         return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
+
+    def seconds(self, terms: Terms, size_bytes: float) -> float:
+        """Returns the time of a collective of this cost and size."""
+        return terms.rounds * self.alpha_seconds + size_bytes * terms.bytes_factor * self.beta_seconds_per_byte
 
 
 def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
@@ -75,12 +81,9 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
     return LinkFit(float(alpha), float(beta), r2)
 
 
-def predict(
-    link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
-) -> float:
-    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no closed form."""
-    terms = closed_form(collective, algorithm, ranks, pieces)
-    return terms.seconds(size_bytes, link.alpha_seconds, link.beta_seconds_per_byte)
+def predict(link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float) -> float:
+    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no such algorithm."""
+    return link.seconds(closed_form(collective, algorithm, ranks), size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def predictions(
     """Predicts each number of ranks, by default up to 4096, for all algorithms."""
     rows = []
     for n in ranks:
-        seconds = {name: predict(link, collective, name, n, size_bytes) for name in known_algorithms(collective)}
+        seconds = {name: predict(link, collective, name, n, size_bytes) for name in algorithms(collective)}
         best = min(seconds, key=lambda name: seconds[name])
         rate = size_bytes * busbw_factor(collective, n) / seconds[best] if seconds[best] else math.inf
         rows.append(Prediction(collective, n, size_bytes, seconds, best, rate))
@@ -120,10 +123,10 @@ def predictions(
 def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
     """Returns the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
 
-    Among algorithms that cost the same at all sizes, the first in `known_algorithms` stands for all.
+    Among algorithms that cost the same at all sizes, the first in `algorithms` stands for all.
     """
     lines = []
-    for name in known_algorithms(collective):
+    for name in algorithms(collective):
         terms = closed_form(collective, name, ranks)
         lines.append((terms.rounds * link.alpha_seconds, terms.bytes_factor * link.beta_seconds_per_byte, name))
     fixed, slope, best = min(lines, key=lambda line: line[:2])

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.fabric.models import LinkFit
@@ -32,19 +32,24 @@ Measured = tuple[tuple[int, int], LinkFit]
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One direction of a host's port.
+    """One direction of a host's port, or of several ports together.
 
     Attributes:
         bytes_per_second: the rate of message bytes.
         burst_bytes: message bytes that pass at once after an idle period.
+        latency_seconds: to the nearest partner.
     """
 
     bytes_per_second: float
     burst_bytes: float = 0.0
+    latency_seconds: float = 0.0
 
-    def seconds(self, size: float) -> float:
-        """Returns how long `size` bytes take to pass; 0 at an infinite rate."""
-        return 0.0 if math.isinf(self.bytes_per_second) else max(size - self.burst_bytes, 0.0) / self.bytes_per_second
+    def seconds(self, size: float, iterations: int = 1) -> float:
+        """Returns the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
+        if not size:
+            return 0.0
+        left = 0.0 if math.isinf(self.bytes_per_second) else max(size * iterations - self.burst_bytes, 0.0)
+        return (self.latency_seconds + left / self.bytes_per_second) / iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,67 +161,41 @@ def lower_bound_seconds(
     found = dict(links)
     bounds, out, into = [], [], []
     for place, rank in enumerate(members):
-        targets, sources = _partners(collective, place, members)
+        targets, sources = [[other for other in members if other != rank]] * 2
+        if collective == "sendrecv":
+            targets, sources = [members[(place + 1) % len(members)]], [members[place - 1]]
         leaving = _joined(ports, found, [(rank, other) for other in targets])
         arriving = _joined(ports, found, [(other, rank) for other in sources])
         if leaving is None or arriving is None:
             return None
-        sent, received = (share * size_bytes for share in _needs(collective, len(members), place, shares))
+        needs = _NEEDS[collective](len(members), place == 0)
+        if shares:
+            own = shares[place] / sum(shares)
+            needs = 1 - own, (len(members) - 1) * own
+        sent, received = (share * size_bytes for share in needs)
         bounds += [leaving.seconds(sent, iterations), arriving.seconds(received, iterations)]
         out.append(leaving)
         into.append(arriving)
     if collective == "all_reduce":
         carried = 2 * (len(members) - 1) * size_bytes
-        bounds += [_together(ways).seconds(carried, iterations) for ways in (out, into)]
+        bounds += [_sum(ways).seconds(carried, iterations) for ways in (out, into)]
     return max(bounds)
-
-
-class _Way(NamedTuple):
-    """A rank's combined outgoing or incoming path: its port, and the latency to its nearest partner in seconds."""
-
-    port: Port
-    latency_seconds: float
-
-    def seconds(self, size: float, iterations: int) -> float:
-        """Returns the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
-        if not size:
-            return 0.0
-        return (self.latency_seconds + self.port.seconds(size * iterations)) / iterations
-
-
-def _partners(collective: str, place: int, members: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns the ranks that a rank may send to, and those it may receive from."""
-    if collective == "sendrecv":
-        return [members[(place + 1) % len(members)]], [members[place - 1]]
-    others = [rank for rank in members if rank != members[place]]
-    return others, others
 
 
 def _joined(
     ports: Ports | None, links: dict[tuple[int, int], LinkFit], pairs: Sequence[tuple[int, int]]
-) -> _Way | None:
+) -> Port | None:
     """Returns the path through one rank's port over all these pairs; it is as fast as its slower end."""
     if ports is None:
         (pair, *more) = pairs
         link = links.get(pair, links.get(pair[::-1]))
-        return None if more or link is None else _Way(Port(link.bytes_per_second), link.alpha_seconds)
+        return None if more or link is None else Port(link.bytes_per_second, 0.0, link.alpha_seconds)
     # One of the two sides is the rank's own port, which all pairs share.
     up, down = [ports.up[a] for a in {a for a, _ in pairs}], [ports.down[b] for b in {b for _, b in pairs}]
     slower = min((_sum(up), _sum(down)), key=lambda port: port.bytes_per_second)
-    return _Way(slower, min(ports.latencies[pair] for pair in pairs))
-
-
-def _together(ways: Sequence[_Way]) -> _Way:
-    return _Way(_sum([way.port for way in ways]), min(way.latency_seconds for way in ways))
+    return replace(slower, latency_seconds=min(ports.latencies[pair] for pair in pairs))
 
 
 def _sum(ports: Sequence[Port]) -> Port:
-    return Port(sum(one.bytes_per_second for one in ports), sum(one.burst_bytes for one in ports))
-
-
-def _needs(collective: str, ranks: int, place: int, shares: Sequence[int]) -> tuple[float, float]:
-    """Returns what a rank must send and receive, as fractions of the size."""
-    if not shares:
-        return _NEEDS[collective](ranks, place == 0)
-    own = shares[place] / sum(shares)
-    return 1 - own, (ranks - 1) * own
+    rate, burst = sum(one.bytes_per_second for one in ports), sum(one.burst_bytes for one in ports)
+    return Port(rate, burst, min(one.latency_seconds for one in ports))

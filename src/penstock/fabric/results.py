@@ -7,19 +7,17 @@ GBps is 1e9 bytes per second. Figures that the samples cannot bound are None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.fabric.autocorrelation import effective_counts
 from penstock.fabric.forecast import forecasts, network_seconds
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.models import record_links
-from penstock.fabric.ports import Measured, Ports, changed, lower_bound_seconds, shaped_ports
+from penstock.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.fabric.samples import Run
-from penstock.fabric.statistics import Saturation, Summary, fewest, outliers, saturation
+from penstock.fabric.statistics import Summary, fewest, outliers, saturation
 from penstock.fabric.terms import busbw_factor
 from penstock.fabric.times import (
     TransferTimes,
@@ -48,12 +46,22 @@ def results(run: Run) -> dict[str, Any]:
     workload = Workload.from_dict(record["workload"])
     hosts, trials = int(record["hosts"]), len(run.start_ns)
     times = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
-    links = _Links.of(record)
+    links = [] if changed(record) else record_links(record)
+    ports = shaped_ports(record, links)
+
+    def bound(place: int) -> float | None:
+        """Returns the least seconds that the links allow; None if they changed during the run, or are not known."""
+        one = workload.transfers[place]
+        of_all = (one.collective, times[place].ranks, one.bytes, one.shares, ports, iterations_of(record))
+        return lower_bound_seconds(links, *of_all)
 
     def entry(group: Group) -> dict[str, Any]:
         chosen = [workload.transfers[place] for place in group.places]
+        bounds = [bound(place) for place in group.places]
+        # Of similar transfers between different ranks, the mean.
+        least = None if None in bounds else sum(filter(None, bounds)) / len(bounds)
         algorithm = algorithm_of(record, group.places[0])
-        return _entry(group.name, chosen, [times[place] for place in group.places], algorithm, links)
+        return _entry(group.name, chosen, [times[place] for place in group.places], algorithm, least)
 
     transfers = [entry(Group(one.name, (place,))) for place, one in enumerate(workload.transfers)]
     together = [
@@ -61,7 +69,6 @@ def results(run: Run) -> dict[str, Any]:
         for group in groups(workload)
     ]
     step = _step(run, workload, times, transfers)
-    cpu = _cpu(record, trials, _network_percent(record, transfers, links))
     made = {
         "version": 1,
         "workload": workload.name,
@@ -73,7 +80,7 @@ def results(run: Run) -> dict[str, Any]:
         "groups": together,
         "step": step,
         "stalled": list(stalled(run)),
-        "cpu": asdict(cpu),
+        "cpu": saturation(record, trials, _network_percent(record, transfers)),
         "links": record.get("links") or [],
         "environment": {
             "hosts": record.get("environment"),
@@ -99,7 +106,7 @@ def _entry(
     transfers: Sequence[Transfer],
     times: Sequence[TransferTimes],
     algorithm: str,
-    links: _Links,
+    bound: float | None,
 ) -> dict[str, Any]:
     """Describes one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
@@ -107,7 +114,6 @@ def _entry(
     summary = Summary.of(completion)
     waiting = Summary.of(np.stack([one.transfer for one in times], axis=1))
     median = (waiting if rate_key(first.collective) == "transfer_s" else summary).p50
-    bound = _bound(transfers, times, links)
     factor = busbw_factor(first.collective, len(times[0].ranks), first.shares)
     return {
         "name": name,
@@ -127,50 +133,26 @@ def _entry(
         "bound_s": bound,
         "ideal_percent": 100 * bound / median if bound is not None and median else None,
         "outliers": sorted({int(place) // len(times) for place in outliers(completion)}),
-        "per_rank": _per_rank(times),
-        "slowest_rank": _slowest(times),
+        "per_rank": (per_rank := _per_rank(times)),
+        "slowest_rank": _slowest(per_rank),
     }
-
-
-class _Links(NamedTuple):
-    """What bounds times; empty if the links changed during the run."""
-
-    measured: list[Measured]
-    ports: Ports | None
-    iterations: int
-    changed: bool
-
-    @classmethod
-    def of(cls, record: dict[str, Any]) -> _Links:
-        measured = [] if changed(record) else record_links(record)
-        return cls(measured, shaped_ports(record, measured), iterations_of(record), changed(record))
 
 
 ABOVE_IDEAL = 105.0
 """A percentage of ideal above which the figure must be wrong: links are measured to within 5%."""
 
 
-def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]], links: _Links) -> float | None:
+def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]) -> float | None:
     """Returns the least percentage of any transfer's median that the network alone accounts for.
 
     None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
     uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
     """
-    if links.changed or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
+    if changed(record) or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
         return None
     medians = [one[rate_key(one["collective"])]["p50"] for one in transfers]
     pairs = zip(transfers, medians, strict=True)
     return min(100 * network_seconds(record, one) / median if median else 0.0 for one, median in pairs)
-
-
-def _bound(transfers: Sequence[Transfer], times: Sequence[TransferTimes], links: _Links) -> float | None:
-    """Returns the least seconds that the links allow; for similar transfers between different ranks, the mean."""
-    found = []
-    for transfer, one in zip(transfers, times, strict=True):
-        of_all = (transfer.collective, one.ranks, transfer.bytes, transfer.shares, links.ports, links.iterations)
-        found.append(lower_bound_seconds(links.measured, *of_all))
-    known = [bound for bound in found if bound is not None]
-    return sum(known) / len(known) if len(known) == len(found) else None
 
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:
@@ -190,59 +172,30 @@ def _rates(size: int, bus_bytes: float, median: float | None) -> dict[str, float
 
 
 def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
+    """Describes each rank that takes part in any of the transfers: its quantiles, None if there are too few trials, and
+    in how many trials it was the slowest, and the latest; empty without trials."""
     if not len(times[0].durations):
         return []
-    made = _by_rank(times)
-    each = list(made.values())
-    columns = {"p50": _quantiles([one.durations for one in each], 0.5)}
-    columns["p99"] = _quantiles([one.durations for one in each], 0.99)
-    return [
-        {
-            "rank": rank,
-            **{name: column and column[place] for name, column in columns.items()},
-            "trials_slowest": one.slowest,
-            "trials_latest": one.latest,
-        }
-        for place, (rank, one) in enumerate(made.items())
-    ]
-
-
-class _OfRank(NamedTuple):
-    """One rank's durations, shape [trial, transfer], and in how many trials it was the slowest, and the latest."""
-
-    durations: NDArray[np.float64]
-    slowest: int
-    latest: int
-
-
-def _by_rank(times: Sequence[TransferTimes]) -> dict[int, _OfRank]:
-    """Collects the durations of each rank that takes part in any of the transfers."""
     slowest = [one.durations.argmax(1) for one in times]
     latest = [one.late.argmax(1) for one in times]
-    made = {}
+    found: list[dict[str, Any]] = []
+    durations = []
     for rank in dict.fromkeys(rank for one in times for rank in one.ranks):
         places = [(n, one.ranks.index(rank)) for n, one in enumerate(times) if rank in one.ranks]
-        made[rank] = _OfRank(
-            np.stack([times[n].durations[:, place] for n, place in places], axis=1),
-            sum(int((slowest[n] == place).sum()) for n, place in places),
-            sum(int((latest[n] == place).sum()) for n, place in places),
-        )
-    return made
+        durations.append(np.stack([times[n].durations[:, place] for n, place in places], axis=1))
+        counts = [sum(int((which[n] == place).sum()) for n, place in places) for which in (slowest, latest)]
+        found.append({"rank": rank, "p50": None, "p99": None, "trials_slowest": counts[0], "trials_latest": counts[1]})
+    for name, q in (("p50", 0.5), ("p99", 0.99)):
+        if min(effective_counts(one.mean(1), (q,))[0] for one in durations) >= fewest(q):
+            for entry, one in zip(found, durations, strict=True):
+                entry[name] = float(np.quantile(one, q))
+    return found
 
 
-def _quantiles(durations: Sequence[NDArray[np.float64]], q: float) -> list[float] | None:
-    """Returns each rank's quantile; None if there are too few trials."""
-    worth = min((effective_counts(one.mean(1), (q,))[0] for one in durations), default=0.0)
-    return None if worth < fewest(q) else [float(np.quantile(one, q)) for one in durations]
-
-
-def _slowest(times: Sequence[TransferTimes]) -> dict[str, Any] | None:
+def _slowest(per_rank: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the rank that was slowest most often; None without trials."""
-    if not len(times[0].durations):
-        return None
-    made = _by_rank(times)
-    rank = max(made, key=lambda rank: made[rank].slowest)
-    return {"rank": rank, "trials_slowest": made[rank].slowest}
+    most = max(per_rank, key=lambda one: int(one["trials_slowest"]), default=None)
+    return most and {"rank": most["rank"], "trials_slowest": most["trials_slowest"]}
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -258,12 +211,12 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
     medians = {overlap: summary.p50, not overlap: Summary.of(other).p50}
     size = sum(transfer.bytes for transfer in workload.transfers)
     bus = sum(one["bytes"] * busbw_factor(one["collective"], len(one["ranks"]), one["shares"]) for one in transfers)
-    bounds = [one["bound_s"] for one in transfers]
+    bounds, kinds = [one["bound_s"] for one in transfers], {one["collective"] for one in transfers}
     bound = None if None in bounds else _if_transfers_took(workload, bounds, hosts, overlap=overlap)
     return {
         "name": "step",
         "bytes": size,
-        "collective": _common_collective(transfers),
+        "collective": kinds.pop() if len(kinds) == 1 else None,
         "algorithm": str(run.record.get("algorithm", "")),
         "trials": len(measured),
         **_times("time", summary),
@@ -281,23 +234,3 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
 def _if_transfers_took(workload: Workload, seconds: list[float], hosts: int, *, overlap: bool = False) -> float:
     """Returns the seconds of a step whose transfers take these times."""
     return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])
-
-
-def _common_collective(transfers: list[dict[str, Any]]) -> str | None:
-    """Returns the collective that all of them share; None if they differ."""
-    found = {one["collective"] for one in transfers}
-    return found.pop() if len(found) == 1 else None
-
-
-def _cpu(record: dict[str, Any], trials: int, network_percent: float | None) -> Saturation:
-    shared = bool(record.get("shared_machine", False))
-    hosts = record.get("environment") or []
-    cores = [int(host.get("cores") or 0) for host in hosts if isinstance(host, dict)]
-    return saturation(
-        record.get("cpu") or [],
-        shared_machine=shared,
-        machine_cores=int(record.get("machine_cores") or 1),
-        trials=trials,
-        cores=cores if all(cores) else [],
-        network_percent=network_percent,
-    )

@@ -104,22 +104,18 @@ class Run:
         whole = len(table) // int(taking.sum()) if taking.any() else 0
         start = np.full((whole, len(transfers), hosts), -1, np.int64)
         end = start.copy()
-        _check(table, taking, folder / SAMPLES)
+        if (fault := _fault(table, taking)) is not None:
+            path = folder / SAMPLES
+            raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
         table = table[table[:, 0] < whole]
         start[table[:, 0], table[:, 1], table[:, 2]] = table[:, 3]
         end[table[:, 0], table[:, 1], table[:, 2]] = table[:, 4]
         return cls(record, start, end, steps)
 
 
-def _check(table: NDArray[np.int64], taking: NDArray[np.bool_], path: Path) -> None:
-    """Raises ArgumentError for rows that no run writes. A run writes all rows of each trial once, until it ends."""
-    fault = _fault(table, taking)
-    if fault is not None:
-        raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
-
-
 def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
-    """Describes the first faulty row, if there is one; the order of rows does not matter."""
+    """Describes the first row that no run writes, if there is one: a run writes all rows of each trial once, in any
+    order, until it ends."""
     transfers, hosts = taking.shape
     trial, transfer, rank, start, end = table.T
     inside = (

@@ -6,7 +6,7 @@ Functions take plain numbers. A figure that the samples cannot bound is None, ne
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -97,10 +97,8 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
     """Returns the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
 
     Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
-    independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1).
-
-    Returns:
-        The two ranks; None if even the smallest or the largest sample is no bound, which is when q^count is above 2.5%.
+    independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1). None if even the smallest or the
+    largest sample is no bound, which is when q^count is above 2.5%.
     """
     stats, _ = scipy()
     side = (1 - CONFIDENCE) / 2
@@ -111,15 +109,8 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
 
 
 def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) -> Interval | None:
-    """Returns the 95% confidence interval of a quantile.
-
-    Args:
-        ordered: samples in ascending order.
-        effective: how many independent samples they are worth.
-
-    Returns:
-        None if there are too few to bound it.
-    """
+    """Returns the 95% confidence interval of a quantile of ascending samples that are worth `effective` independent
+    ones; None if these are too few to bound it."""
     if effective >= len(ordered):
         ranks = order_interval(len(ordered), q)
         return ranks and (float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1]))
@@ -127,15 +118,11 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
         return None
     # Order statistics of fractional rank (A. Hutson, Calculating nonparametric confidence intervals for quantiles using
     # fractional order statistics, 1999), mapped to positions among the samples.
-    sides = ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2)
-    found = [_rank(q, effective, side) / (effective + 1) * (len(ordered) + 1) - 1 for side in sides]
+    below = (1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2  # how likely the order statistic is below the quantile
+    ranks_among = [float(scipy()[1].bdtrik(1 - side, effective, q)) + 1 for side in below]
+    found = [rank / (effective + 1) * (len(ordered) + 1) - 1 for rank in ranks_among]
     low, high = np.interp(found, np.arange(len(ordered)), ordered)
     return float(low), float(high)
-
-
-def _rank(q: float, count: float, below: float) -> float:
-    """Returns the rank of the order statistic, among `count`, that is below the q-quantile with probability `below`."""
-    return float(scipy()[1].bdtrik(1 - below, count, q)) + 1
 
 
 def fewest(q: float) -> int:
@@ -198,60 +185,47 @@ def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
     return np.flatnonzero(values > middle + factor * spread) if spread else np.empty(0, np.intp)
 
 
-@dataclass(frozen=True, slots=True)
-class Saturation:
-    """Whether the processors, rather than the network, determined the times.
-
-    Attributes:
-        saturated: they did, or may have if that is unknown; figures about the network are then not valid.
-        scheduler_tails: ranks were preempted often enough to account for the slowest 1% of the trials.
-        utilization: of the busiest machine, 0..1; None if unknown.
-        text: a description for people; empty if nothing is known.
-    """
-
-    saturated: bool
-    scheduler_tails: bool
-    utilization: float | None
-    text: str
-
-
 _BUSY, _STOLEN, _TAIL = 0.85, 0.05, 0.01
 _NETWORK = 80.0
 """If the network alone accounts for this percentage of the times, it is the limit, however busy the processors are."""
 
 
-def saturation(
-    cpu: Sequence[dict[str, Any]],
-    *,
-    shared_machine: bool,
-    machine_cores: int,
-    trials: int,
-    cores: Sequence[int] = (),
-    network_percent: float | None = 0.0,
-) -> Saturation:
-    """Judges from processor usage whether a run was limited by its processors.
+def saturation(record: Mapping[str, Any], trials: int, network_percent: float | None = 0.0) -> dict[str, Any]:
+    """Judges from processor usage whether a run was limited by its processors, rather than by the network.
 
     Args:
-        cpu: for each rank, `cpu_seconds`, `wall_seconds`, and, where known, `involuntary_switches` and its whole
-            machine's `busy` and `steal` (0..1, over all cores).
-        shared_machine: True if the ranks are processes on one machine with `machine_cores` cores.
+        record: the run's record.
         trials: the number of trials run in this time.
-        cores: the cores of each rank's own machine, if they are not shared; if empty, `machine_cores`.
         network_percent: the least percentage of any transfer's time that its algorithm would take on these links with
             free processors; close to 100, the processors are no limit. None if unknown, in which case neither is
             blamed.
+
+    Returns:
+        `saturated`: it was, or may have been if that is unknown; figures about the network are then not valid.
+        `scheduler_tails`: ranks were preempted often enough to account for the slowest 1% of the trials.
+        `utilization`: of the busiest machine, 0..1; None if unknown. `text`: for people; empty if nothing is known.
     """
-    known = [one for one in cpu if one.get("wall_seconds")]
+    known = [one for one in record.get("cpu") or () if one.get("wall_seconds")]
     if not known:
-        return Saturation(False, False, None, "")
+        return {"saturated": False, "scheduler_tails": False, "utilization": None, "text": ""}
+    count = int(record.get("machine_cores") or 1)
+    if shared := bool(record.get("shared_machine")):
+        alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * count)
+        busy = max(alone, *(one.get("busy") or 0.0 for one in known))
+        where = f"{len(known)} hosts share {count} cores"
+    else:
+        cores = [int(host.get("cores") or 0) for host in record.get("environment") or ()]
+        cores = cores if all(cores) and len(cores) == len(known) else [count] * len(known)
+        # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
+        shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, cores, strict=True)]
+        machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
+        busy = max(machines)
+        where = f"rank {machines.index(busy)} is the busiest"
     stolen = max(one.get("steal") or 0.0 for one in known)
-    own = cores if len(cores) == len(known) else [machine_cores] * len(known)
-    busy, where = _shared(known, machine_cores) if shared_machine else _busiest(known, own)
-    crowded = shared_machine and len(known) > machine_cores
     switches = sum(one.get("involuntary_switches") or 0 for one in known)
     crammed = busy >= _BUSY or stolen >= _STOLEN
     saturated = crammed and (network_percent is None or network_percent < _NETWORK)
-    tails = (crammed or crowded) and switches >= _TAIL * max(trials, 1)
+    tails = (crammed or (shared and len(known) > count)) and switches >= _TAIL * max(trials, 1)
     parts = [f"{where}, {busy:.0%} busy"]
     if stolen >= _STOLEN:
         parts.append(f"{stolen:.0%} taken by other virtual machines")
@@ -265,18 +239,4 @@ def saturation(
         )
     if tails:
         parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the scheduler may cause the tail")
-    return Saturation(saturated, tails, busy, "; ".join(parts))
-
-
-def _shared(known: Sequence[dict[str, Any]], cores: int) -> tuple[float, str]:
-    """How busy the machine is that all ranks share, and what to call it."""
-    alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * cores)
-    return max(alone, *(one.get("busy") or 0.0 for one in known)), f"{len(known)} hosts share {cores} cores"
-
-
-def _busiest(known: Sequence[dict[str, Any]], cores: Sequence[int]) -> tuple[float, str]:
-    """The same of the busiest of the ranks' own machines."""
-    # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
-    shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, cores, strict=True)]
-    machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
-    return max(machines), f"rank {machines.index(max(machines))} is the busiest"
+    return {"saturated": saturated, "scheduler_tails": tails, "utilization": busy, "text": "; ".join(parts)}

@@ -38,6 +38,10 @@ receives from the previous one, so two ranks send to each other at once.
 """
 
 
+PIECES = 8
+"""Into how many pieces pipelined algorithms cut the data: more fill the ports better, but take more rounds."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Move:
     """One message: `source` sends its slots [first, first + count), and `target` stores them from slot `into` on.
@@ -89,12 +93,6 @@ class StepList:
                 last = max(move.first, move.into) + move.count
                 if move.count < 1 or min(move.first, move.into) < 0 or last > self.slots:
                     raise ArgumentError(f"round {number}: {move} is not within {self.slots} slots")
-
-    def part(self, rank: int) -> range:
-        """Returns the range of chunks that belong to a rank in a buffer divided among the ranks."""
-        shares = self.shares or (self.chunks // self.ranks,) * self.ranks
-        first = sum(shares[:rank])
-        return range(first, first + shares[rank])
 
     def slot_bytes(self, size_bytes: int, element_bytes: int = 1) -> int:
         """Returns the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""

@@ -11,12 +11,12 @@ What is requested
 What implements it
   shapers.py      chooses tbf or the switch, or refuses
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
-  machines.py     creates the hosts and joins them      subnets.py, settings.py  addresses; IPv6 and TCP settings
+  machines.py     creates the hosts and joins them      subnets.py  addresses
   keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
   director.py     plays a scenario
 What runs on it
   nodes.py        a torchrun job across hosts, with an agent on each
-  inside.py       runs work in a namespace, in a thread
+  inside.py       runs work in a namespace, in a thread; IPv6 and TCP settings
   conditions.py   what a run's record says about a host and its network
 """
 

@@ -61,58 +61,60 @@ class Neighbor:
 def parse_background(text: str, hosts: int) -> Neighbor:
     """Parses the description of a source of traffic. Raises ArgumentError: the text is not valid, the host does not
     exist, or the file cannot be read."""
-    words = text.split()
-    named: dict[str, Any] = {}
     try:
-        if not words:
-            raise ValueError("it is empty: pass one like '50mbit to 1'")
-        kind = words[0].lower()
-        reads: dict[str, Callable[[str], float]] = {"to": q.count, "size": q.size}
-        if kind == "incast":
-            named["burst"], rest = q.size(_value(words, 0)), words[2:]
-            reads["every"] = q.seconds
-        elif kind == "trace":
-            named["file"], rest = _value(words, 0), words[2:]
-            del reads["size"]
-        else:
-            named["rate"], rest = q.rate(words[0]), words[1:]
-            if wrong := q.hardly_meant(words[0]):
-                raise ValueError(wrong)
-        for place in range(0, len(rest), 2):
-            word = rest[place].lower()
-            if word not in reads:
-                raise ValueError(f"{rest[place]!r} is unknown here: pass {', '.join(reads)}")
-            if word in named:
-                raise ValueError(f"{rest[place]!r} is given twice")
-            named[word] = reads[word](_value(rest, place))
-        return _neighbor(text, named, hosts)
+        return _neighbor(text, _named(text.split()), hosts)
     except ValueError as error:
         raise ArgumentError(f"the background {text!r}: {error}") from None
 
 
-def _value(words: Sequence[str], place: int) -> str:
-    if place + 1 >= len(words):
-        raise ValueError(f"{words[place]!r} needs a value")
-    return words[place + 1]
+_KINDS: dict[str, dict[str, Callable[[str], Any]]] = {
+    "rate": {"rate": q.rate, "to": q.count, "size": q.size},
+    "incast": {"incast": q.size, "to": q.count, "size": q.size, "every": q.seconds},
+    "trace": {"trace": str, "to": q.count},
+}
+"""The words of each kind of source, the first of which it begins with, and how their values are read."""
+
+
+def _named(words: list[str]) -> dict[str, Any]:
+    """Returns the value of each word; a rate comes without its word."""
+    if not words:
+        raise ValueError("it is empty: pass one like '50mbit to 1'")
+    kind = words[0].lower()
+    if kind not in ("incast", "trace"):
+        q.rate(words[0])
+        if wrong := q.hardly_meant(words[0]):
+            raise ValueError(wrong)
+        kind, words = "rate", ["rate", *words]
+    named: dict[str, Any] = {}
+    for word, value in itertools.zip_longest(words[::2], words[1::2]):
+        name = word.lower()
+        if name not in _KINDS[kind]:
+            raise ValueError(f"{word!r} is unknown here: pass {', '.join([*_KINDS[kind]][1:])}")
+        if name in named:
+            raise ValueError(f"{word!r} is given twice")
+        if value is None:
+            raise ValueError(f"{word!r} needs a value")
+        named[name] = _KINDS[kind][name](value)
+    return named
 
 
 def _neighbor(text: str, named: dict[str, Any], hosts: int) -> Neighbor:
-    target = None if "to" not in named else int(named["to"])
+    target = named.get("to")
     if target is not None and target >= hosts:
         raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
     size = int(named.get("size", FRAME_BYTES))
     if not 64 <= size <= 65535:
         raise ValueError(f"a frame cannot have {size} bytes: pass 64 to 65535")
-    if "file" in named:
-        recorded = tuple(_recorded(Path(named["file"])))
+    if "trace" in named:
+        recorded = tuple(_recorded(Path(named["trace"])))
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
         if len(recorded) > most + 1:
-            raise ValueError(f"{named['file']} has {len(recorded):,} frames: pass at most {most:,.0f} in that time")
+            raise ValueError(f"{named['trace']} has {len(recorded):,} frames: pass at most {most:,.0f} in that time")
         return Neighbor(target, recorded=recorded, text=text)
-    if "burst" in named:
+    if "incast" in named:
         if not named.get("every"):
             raise ValueError("an incast needs its period: pass one like 'incast 1mb every 100ms'")
-        burst, period = int(named["burst"]), named["every"]
+        burst, period = int(named["incast"]), named["every"]
         least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
         return Neighbor(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
     rate = named["rate"]

@@ -35,11 +35,8 @@ _OFFLOADS = {
 
 
 def environment(interface: str | None = None) -> dict[str, Any]:
-    """Describes this host as far as its network is concerned; unknown values are None.
-
-    Args:
-        interface: the interface that the job uses; if None, GLOO_SOCKET_IFNAME's, or the first one besides lo.
-    """
+    """Describes this host as far as its network is concerned; unknown values are None. Without `interface`, the one
+    that the job uses is GLOO_SOCKET_IFNAME's, or the first one besides lo."""
     names = interfaces()
     used = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
     return {
@@ -122,15 +119,6 @@ def _output(program: str, *arguments: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineTime:
-    """Seconds summed over all cores: busy (including stolen by the hypervisor), stolen alone, and total."""
-
-    busy_seconds: float
-    steal_seconds: float
-    total_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class CpuUsage:
     """Processor time so far.
 
@@ -138,33 +126,26 @@ class CpuUsage:
         cpu_seconds: user and system time of all threads of this process.
         wall_seconds: from a monotonic clock.
         voluntary_switches, involuntary_switches: how often this process waited, and how often it was preempted.
-        machine: seconds over all of the machine's cores; None if the system does not report them.
+        machine: summed over all of the machine's cores: busy (including stolen by the hypervisor), stolen alone, and
+            total, in ticks; None if the system does not report them.
     """
 
     cpu_seconds: float
     wall_seconds: float
     voluntary_switches: int
     involuntary_switches: int
-    machine: MachineTime | None
+    machine: tuple[int, int, int] | None
 
     def since(self, before: CpuUsage) -> dict[str, float | int | None]:
         """Returns the usage since `before`, for the record; `busy` and `steal` are fractions (0..1) of all cores."""
+        names = ("cpu_seconds", "wall_seconds", "voluntary_switches", "involuntary_switches")
+        used = {name: getattr(self, name) - getattr(before, name) for name in names}
         busy = steal = None
         if self.machine is not None and before.machine is not None:
-            total = self.machine.total_seconds - before.machine.total_seconds
+            ticks, stolen, total = (now - then for now, then in zip(self.machine, before.machine, strict=True))
             if total > 0:
-                # Differences of large numbers have rounding errors, and could exceed 1 on a busy machine.
-                busy = min((self.machine.busy_seconds - before.machine.busy_seconds) / total, 1.0)
-                steal = (self.machine.steal_seconds - before.machine.steal_seconds) / total
-                steal = min(max(steal, 0.0), 1.0)  # some virtual machines count it backwards
-        return {
-            "cpu_seconds": self.cpu_seconds - before.cpu_seconds,
-            "wall_seconds": self.wall_seconds - before.wall_seconds,
-            "voluntary_switches": self.voluntary_switches - before.voluntary_switches,
-            "involuntary_switches": self.involuntary_switches - before.involuntary_switches,
-            "busy": busy,
-            "steal": steal,
-        }
+                busy, steal = min(ticks / total, 1.0), min(max(stolen / total, 0.0), 1.0)  # some count it backwards
+        return {**used, "busy": busy, "steal": steal}
 
 
 def cpu_usage() -> CpuUsage:
@@ -173,7 +154,7 @@ def cpu_usage() -> CpuUsage:
     return CpuUsage(mine.ru_utime + mine.ru_stime, time.monotonic(), mine.ru_nvcsw, mine.ru_nivcsw, _machine_time())
 
 
-def _machine_time() -> MachineTime | None:
+def _machine_time() -> tuple[int, int, int] | None:
     try:
         # user nice system idle iowait irq softirq steal; guests' time is included in user.
         ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
@@ -181,5 +162,4 @@ def _machine_time() -> MachineTime | None:
     except (OSError, ValueError):
         return None
     busy = user + nice + system + hard + soft + steal
-    tick = os.sysconf("SC_CLK_TCK")
-    return MachineTime(busy / tick, steal / tick, (busy + idle + waiting) / tick)
+    return busy, steal, busy + idle + waiting

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event, Play, State
@@ -79,9 +80,11 @@ def _play(
 
 def _turn(machines: Machines, before: State, after: State) -> None:
     """Applies the differences between two states."""
-    if after.topology != before.topology:
-        machines.change(after.topology)
-    if after.gone != before.gone:
-        machines.lose(after.gone)
-    if after.background != before.background:
-        machines.surround(after.background)
+    changes: dict[str, Callable[[Any], None]] = {
+        "topology": machines.change,
+        "gone": machines.lose,
+        "background": machines.surround,
+    }
+    for name, change in changes.items():
+        if getattr(after, name) != getattr(before, name):
+            change(getattr(after, name))

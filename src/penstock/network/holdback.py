@@ -113,11 +113,8 @@ class Groups:
             raise
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction.
-
-        Args:
-            entering: the words that run a command on this host.
-        """
+        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction,
+        after the words that enter the host."""
         # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *entering, *argv]

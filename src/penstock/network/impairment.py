@@ -46,14 +46,6 @@ class Bursts:
     loss_in_bad: float = 1.0
     loss_in_good: float = 0.0
 
-    @property
-    def share(self) -> float:
-        """The long-run fraction of frames that are lost."""
-        if self.to_bad + self.to_good == 0:
-            return self.loss_in_good
-        bad = self.to_bad / (self.to_bad + self.to_good)
-        return bad * self.loss_in_bad + (1 - bad) * self.loss_in_good
-
 
 @dataclass(frozen=True, slots=True)
 class Impairment:

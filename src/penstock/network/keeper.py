@@ -126,7 +126,9 @@ def remove(emulation: str) -> list[str]:
         else:
             quiet = 0
             _free(groups)
-            _kill(processes)
+            for pid in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             if not processes or late:
                 removed += [name for name in names if _delete(name)]
                 removed += [group.name for group in groups if _delete_group(group)]
@@ -172,14 +174,6 @@ def _environment(pid: str) -> list[bytes]:
         return []
 
 
-def _kill(processes: Iterable[int]) -> None:
-    for pid in processes:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
 def _free(groups: Iterable[Path]) -> None:
     """Lifts the cgroups' limits: dying takes time too, and with 600 MB at a share of 0.1% more than `SECONDS`."""
     for group in groups:
@@ -200,11 +194,10 @@ def _delete(name: str) -> bool:
 
 
 def _delete_group(group: Path) -> bool:
-    try:
+    with contextlib.suppress(OSError):  # a process is still ending in it
         group.rmdir()
-    except OSError:  # a process is still ending in it
-        return False
-    return True
+        return True
+    return False
 
 
 def main(emulation: str, maker: int) -> int:

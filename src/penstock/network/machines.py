@@ -19,9 +19,8 @@ from penstock.network import MAX_HOSTS, keeper, subnets
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not
 from penstock.network.holdback import Groups, check_slow, hold_back
-from penstock.network.inside import within
+from penstock.network.inside import with_large_windows, within, without_ipv6
 from penstock.network.link import Link
-from penstock.network.settings import with_large_windows, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Order, Setup, Switch
 from penstock.network.topology import Topology

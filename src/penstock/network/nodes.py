@@ -43,10 +43,9 @@ def agent_commands(
     join_seconds: float = JOIN_SECONDS,
     user: User | None = None,
 ) -> Iterator[list[str]]:
-    """Yields the command to start for each host.
+    """Yields the command to start for each host, the first of which has rank 0.
 
     Args:
-        machines: the hosts; the first has rank 0.
         arguments: the script's path, or `-m` and a module, then its own arguments.
         per_host: the number of ranks on each host.
         join_seconds: how long agents have to join.
@@ -104,18 +103,15 @@ def run(
     seconds: float = float("inf"),
     forwards: bool = True,
 ) -> Outcome:
-    """Runs a job on existing hosts, and waits until all of it has ended.
+    """Runs a job on hosts that exist, and are kept, and waits until all of it has ended.
 
     Args:
-        job: the job, for as many hosts as `machines` has.
-        machines: the hosts, which are kept.
         events: a scenario to play in the meantime.
         outputs, seconds, forwards: as for `supervise`.
 
     Raises:
-        TimeoutError: the job took more than `seconds`. All of it has ended.
-        FabricError: the hosts' network has ended, or a change of the scenario could not be made. All of the job has
-            ended.
+        TimeoutError: the job took more than `seconds`.
+        FabricError: the hosts' network has ended, or a change of the scenario could not be made.
     """
     with memory("failures", job.user) as failures, memory("step", job.user) as step:
         environment = {**QUIET, **os.environ, **cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step}

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.network import quantities as q
 from penstock.network.impairment import DISTRIBUTIONS, Bursts, Chance, Impairment
 from penstock.network.link import BUFFER_BYTES, Link
+
+_Word = re.Match[str]
+Found = dict[str, Any]
 
 _NOT_HERE = {
     "slot": "frames are not delayed to slots here: pass delay and jitter",
@@ -36,77 +39,142 @@ def parse_link(text: str) -> Link:
     Raises:
         ArgumentError: the text is not a link; the message points to the place.
     """
-    words = [_Word(match[0], match.start()) for match in re.finditer(r"\S+", text)]
+    words = [*re.finditer(r"\S+", text)]
     if not words:
         raise ArgumentError(f"the link is empty: pass a rate, like 100mbit; {_more()}")
     ways = _ways(text, words)
-    links = {way: _link(text, _read(text, part), part) for way, part in ways.items()}
+    links = {way: _Reader(text, part).link() for way, part in ways.items()}
     whole = " ".join(text.split())
     if "" in links:
         return replace(links[""], text=whole)
     up, down = links["up"], links["down"]
     if up.mtu != down.mtu:
-        raise _error(text, ways["down"][0], f"down has an mtu of {down.mtu} and up one of {up.mtu}: give both the same")
+        said = f"down has an mtu of {down.mtu} and up one of {up.mtu}: give both the same"
+        raise _error(text, ways["down"][0].span(), said)
     return replace(up, text=whole, down=down)
 
 
-@dataclass(frozen=True, slots=True)
-class _Word:
-    text: str
-    start: int
+def _error(text: str, span: tuple[int, int], said: str) -> ArgumentError:
+    start, end = span
+    shown = text.replace("\n", " ").replace("\t", " ")
+    return ArgumentError(
+        f"the link, at position {start + 1}: {said}\n    {shown}\n    {' ' * start}{'^' * (end - start)}"
+    )
+
+
+def _ways(text: str, words: list[_Word]) -> dict[str, list[_Word]]:
+    """Splits the words by direction; the key is "" if the text has no directions."""
+    marks = [place for place, word in enumerate(words) if word[0].lower() in ("up", "down")]
+    if not marks:
+        return {"": words}
+    if marks[0] != 0:
+        said = "what comes before this has no direction: begin with up or down"
+        raise _error(text, words[marks[0]].span(), said)
+    found: dict[str, list[_Word]] = {}
+    for place, end in zip(marks, [*marks[1:], len(words)], strict=True):
+        mark, part = words[place], words[place + 1 : end]
+        if mark[0].lower() in found:
+            raise _error(text, mark.span(), f"{mark[0]!r} is given twice")
+        if not part:
+            raise _error(text, mark.span(), f"nothing follows {mark[0]!r}: pass a rate, like 100mbit")
+        found[mark[0].lower()] = part
+    for way, other in (("up", "down"), ("down", "up")):
+        if way not in found:
+            raise _error(text, words[0].span(), f"{other!r} sets only one direction: pass {way!r} as well")
+    return found
+
+
+class _Reader:
+    """Reads the words of one direction, one after another."""
+
+    def __init__(self, text: str, words: list[_Word]) -> None:
+        self._text = text
+        self._words = words
+        self._left = list(words)
+        self.word = self._last = words[0]
 
     @property
-    def name(self) -> str:
-        return self.text.lower()
+    def next(self) -> str:
+        return self._left[0][0].lower() if self._left else ""
 
-
-@dataclass(slots=True)
-class _Values:
-    """The values that follow a word, taken one by one."""
-
-    text: str
-    word: _Word
-    left: list[_Word]
-    taken: list[_Word] = field(default_factory=list)
+    def error(self, said: str, at: _Word | None = None) -> ArgumentError:
+        """An error that points to a word, by default the last one taken."""
+        return _error(self._text, (at or self._last).span(), said)
 
     def take(self, read: Callable[[str], Any]) -> Any:
         """Takes the next value, which is required."""
-        if not self.left:
-            last = self.taken[-1] if self.taken else self.word
-            raise _error(self.text, last, f"{last.text!r} needs a value")
-        word = self.left.pop(0)
-        self.taken.append(word)
+        if not self._left:
+            raise self.error(f"{self._last[0]!r} needs a value")
+        self._last = self._left.pop(0)
         try:
-            return read(word.text)
+            return read(self._last[0])
         except ValueError as error:
-            raise _error(self.text, word, str(error)) from None
+            raise self.error(str(error)) from None
 
-    def some(self, read: Callable[[str], Any], *more: Callable[[str], Any]) -> list[Any]:
+    def some(self, *reads: Callable[[str], Any]) -> list[Any]:
         """Takes the next value, which is required, and as many of those after it as there are."""
-        found = [self.take(read)]
-        for read in more:
-            if not (self.left and self.left[0].text[:1].isdigit()):
+        found: list[Any] = []
+        for read in reads:
+            if found and not self.next[:1].isdigit():
                 break
             found.append(self.take(read))
         return found
 
     def said(self, name: str) -> bool:
         """Whether the next word is this one; if so, take it."""
-        if self.left and self.left[0].name == name:
-            self.taken.append(self.left.pop(0))
-            return True
-        return False
+        return self.next == name and bool(self.take(str))
 
+    def rate(self) -> Found:
+        found = {"rate": self.take(q.rate)}
+        # If its unit stands apart, the error about that comes later.
+        if not (self.next and self.next in q.RATES) and (wrong := q.hardly_meant(self._last[0])):
+            raise self.error(wrong)
+        return found
 
-Found = dict[str, Any]
+    def read(self) -> Found:
+        """Returns what all words set."""
+        found: Found = {} if self.next in (*_WORDS, *_NOT_HERE) else self.rate()
+        while self._left:
+            name = self.take(str.lower)
+            self.word = self._last
+            if name in _NOT_HERE:
+                raise self.error(_NOT_HERE[name])
+            if name not in _WORDS and name in q.RATES:
+                raise self.error(f"a rate has no space before its unit {self.word[0]!r}")
+            if name not in _WORDS:
+                raise self.error(f"{self.word[0]!r} is not a word of a link; {_more()}")
+            new = _WORDS[name][0](self)
+            if twice := [name.removesuffix("_seconds") for name in new if name in found]:
+                raise self.error(f"{self.word[0]!r} sets the {twice[0]} again: pass it once", self.word)
+            found |= new
+        return found
 
-
-def _rate(values: _Values) -> Found:
-    found = {"rate": values.take(q.rate)}
-    apart = values.left and values.left[0].name in q.RATES  # the error about the unit comes later
-    if not apart and (wrong := q.hardly_meant(values.taken[-1].text)):
-        raise _error(values.text, values.taken[-1], wrong)
-    return found
+    def link(self) -> Link:
+        found, named = self.read(), {word[0].lower(): word for word in self._words}
+        if "limit" in found and "latency" in found:
+            raise self.error("'limit' and 'latency' mean the same: pass one of them", named["latency"])
+        if "distribution" in found and "jitter_seconds" not in found:
+            said = "a distribution applies to jitter: pass delay 5ms jitter 1ms, say"
+            raise self.error(said, named["distribution"])
+        if "gap" in found and "reorder" not in found:
+            raise self.error("a gap applies to reordered frames: pass reorder 1%, say", named["gap"])
+        try:
+            if "rate" not in found:
+                raise ArgumentError("no rate is given: begin with one, like 100mbit")
+            link = Link(
+                found["rate"],
+                burst_bytes=int(found["burst"]) if "burst" in found else None,
+                limit_bytes=int(found.get("limit", BUFFER_BYTES)),
+                mtu=found.get("mtu", 1500),
+                mtu_is_given="mtu" in found,
+                impairment=Impairment(**{name: value for name, value in found.items() if name not in _OF_LINK}),
+            )
+            if "latency" not in found:
+                return link
+            # As in tc: what leaves in that time, plus the bucket.
+            return replace(link, limit_bytes=int(link.bytes_per_second * found["latency"]) + link.burst)
+        except ArgumentError as error:
+            raise _error(self._text, (self._words[0].start(), self._words[-1].end()), str(error)) from None
 
 
 def _distribution(text: str) -> str:
@@ -115,32 +183,32 @@ def _distribution(text: str) -> str:
     return text.lower()
 
 
-def _loss(values: _Values) -> Found:
-    if values.said("gemodel"):
-        to_bad, *more = values.some(q.share, q.share, q.share, q.share)
+def _loss(reader: _Reader) -> Found:
+    if reader.said("gemodel"):
+        to_bad, *more = reader.some(q.share, q.share, q.share, q.share)
         return {"loss": Bursts(to_bad, *(more or [1 - to_bad]))}
-    values.said("random")
-    return _chance("loss")(values)
+    reader.said("random")
+    return _chance("loss")(reader)
 
 
-def _stall(values: _Values) -> Found:
-    length = values.take(q.seconds)
-    if not values.said("every"):
-        raise _error(values.text, values.word, "a stall needs its period: pass one like stall 2s every 60s")
-    return {"stall_seconds": length, "stall_every_seconds": values.take(q.seconds)}
+def _stall(reader: _Reader) -> Found:
+    length = reader.take(q.seconds)
+    if not reader.said("every"):
+        raise reader.error("a stall needs its period: pass one like stall 2s every 60s", reader.word)
+    return {"stall_seconds": length, "stall_every_seconds": reader.take(q.seconds)}
 
 
-def _sets(**reads: Callable[[str], Any]) -> Callable[[_Values], Found]:
+def _sets(**reads: Callable[[str], Any]) -> Callable[[_Reader], Found]:
     """Reads values by the names of what they set; all but the first may be missing."""
-    return lambda values: dict(zip(reads, values.some(*reads.values()), strict=False))
+    return lambda reader: dict(zip(reads, reader.some(*reads.values()), strict=False))
 
 
-def _chance(name: str) -> Callable[[_Values], Found]:
-    return lambda values: {name: Chance(*values.some(q.share, q.share))}
+def _chance(name: str) -> Callable[[_Reader], Found]:
+    return lambda reader: {name: Chance(*reader.some(q.share, q.share))}
 
 
-_WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
-    "rate": (_rate, "rate RATE"),
+_WORDS: dict[str, tuple[Callable[[_Reader], Found], str]] = {
+    "rate": (_Reader.rate, "rate RATE"),
     "burst": (_sets(burst=q.size), "burst SIZE"),
     "buffer": (_sets(burst=q.size), ""),
     "maxburst": (_sets(burst=q.size), ""),
@@ -153,7 +221,7 @@ _WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
     ),
     "jitter": (_sets(jitter_seconds=q.seconds, correlation=q.share), "jitter TIME [CORRELATION]"),
     "distribution": (_sets(distribution=_distribution), f"distribution {'|'.join(DISTRIBUTIONS)}"),
-    "overtaking": (lambda values: {"overtaking": True}, "overtaking"),
+    "overtaking": (lambda reader: {"overtaking": True}, "overtaking"),
     "loss": (_loss, "loss [random] PERCENT [CORRELATION] or loss gemodel P [R [1-H [1-K]]]"),
     "drop": (_loss, ""),
     "duplicate": (_chance("duplicate"), "duplicate PERCENT [CORRELATION]"),
@@ -173,94 +241,8 @@ def words() -> list[str]:
     return [shown for _, shown in _WORDS.values() if shown][1:]
 
 
-def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
-    """Splits the words by direction; the key is "" if the text has no directions."""
-    marks = [place for place, word in enumerate(all_words) if word.name in ("up", "down")]
-    if not marks:
-        return {"": all_words}
-    if marks[0] != 0:
-        raise _error(text, all_words[marks[0]], "what comes before this has no direction: begin with up or down")
-    found: dict[str, list[_Word]] = {}
-    for place, end in zip(marks, [*marks[1:], len(all_words)], strict=True):
-        mark, part = all_words[place], all_words[place + 1 : end]
-        if mark.name in found:
-            raise _error(text, mark, f"{mark.text!r} is given twice")
-        if not part:
-            raise _error(text, mark, f"nothing follows {mark.text!r}: pass a rate, like 100mbit")
-        found[mark.name] = part
-    for way, other in (("up", "down"), ("down", "up")):
-        if way not in found:
-            said = f"{other!r} sets only one direction: pass {way!r} as well"
-            raise _error(text, all_words[0], said)
-    return found
-
-
-def _read(text: str, given: list[_Word]) -> Found:
-    """Returns what each word sets."""
-    left = list(given)
-    if left[0].name not in _WORDS and left[0].name not in _NOT_HERE:
-        left.insert(0, _Word("rate", left[0].start))
-    found: Found = {}
-    while left:
-        word = left.pop(0)
-        read = _reader(text, word)
-        values = _Values(text, word, left)
-        new = read(values)
-        twice = next((name for name in new if name in found), None)
-        if twice is not None:
-            raise _error(text, word, f"{word.text!r} sets the {twice.removesuffix('_seconds')} again: pass it once")
-        found |= new
-    return found
-
-
-def _reader(text: str, word: _Word) -> Callable[[_Values], Found]:
-    if word.name in _NOT_HERE:
-        raise _error(text, word, _NOT_HERE[word.name])
-    if word.name in _WORDS:
-        return _WORDS[word.name][0]
-    if word.name in q.RATES:
-        raise _error(text, word, f"a rate has no space before its unit {word.text!r}")
-    raise _error(text, word, f"{word.text!r} is not a word of a link; {_more()}")
-
-
 _OF_LINK = ("rate", "burst", "limit", "latency", "mtu")
-
-
-def _link(text: str, found: Found, part: list[_Word]) -> Link:
-    whole = _Word(text[part[0].start : part[-1].start + len(part[-1].text)], part[0].start)
-    named = {word.name: word for word in part}
-    if "rate" not in found:
-        raise _error(text, whole, "no rate is given: begin with one, like 100mbit")
-    if "limit" in found and "latency" in found:
-        raise _error(text, named["latency"], "'limit' and 'latency' mean the same: pass one of them")
-    if "distribution" in found and "jitter_seconds" not in found:
-        raise _error(text, named["distribution"], "a distribution applies to jitter: pass delay 5ms jitter 1ms, say")
-    if "gap" in found and "reorder" not in found:
-        raise _error(text, named["gap"], "a gap applies to reordered frames: pass reorder 1%, say")
-    try:
-        impairment = Impairment(**{name: value for name, value in found.items() if name not in _OF_LINK})
-        link = Link(
-            found["rate"],
-            burst_bytes=int(found["burst"]) if "burst" in found else None,
-            limit_bytes=int(found.get("limit", BUFFER_BYTES)),
-            mtu=found.get("mtu", 1500),
-            mtu_is_given="mtu" in found,
-            impairment=impairment,
-        )
-        if "latency" not in found:
-            return link
-        # As in tc: what leaves in that time, plus the bucket.
-        return replace(link, limit_bytes=int(link.bytes_per_second * found["latency"]) + link.burst)
-    except ArgumentError as error:
-        raise _error(text, whole, str(error)) from None
 
 
 def _more() -> str:
     return f"known words are {', '.join(words())}"
-
-
-def _error(text: str, at: _Word, said: str) -> ArgumentError:
-    shown = text.replace("\n", " ").replace("\t", " ")
-    return ArgumentError(
-        f"the link, at position {at.start + 1}: {said}\n    {shown}\n    {' ' * at.start}{'^' * len(at.text)}"
-    )

@@ -182,17 +182,14 @@ class Play:
         self.state = before
 
     def at(self, seconds: float, step: int) -> list[str]:
-        """Advances to this moment: updates `state`, and returns what has changed in words.
-
-        Args:
-            seconds: since the start; must not decrease.
-            step: the last step to have begun, from 0; -1 before the first.
-        """
+        """Advances to this moment, which is not before the last one: updates `state`, and returns what has changed in
+        words. Steps count from 0; -1 before the first has begun."""
         said: list[str] = []
         over = [event for event, end in self._holding if end <= seconds]
         self._holding = [(event, end) for event, end in self._holding if end > seconds]
         said += [f"over: {event.text}" for event in over]
-        for event in [event for event in self._waiting if _is_due(event, seconds, step)]:
+        due = [e for e in self._waiting if (seconds >= e.at_seconds if e.step is None else step >= e.step)]
+        for event in due:
             self._waiting.remove(event)
             end = float("inf") if event.for_seconds is None else seconds + event.for_seconds
             self._holding.append((event, end))
@@ -200,7 +197,3 @@ class Play:
         if said:
             self.state = state_of([event for event, _ in self._holding], self._before)
         return said
-
-
-def _is_due(event: Event, seconds: float, step: int) -> bool:
-    return step >= event.step if event.step is not None else seconds >= event.at_seconds

@@ -50,13 +50,8 @@ class Shaper:
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
-    """Chooses what shapes a network on this machine.
-
-    Args:
-        topology: the requested topology.
-        hosts: the number of hosts.
-        wanted: one of `SHAPERS`.
-        only_switch: what else was requested that only the switch can do, or None.
+    """Chooses what shapes a network on this machine: what is wanted, if it can. `only_switch` says what else was
+    requested that only the switch can do.
 
     Raises:
         ArgumentError: the wanted shaper cannot do what was requested, or not at this rate.
@@ -128,13 +123,10 @@ def _frames(topology: Topology, hosts: int) -> tuple[float, float]:
 
 def needed_frames_per_second(topology: Topology, hosts: int) -> float:
     """Returns the frames per second if every host sends at its rate."""
-    rates = [min(topology.up(host).bytes_per_second, _into(topology, host, hosts)) for host in range(hosts)]
+    into = [topology.down(host).bytes_per_second for host in range(hosts)]
+    others = [sum(into[:host] + into[host + 1 :]) for host in range(hosts)]  # what they can receive from this one
+    rates = [min(topology.up(host).bytes_per_second, others[host]) for host in range(hosts)]
     return ACKNOWLEDGED * sum(rates) / topology.up(0).frame_bytes
-
-
-def _into(topology: Topology, host: int, hosts: int) -> float:
-    """Returns what all other hosts together can receive from this host, in bytes per second."""
-    return sum(topology.down(other).bytes_per_second for other in range(hosts) if other != host)
 
 
 def frames_per_second(frame_bytes: int) -> float:

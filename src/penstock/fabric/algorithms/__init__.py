@@ -10,47 +10,64 @@ from typing import Any, get_args
 
 from penstock._base.words import did_you_mean
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms import bruck, direct, halving, ring, rooted, tree
+from penstock.fabric.algorithms import bruck, direct, forms, halving, ring, rooted, tree
+from penstock.fabric.algorithms.forms import Terms
 from penstock.fabric.steps import Collective, StepList
 
 ENGINE = "engine"
 """The algorithm name for torch.distributed's own collectives, which have no step list."""
 
-_GENERATORS: dict[Collective, dict[str, Callable[..., StepList]]] = {
+Algorithm = tuple[Callable[..., StepList], Callable[[int], Terms]]
+"""What makes the steps, and the cost, for a number of ranks."""
+
+_ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {
     "all_reduce": {
-        "ring": ring.all_reduce,
-        "ring2": ring.all_reduce_2,
-        "halving-doubling": halving.all_reduce,
-        "recursive-doubling": halving.all_reduce_whole,
-        "tree": tree.all_reduce,
+        "ring": (ring.all_reduce, forms.twice_around),
+        "ring2": (ring.all_reduce_2, forms.twice_around),
+        "halving-doubling": (halving.all_reduce, forms.halving_doubling),
+        "recursive-doubling": (halving.all_reduce_whole, forms.recursive_doubling),
+        "tree": (tree.all_reduce, tree.all_reduce_terms),
     },
     "all_gather": {
-        "ring": ring.all_gather,
-        "ring2": ring.all_gather_2,
-        "recursive-doubling": halving.all_gather,
-        "bruck": bruck.all_gather,
+        "ring": (ring.all_gather, forms.around),
+        "ring2": (ring.all_gather_2, forms.around),
+        "recursive-doubling": (halving.all_gather, forms.halving),
+        "bruck": (bruck.all_gather, forms.log_rounds),
     },
     "reduce_scatter": {
-        "ring": ring.reduce_scatter,
-        "ring2": ring.reduce_scatter_2,
-        "halving": halving.reduce_scatter,
-        "pairwise": direct.reduce_scatter_pairwise,
+        "ring": (ring.reduce_scatter, forms.around),
+        "ring2": (ring.reduce_scatter_2, forms.around),
+        "halving": (halving.reduce_scatter, forms.halving),
+        "pairwise": (direct.reduce_scatter_pairwise, forms.around),
     },
     "all_to_all": {
-        "pairwise": direct.all_to_all_pairwise,
-        "direct": direct.all_to_all,
-        "bruck": bruck.all_to_all,
+        "pairwise": (direct.all_to_all_pairwise, forms.around),
+        "direct": (direct.all_to_all, forms.at_once),
+        "bruck": (bruck.all_to_all, forms.all_to_all_bruck),
     },
     "broadcast": {
-        "binomial": rooted.broadcast_binomial,
-        "scatter-allgather": rooted.broadcast_scattered,
-        "chain": rooted.broadcast_chain,
+        "binomial": (rooted.broadcast_binomial, forms.binomial),
+        "scatter-allgather": (rooted.broadcast_scattered, forms.scatter_allgather),
+        "chain": (rooted.broadcast_chain, forms.chain),
     },
-    "reduce": {"binomial": rooted.reduce_binomial, "chain": rooted.reduce_chain},
-    "gather": {"direct": direct.gather, "binomial": rooted.gather_binomial},
-    "scatter": {"direct": direct.scatter, "binomial": rooted.scatter_binomial},
-    "sendrecv": {"direct": direct.sendrecv},
-    "send": {"direct": direct.send},
+    "reduce": {
+        "binomial": (rooted.reduce_binomial, forms.binomial),
+        "chain": (rooted.reduce_chain, forms.chain),
+    },
+    "gather": {
+        "direct": (direct.gather, forms.at_once),
+        "binomial": (rooted.gather_binomial, forms.log_rounds),
+    },
+    "scatter": {
+        "direct": (direct.scatter, forms.at_once),
+        "binomial": (rooted.scatter_binomial, forms.log_rounds),
+    },
+    "sendrecv": {
+        "direct": (direct.sendrecv, forms.send),
+    },
+    "send": {
+        "direct": (direct.send, forms.send),
+    },
 }
 
 
@@ -60,31 +77,26 @@ def algorithms(collective: str) -> tuple[str, ...]:
     Raises:
         ArgumentError: the collective is unknown.
     """
-    if collective not in _GENERATORS:
+    if collective not in _ALGORITHMS:
         known = get_args(Collective)
         raise ArgumentError(f"{collective!r} is not a collective: {_nearest(collective, known)}")
-    return tuple(_GENERATORS[collective])
+    return tuple(_ALGORITHMS[collective])
 
 
-def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
-    """Generates the steps of a collective among `ranks` ranks.
-
-    Args:
-        collective, algorithm: names; see `algorithms`.
-        ranks: 2 or more.
-        options: the algorithm's options; see its function.
-
-    Raises:
-        ArgumentError: the collective or algorithm is unknown, there are fewer than 2 ranks, or fewer than one piece.
-    """
+def found(collective: str, algorithm: str, ranks: int) -> Algorithm:
+    """Looks up an algorithm. Raises ArgumentError: its name is unknown, or there are fewer than 2 ranks."""
     known = algorithms(collective)
     if algorithm not in known:
         raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, known)}")
     if ranks < 2:
         raise ArgumentError(f"{collective} among {ranks} ranks: pass 2 or more")
-    if options.get("pieces", 1) < 1:
-        raise ArgumentError(f"pieces is {options['pieces']}: cut the data into 1 or more")
-    return _GENERATORS[collective][algorithm](ranks, **options)  # type: ignore[index]  # `algorithms` has checked it
+    return _ALGORITHMS[collective][algorithm]  # type: ignore[index]  # `algorithms` has checked it
+
+
+def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
+    """Generates the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
+    Raises ArgumentError as `found` does."""
+    return found(collective, algorithm, ranks)[0](ranks, **options)
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:

@@ -30,25 +30,15 @@ def gather(ranks: int) -> StepList:
 
 
 def all_to_all(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
-    """All exchanges at once: one round, (n-1)/n of the size.
-
-    Args:
-        ranks: any number.
-        shares: how many pieces each rank gets from every rank; empty for one each. A mixture of experts sends uneven
-            shares.
-    """
+    """All exchanges at once: one round, (n-1)/n of the size. `shares`: how many pieces each rank gets from every rank,
+    as in a mixture of experts; empty for one each."""
     shares = _checked_shares(ranks, shares)
     moves = tuple(move for distance in range(1, ranks) for move in _exchange(shares, distance))
     return _exchanged("direct", shares, (moves,))
 
 
 def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
-    """Ranks at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two senders into one port.
-
-    Args:
-        ranks: any number.
-        shares: as for `all_to_all`.
-    """
+    """Ranks at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two senders into one port."""
     shares = _checked_shares(ranks, shares)
     return _exchanged("pairwise", shares, tuple(_exchange(shares, distance) for distance in range(1, ranks)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.fabric.algorithms.ring import gathered
-from penstock.fabric.steps import Move, Rounds, StepList, mirrored
+from penstock.fabric.steps import PIECES, Move, Rounds, StepList, mirrored
 
 
 def broadcast_binomial(ranks: int) -> StepList:
@@ -21,15 +21,10 @@ def broadcast_scattered(ranks: int) -> StepList:
     return StepList("broadcast", "scatter-allgather", ranks, ranks, ranks, _scattered(ranks) + gathered(ranks))
 
 
-def broadcast_chain(ranks: int, pieces: int = 8) -> StepList:
-    """From rank to rank, piece by piece: n-2 + pieces rounds of 1/pieces of the size each.
-
-    Args:
-        ranks: any number.
-        pieces: more pieces fill the chain better, but take more rounds.
-    """
-    rounds = tuple(tuple(Move(hop, hop + 1, piece, 1, piece) for hop, piece in hops) for hops in _chain(ranks, pieces))
-    return StepList("broadcast", "chain", ranks, pieces, pieces, rounds)
+def broadcast_chain(ranks: int) -> StepList:
+    """From rank to rank, piece by piece: n-2 + k rounds of 1/k of the size each, for k pieces."""
+    rounds = tuple(tuple(Move(hop, hop + 1, piece, 1, piece) for hop, piece in hops) for hops in _chain(ranks))
+    return StepList("broadcast", "chain", ranks, PIECES, PIECES, rounds)
 
 
 def reduce_binomial(ranks: int) -> StepList:
@@ -41,19 +36,14 @@ def reduce_binomial(ranks: int) -> StepList:
     return StepList("reduce", "binomial", ranks, 1, 1, rounds)
 
 
-def reduce_chain(ranks: int, pieces: int = 8) -> StepList:
-    """From the last rank to the root, piece by piece, each rank adding its own: n-2 + pieces rounds of 1/pieces each.
-
-    Args:
-        ranks: any number.
-        pieces: more pieces fill the chain better, but take more rounds.
-    """
+def reduce_chain(ranks: int) -> StepList:
+    """From the last rank to the root, piece by piece, each rank adding its own: n-2 + k rounds of 1/k of the size."""
     last = ranks - 1
     rounds = tuple(
         tuple(Move(last - hop, last - hop - 1, piece, 1, piece, adds=True) for hop, piece in reversed(hops))
-        for hops in _chain(ranks, pieces)
+        for hops in _chain(ranks)
     )
-    return StepList("reduce", "chain", ranks, pieces, pieces, rounds)
+    return StepList("reduce", "chain", ranks, PIECES, PIECES, rounds)
 
 
 def scatter_binomial(ranks: int) -> StepList:
@@ -66,11 +56,11 @@ def gather_binomial(ranks: int) -> StepList:
     return StepList("gather", "binomial", ranks, ranks, ranks, mirrored(_scattered(ranks)))
 
 
-def _chain(ranks: int, pieces: int) -> list[list[tuple[int, int]]]:
+def _chain(ranks: int) -> list[list[tuple[int, int]]]:
     """Returns, for each round, the hops of the chain that are in use and the piece that each one carries."""
     return [
-        [(hop, number - hop) for hop in range(ranks - 1) if 0 <= number - hop < pieces]
-        for number in range(ranks - 2 + pieces)
+        [(hop, number - hop) for hop in range(ranks - 1) if 0 <= number - hop < PIECES]
+        for number in range(ranks - 2 + PIECES)
     ]
 
 

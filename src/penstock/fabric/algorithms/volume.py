@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from penstock.fabric.algorithms.forms import Terms
 from penstock.fabric.steps import Move, StepList
 
 
@@ -17,13 +19,6 @@ class RankRound(NamedTuple):
     number: int
     sends: tuple[Move, ...]
     receives: tuple[Move, ...]
-
-
-class Cost(NamedTuple):
-    """A cost in the alpha-beta model: seconds = rounds * alpha + bytes_factor * size * beta."""
-
-    rounds: int
-    bytes_factor: float
 
 
 def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
@@ -41,7 +36,7 @@ def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
     return tuple(own)
 
 
-def cost(steps: StepList) -> Cost:
+def cost(steps: StepList) -> Terms:
     """Returns the number of rounds, and the total fraction of the size that passes each round's busiest rank.
 
     Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
@@ -53,7 +48,7 @@ def cost(steps: StepList) -> Cost:
             busy[move.source, True] += move.count
             busy[move.target, False] += move.count
         slots += max(busy.values(), default=0)
-    return Cost(len(steps.rounds), slots / steps.chunks)
+    return Terms(len(steps.rounds), slots / steps.chunks)
 
 
 def is_even(steps: StepList) -> bool:
@@ -65,15 +60,16 @@ def is_even(steps: StepList) -> bool:
 
 def sent_slots(steps: StepList) -> Counter[int]:
     """Returns how many slots each rank sends."""
-    slots: Counter[int] = Counter()
-    for move in (move for moves in steps.rounds for move in moves):
-        slots[move.source] += move.count
-    return slots
+    return _counted((move.source, move) for moves in steps.rounds for move in moves)
 
 
 def received_slots(steps: StepList) -> Counter[int]:
     """Returns how many slots each rank receives."""
+    return _counted((move.target, move) for moves in steps.rounds for move in moves)
+
+
+def _counted(moves: Iterable[tuple[int, Move]]) -> Counter[int]:
     slots: Counter[int] = Counter()
-    for move in (move for moves in steps.rounds for move in moves):
-        slots[move.target] += move.count
+    for rank, move in moves:
+        slots[rank] += move.count
     return slots

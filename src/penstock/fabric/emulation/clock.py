@@ -40,14 +40,18 @@ class Offset:
 
 def estimate(group: dist.ProcessGroup | None = None) -> Offset:
     """Estimates this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    boots = _kernels(group)
-    best = Offset(0, 0)
-    for other in range(1, size):
+    rank, boots, best = dist.get_rank(), _kernels(group), Offset(0, 0)
+    for other in range(1, len(boots)):
         if boots[other] == boots[0] != "":
             continue  # both read the same clock
         if rank == 0:
-            _serve(other)
+            stamp = torch.zeros(1, dtype=torch.int64)
+            while True:
+                dist.recv(stamp, other)
+                if stamp[0] == _ENOUGH:
+                    break
+                stamp[0] = time.monotonic_ns()
+                dist.send(stamp, other)
         elif rank == other:
             best = _ask()
     return best
@@ -65,30 +69,16 @@ def _kernels(group: dist.ProcessGroup | None) -> list[str]:
     return found
 
 
-def _serve(other: int) -> None:
-    stamp = torch.zeros(1, dtype=torch.int64)
-    while True:
-        dist.recv(stamp, other)
-        if stamp[0] == _ENOUGH:
-            return
-        stamp[0] = time.monotonic_ns()
-        dist.send(stamp, other)
-
-
 def _ask() -> Offset:
     stamp = torch.zeros(1, dtype=torch.int64)
     trips: list[tuple[int, int]] = []
-    began = time.monotonic_ns()
-    while len(trips) < FEWEST_EXCHANGES or (
-        len(trips) < MAX_EXCHANGES and time.monotonic_ns() - began < EXCHANGE_SECONDS * 1e9
-    ):
+    end_ns = time.monotonic_ns() + int(EXCHANGE_SECONDS * 1e9)
+    while len(trips) < FEWEST_EXCHANGES or (len(trips) < MAX_EXCHANGES and time.monotonic_ns() < end_ns):
         start = time.monotonic_ns()
-        stamp[0] = 0
-        dist.send(stamp, 0)
+        dist.send(torch.zeros_like(stamp), 0)
         dist.recv(stamp, 0)
         end = time.monotonic_ns()
         trips.append((end - start, int(stamp[0]) - (start + end) // 2))
-    stamp[0] = _ENOUGH
-    dist.send(stamp, 0)
+    dist.send(torch.full_like(stamp, _ENOUGH), 0)
     trip, offset = min(trips)
     return Offset(offset, trip // 2 + int(DRIFT * CLOCK_SECONDS * 1e9))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -15,46 +14,17 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms.volume import moves_of
 from penstock.fabric.emulation import payload
+from penstock.fabric.emulation.payload import Participant
 from penstock.fabric.emulation.wires import Message, Wire
 from penstock.fabric.steps import Collective, Move, StepList
-from penstock.fabric.workload import REDUCES, Op, Transfer
+from penstock.fabric.workload import REDUCES, Op
 
 Stamp = tuple[int, int, int]
 """A round, and its start and end in nanoseconds on this host's clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class Participant:
-    """A rank's place in a transfer.
-
-    Attributes:
-        transfer: what is done.
-        members: the job's ranks that take part.
-        rank: this rank's index in `members`.
-        elements: the size of the largest buffer, before any padding.
-        seed, dtype, op: the payload's seed, type and reduction.
-    """
-
-    transfer: Transfer
-    members: tuple[int, ...]
-    rank: int
-    elements: int
-    seed: int
-    dtype: torch.dtype
-    op: Op = "sum"
-
-    @property
-    def collective(self) -> Collective:
-        return self.transfer.collective
-
-    def expected(self, elements: int) -> Tensor | None:
-        """Returns this rank's result for a payload of `elements` elements; None if it has none."""
-        payload_of = (self.rank, len(self.members), elements, self.seed, self.dtype, self.op)
-        return payload.expected(self.collective, *payload_of, self.transfer.shares)
-
-    def given(self, elements: int) -> Tensor:
-        """Returns this rank's payload."""
-        return payload.given(self.collective, self.rank, len(self.members), elements, self.seed, self.dtype, self.op)
+_PARTS = ("reduce_scatter", "scatter")
+"""Collectives of which a rank gets its own part only."""
 
 
 class _Copy(NamedTuple):
@@ -75,6 +45,7 @@ class Stepwise:
     """Executes a step list. Everything between the same two ranks in one round goes in one message."""
 
     def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
+        self.place = place
         self._steps = steps
         self._wire = wire
         self._rank = place.rank
@@ -133,7 +104,7 @@ class Stepwise:
     def reset(self) -> None:
         self._memory[: len(self._given)].copy_(self._given)
         if self._steps.collective == "all_to_all":  # a rank's part for itself never crosses the network
-            own = self._given[payload.own_part(self._rank, self._steps.ranks, self.elements, self._steps.shares)]
+            own = self._given[self.place.part(self.elements)]
             self._output()[self._rank * len(own) : (self._rank + 1) * len(own)].copy_(own)
 
     def run(self) -> None:
@@ -158,16 +129,10 @@ class Stepwise:
         self._stamps = stamps
 
     def result(self) -> Tensor | None:
+        if not self.place.has_result:
+            return None
         whole = self._output()
-        part = self.elements // self._steps.ranks
-        match self._steps.collective:
-            case "reduce_scatter" | "scatter":
-                return whole[self._rank * part : (self._rank + 1) * part]
-            case "gather" | "reduce":
-                return whole if self._rank == 0 else None
-            case "send":
-                return whole if self._rank == 1 else None
-        return whole
+        return whole[self.place.part(self.elements)] if self.place.collective in _PARTS else whole
 
     def stamps(self) -> Sequence[Stamp]:
         return self._stamps
@@ -209,11 +174,11 @@ class Engine:
         ranks = len(place.members)
         shares = place.transfer.shares
         unit = sum(shares) if shares else 1
-        self.elements = unit * payload.padded(place.collective, -(-place.elements // unit), ranks)
+        self.elements = unit * place.padded(-(-place.elements // unit))
         self._given = place.given(self.elements).to(device)
         self._buffer = self._given.clone()
         self._part = self.elements // ranks
-        self._place = place
+        self.place = place
         self._group = group
         self._sent = [shares[rank] * self.elements // unit for rank in range(ranks)] if shares else None
         mine = self._sent[place.rank] if self._sent else self._part
@@ -222,15 +187,15 @@ class Engine:
         self._call = self._calls()[place.collective]
 
     def _calls(self) -> Mapping[Collective, Callable[[], object]]:
-        buffer, output, group, members = self._buffer, self._output, self._group, self._place.members
-        op = _OPS[self._place.op]
-        mine = slice(self._place.rank * self._part, (self._place.rank + 1) * self._part)
-        is_root = self._place.rank == 0
+        buffer, output, group, members = self._buffer, self._output, self._group, self.place.members
+        op = _OPS[self.place.op]
+        mine = slice(self.place.rank * self._part, (self.place.rank + 1) * self._part)
+        is_root = self.place.rank == 0
         parts = list(output.chunk(len(members))) if is_root else None
         given = list(buffer.chunk(len(members))) if is_root else None
 
         def sendrecv() -> None:
-            rank, ranks = self._place.rank, len(members)
+            rank, ranks = self.place.rank, len(members)
             works = [dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])]
             for work in works:
                 if work is not None:
@@ -264,25 +229,23 @@ class Engine:
             torch.cuda.synchronize()
 
     def result(self) -> Tensor | None:
-        match self._place.collective:
-            case "reduce" | "gather" if self._place.rank != 0:
-                return None
-            case "all_reduce" | "broadcast" | "reduce":
-                found = self._buffer
-            case "reduce_scatter" | "scatter":
-                found = self._output[: self._part]
-            case "send" if self._place.rank != 1:
-                return None
-            case _:
-                found = self._output
-        return found
+        if not self.place.has_result:
+            return None
+        if self.place.collective in ("all_reduce", "broadcast", "reduce"):
+            return self._buffer
+        return self._output[: self._part] if self.place.collective in _PARTS else self._output
 
     def stamps(self) -> Sequence[Stamp]:
         return ()
 
 
-def wrong(place: Participant, part: Stepwise | Engine) -> str | None:
+Part = Stepwise | Engine
+"""A rank's part in a transfer, whose `place` says which."""
+
+
+def wrong(part: Part) -> str | None:
     """Runs a transfer once and describes what is wrong with its result; None if it is right."""
+    place = part.place
     if (before := part.result()) is not None:
         before.fill_(payload.NOTHING)  # a correct result left by an earlier run must not count
     part.reset()

@@ -72,7 +72,8 @@ def emulate(
             told += 1
 
     owner.claim(folder, look, f"--out {folder}")
-    _empty(folder)
+    for stale in (*(folder / name for name in (RUN, SAMPLES, STEPS)), *folder.glob("host-*.log")):
+        stale.unlink(missing_ok=True)
     spec.write(folder)
     with contextlib.ExitStack() as stack:
         steps, board, failures = (stack.enter_context(memory(name)) for name in ("step", "start", "failures"))
@@ -93,11 +94,6 @@ def emulate(
     if watch is not None:
         for number in range(told, spec.trials):
             watch(number)
-
-
-def _empty(folder: Path) -> None:
-    for stale in (*(folder / name for name in (RUN, SAMPLES, STEPS)), *folder.glob("host-*.log")):
-        stale.unlink(missing_ok=True)
 
 
 def _commands(spec: Spec, folder: Path, machines: Machines | None) -> list[list[str]]:

@@ -19,9 +19,9 @@ from penstock.distributed.launch.agent import end_with_parent
 from penstock.errors import FabricError, PenstockError
 from penstock.fabric.algorithms import ENGINE, generate
 from penstock.fabric.emulation import clock, links
-from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise, check_backend, wrong
+from penstock.fabric.emulation.collectives import Engine, Part, Stepwise, check_backend, wrong
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.payload import TYPES
+from penstock.fabric.emulation.payload import TYPES, Participant
 from penstock.fabric.emulation.run_file import gathered, recorded
 from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.trials import Trials
@@ -32,10 +32,7 @@ from penstock.network.conditions import CpuUsage, cpu_usage
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
-    """Runs this host's part. Collective: every host calls it with the same spec.
-
-    Args:
-        folder: where host 0 writes; created if it does not exist.
+    """Runs this host's part. Collective: every host calls it with the same spec; host 0 writes into the folder.
 
     Raises:
         ArgumentError: the environment or the backend does not fit the spec.
@@ -60,7 +57,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
         record.add(cpu=gathered(cpu_usage().since(began), members))
 
 
-def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, Stepwise | Engine] | None]:
+def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
     """Builds this host's part in each transfer; None where it takes no part."""
     device = torch.device("cpu")
     if spec.backend == "nccl":
@@ -68,7 +65,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, 
         torch.cuda.set_device(device)
     everyone = tuple(range(spec.hosts))
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: None}
-    made: list[tuple[Participant, Stepwise | Engine] | None] = []
+    made: list[Part | None] = []
     for number, transfer in enumerate(spec.workload.transfers):
         ranks = transfer.ranks or (everyone[:2] if transfer.collective == "send" else everyone)
         if spec.algorithm == ENGINE and ranks not in groups and transfer.collective != "send":
@@ -76,29 +73,22 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, 
         if members.rank not in ranks:
             made.append(None)
             continue
-        elements = transfer.bytes // spec.workload.element_bytes
-        place = Participant(
-            transfer,
-            ranks,
-            ranks.index(members.rank),
-            elements,
-            spec.seed + number,
-            TYPES[spec.workload.number],
-            spec.workload.op,
-        )
+        sent = spec.workload
+        payload = transfer.bytes // sent.element_bytes, spec.seed + number, TYPES[sent.number], sent.op
+        place = Participant(transfer, ranks, ranks.index(members.rank), *payload)
         if spec.algorithm == ENGINE:
-            made.append((place, Engine(place, groups.get(ranks), device)))
+            made.append(Engine(place, groups.get(ranks), device))
         else:
             options = {"shares": transfer.shares} if transfer.shares else {}
             steps = generate(transfer.collective, spec.algorithm_of(number), len(ranks), **options)
-            made.append((place, Stepwise(place, steps, wire, device)))
+            made.append(Stepwise(place, steps, wire, device))
     return made
 
 
-def _check(spec: Spec, parts: list[tuple[Participant, Stepwise | Engine] | None], members: Members) -> None:
+def _check(spec: Spec, parts: list[Part | None], members: Members) -> None:
     """Runs the first warm-up trials, in which every host checks the result of every transfer."""
     for _ in range(spec.checked):
-        faults = [fault for part in parts if part is not None and (fault := wrong(*part))]
+        faults = [fault for part in parts if part is not None and (fault := wrong(part))]
         found = [fault for one in gathered(faults, members) for fault in one]
         if found:
             raise FabricError(found[0])

@@ -21,14 +21,9 @@ TRIES = 3
 
 
 def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
-    """Measures both directions between all neighbors, pair by pair.
-
-    Returns:
-        A dict per direction; none if links are not to be measured, or the backend is not gloo.
-
-    Raises:
-        FabricError: a rate above the shaper's was measured repeatedly.
-    """
+    """Measures both directions between all neighbors, pair by pair, and returns a dict for each; none if links are not
+    to be measured, or the backend is not gloo. Raises FabricError: a rate above the shaper's was measured
+    repeatedly."""
     if not spec.measures_links or spec.backend != "gloo":
         return []
     links = []

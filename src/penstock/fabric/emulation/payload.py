@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.fabric.steps import Collective
-from penstock.fabric.workload import BYTES, REDUCES, Op
+from penstock.fabric.workload import BYTES, REDUCES, Op, Transfer
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 """torch dtypes by name."""
@@ -52,58 +52,87 @@ def _mixed(number: Tensor) -> Tensor:
     return (number >> 16) ^ number
 
 
-def given(
-    collective: Collective, rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum"
-) -> Tensor:
-    """Returns a rank's buffer before the collective; `elements` is a multiple of `ranks` if it is divided among them.
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """A rank's place in a transfer.
 
-    Positions for which the rank has no input are `NOTHING`.
+    Attributes:
+        transfer: what is done.
+        members: the job's ranks that take part.
+        rank: this rank's index in `members`.
+        elements: the size of the largest buffer, before any padding.
+        seed, dtype, op: the payload's seed, type and reduction.
     """
-    nothing = torch.full((elements,), NOTHING, dtype=dtype)
-    if collective in ("all_gather", "gather"):
-        part = elements // ranks
-        nothing[rank * part : (rank + 1) * part] = contribution(rank, ranks, part, seed, dtype)
-        return nothing
-    if collective in ("broadcast", "scatter", "send") and rank != 0:
-        return nothing
-    return contribution(rank, ranks, elements, seed, dtype, op if collective in REDUCES else "sum")
 
+    transfer: Transfer
+    members: tuple[int, ...]
+    rank: int
+    elements: int
+    seed: int
+    dtype: torch.dtype
+    op: Op = "sum"
 
-def expected(
-    collective: Collective,
-    rank: int,
-    ranks: int,
-    elements: int,
-    seed: int,
-    dtype: torch.dtype,
-    op: Op = "sum",
-    shares: Sequence[int] = (),
-) -> Tensor | None:
-    """Returns a rank's result; None if it has none. `shares` are those of an uneven all_to_all; see `Transfer`."""
-    part = elements // ranks
+    @property
+    def collective(self) -> Collective:
+        return self.transfer.collective
 
-    def of(other: int, count: int = elements) -> Tensor:
-        return contribution(other, ranks, count, seed, dtype, op if collective in REDUCES else "sum")
+    @property
+    def ranks(self) -> int:
+        return len(self.members)
 
-    if collective in ("all_reduce", "reduce_scatter") or (collective == "reduce" and rank == 0):
-        total = of(0)
-        for other in range(1, ranks):
-            reduce_into(total, of(other), op)
-        if op == "avg":
-            total /= ranks
-        return total[rank * part : (rank + 1) * part] if collective == "reduce_scatter" else total
-    if collective == "all_gather" or (collective == "gather" and rank == 0):
-        return torch.cat([of(other, part) for other in range(ranks)])
-    if collective == "all_to_all":
-        mine = own_part(rank, ranks, elements, shares)
-        return torch.cat([of(other)[mine] for other in range(ranks)])
-    if collective == "scatter":
-        return of(0)[rank * part : (rank + 1) * part]
-    if collective == "sendrecv":
-        return of((rank - 1) % ranks)
-    if collective == "broadcast" or (collective == "send" and rank == 1):
-        return of(0)
-    return None
+    @property
+    def has_result(self) -> bool:
+        last = {"gather": 0, "reduce": 0, "send": 1}.get(self.collective, self.rank)
+        return self.rank == last
+
+    def part(self, elements: int) -> slice:
+        """Returns the position of this rank's part in a buffer that is divided among the ranks."""
+        shares = self.transfer.shares or (1,) * self.ranks
+        unit = elements // sum(shares)
+        return slice(sum(shares[: self.rank]) * unit, sum(shares[: self.rank + 1]) * unit)
+
+    def padded(self, elements: int) -> int:
+        """Rounds `elements` up to a multiple of the ranks if the collective divides them among the ranks."""
+        divides = self.collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
+        return -(-elements // self.ranks) * self.ranks if divides else elements
+
+    def given(self, elements: int) -> Tensor:
+        """Returns this rank's buffer before the collective, `NOTHING` where it has no input; `elements` is a multiple
+        of the ranks if it is divided among them."""
+        nothing = torch.full((elements,), NOTHING, dtype=self.dtype)
+        if self.collective in ("all_gather", "gather"):
+            nothing[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
+            return nothing
+        if self.collective in ("broadcast", "scatter", "send") and self.rank != 0:
+            return nothing
+        return self._contribution(self.rank, elements)
+
+    def expected(self, elements: int) -> Tensor | None:
+        """Returns this rank's result for a payload of `elements` elements; None if it has none."""
+        if not self.has_result:
+            return None
+        everyone, mine = range(self.ranks), self.part(elements)
+        match self.collective:
+            case "all_reduce" | "reduce_scatter" | "reduce":
+                total = self._contribution(0, elements)
+                for other in everyone[1:]:
+                    reduce_into(total, self._contribution(other, elements), self.op)
+                if self.op == "avg":
+                    total /= self.ranks
+                return total[mine] if self.collective == "reduce_scatter" else total
+            case "all_gather" | "gather":
+                return torch.cat([self._contribution(other, elements // self.ranks) for other in everyone])
+            case "all_to_all":
+                return torch.cat([self._contribution(other, elements)[mine] for other in everyone])
+            case "scatter":
+                return self._contribution(0, elements)[mine]
+            case "sendrecv":
+                return self._contribution((self.rank - 1) % self.ranks, elements)
+        return self._contribution(0, elements)
+
+    def _contribution(self, rank: int, elements: int) -> Tensor:
+        op = self.op if self.collective in REDUCES else "sum"
+        return contribution(rank, self.ranks, elements, self.seed, self.dtype, op)
 
 
 def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
@@ -117,16 +146,3 @@ def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
             torch.minimum(total, more, out=total)
         case "max":
             torch.maximum(total, more, out=total)
-
-
-def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int]) -> slice:
-    """Returns the position of a rank's part in a buffer that is divided among the ranks."""
-    shares = shares or (1,) * ranks
-    unit = elements // sum(shares)
-    return slice(sum(shares[:rank]) * unit, sum(shares[: rank + 1]) * unit)
-
-
-def padded(collective: Collective, elements: int, ranks: int) -> int:
-    """Rounds `elements` up to a multiple of `ranks` if the collective divides them among the ranks."""
-    divides = collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
-    return -(-elements // ranks) * ranks if divides else elements

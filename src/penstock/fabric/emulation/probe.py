@@ -110,11 +110,8 @@ def neighbors(hosts: int) -> tuple[tuple[int, int], ...]:
 def measure(
     pair: tuple[int, int], wire: Wire, ends: Mapping[tuple[int, int], Ends] | None = None
 ) -> dict[tuple[int, int], Measured]:
-    """Measures both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing.
-
-    Args:
-        ends: what shapes each direction; if None, both ends are assumed to be as fast as the stream.
-    """
+    """Measures both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing. `ends`
+    is what shapes each direction; if None, both ends are assumed to be as fast as the stream."""
     rank = dist.get_rank()
     if rank not in pair:
         return {}

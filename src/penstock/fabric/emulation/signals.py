@@ -73,12 +73,8 @@ class Signals:
         return everyone[:, 1:].view(-1, *stamps.shape)
 
     def word(self, flags: int, offset_ns: int) -> Word:
-        """Returns host 0's announcement, on every host.
-
-        Args:
-            flags: what host 0 announces; ignored on other hosts.
-            offset_ns: what to add to this host's clock to get host 0's.
-        """
+        """Returns host 0's announcement, with host 0's flags, on every host; `offset_ns` is what to add to this host's
+        clock to get host 0's."""
         if self._members.rank != 0:
             sent_ns, due_ns, flags = self._hear()
             self._heard_after_ns.append(max(time.monotonic_ns() + offset_ns - sent_ns, 0))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.distributed.launch.step_file import announcer
 from penstock.fabric.emulation import clock
-from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise
+from penstock.fabric.emulation.collectives import Part
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
@@ -55,9 +55,7 @@ class Trial:
 class Trials:
     """Runs trials one by one. Its calls are collective: every host makes the same ones."""
 
-    def __init__(
-        self, spec: Spec, parts: Sequence[tuple[Participant, Stepwise | Engine] | None], members: Members
-    ) -> None:
+    def __init__(self, spec: Spec, parts: Sequence[Part | None], members: Members) -> None:
         self._spec = spec
         self._parts = parts
         self._members = members
@@ -73,14 +71,11 @@ class Trials:
         """Whether the last trial's steps are worth keeping; host 0 decides."""
 
     def one(self, *, counts: bool = True) -> Trial:
-        """Runs the next trial; on hosts other than 0, its stamps are only this host's.
-
-        Args:
-            counts: False on host 0 for a warm-up trial, which host 0 announces; ignored on other hosts.
-        """
+        """Runs the next trial; on hosts other than 0, its stamps are only this host's. Host 0 says whether it counts,
+        or belongs to the warm-up."""
         for part in self._parts:
             if part is not None:
-                part[1].reset()
+                part.reset()
         due_ns, kept, counts = self._agree(counts)
         if self._announce is not None and counts:
             self._announce(self._number + 1)
@@ -117,14 +112,14 @@ class Trials:
                 ready_ns = done_ns = self._meet()
             if part is None:
                 continue
-            compute_ns = int(part[0].transfer.compute_of(self._members.rank) * 1e9)
+            compute_ns = int(part.place.transfer.compute_of(self._members.rank) * 1e9)
             # With overlap, computing continues during a transfer; without, it starts when the transfer has ended.
             ready_ns = (ready_ns if self._spec.overlap else done_ns) + compute_ns
             if compute_ns:
                 _sleep_until(ready_ns)
             start_ns = time.monotonic_ns()
             for _ in range(self._spec.iterations):
-                part[1].run()
+                part.run()
             done_ns = time.monotonic_ns()
             stamps[number, 0], stamps[number, 1] = start_ns, done_ns
         return stamps
@@ -156,7 +151,7 @@ class Trials:
             (self._number, number, self._members.rank, at, start + self._offset_ns, end + self._offset_ns)
             for number, part in enumerate(self._parts)
             if part is not None
-            for at, start, end in part[1].stamps()
+            for at, start, end in part.stamps()
         ]
         everyone: list[list[tuple[int, ...]]] = [[] for _ in range(self._members.size)]
         dist.gather_object(mine, everyone if self._members.rank == 0 else None, dst=0, group=self._members.control)

@@ -20,7 +20,7 @@ from penstock._base.stages import MODEL_INPUT
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.fabric.traffic import gradients, measure, pipeline, tensor
-from penstock.fabric.traffic.layers import Recorded, record
+from penstock.fabric.traffic.layers import Job, Recorded, record
 from penstock.fabric.workload import Transfer, Workload
 from penstock.partition.units.chain import as_module
 from penstock.schedule import Schedule
@@ -95,22 +95,42 @@ def from_model(
     _check(hosts, ranks, sharded)
     _check_compute(compute)
     whole = as_module(model)
+    given = whole, args, kwargs or {}
     _check_dtype(gradient_dtype, whole, traffic, sharded)
+    seconds = 0.0 if isinstance(compute, str) else float(compute)
     if traffic == "tensor":
-        return _tensor(whole, args, kwargs, hosts, microbatches or 1, compute)
+        return _tensor(record(*given, 1), type(whole).__name__, hosts, microbatches or 1, seconds)
     order = order_of(schedule, ranks, microbatches, None)
-    options = {"cuts": cuts, "opens": opens, "balance": "flops"}
-    recorded = record(whole, args, kwargs, order.placement.depth, **options)
+    depth = order.placement.depth
+    options: dict[str, Any] = {"cuts": cuts, "opens": opens, "balance": "flops"}
+    job = Job(record(*given, depth, **options), order, hosts, sharded, gradient_dtype)
+    made: Sequence[Transfer]
+    backward: Sequence[float]
     if traffic == "pipeline":
-        pipelines = pipeline.Pipelines(recorded.partition, order, hosts, sharded, gradient_dtype)
-        seconds = _stage_seconds(compute, whole, args, kwargs or {}, order.placement.depth, options)
-        made, after = pipeline.transfers(pipelines, seconds)
+        stages = None if compute == "none" else [(seconds, 2 * seconds)] * depth
+        made, after = pipeline.transfers(
+            job, measure.stage_seconds(*given, depth, **options) if compute == "measure" else stages
+        )
     else:
-        replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, gradient_dtype)
-        made, after = _timed(replicated, compute, whole, args, kwargs or {}, microbatches or 1), 0.0
-    what = f"parameters and {traffic}" if sharded and traffic == "gradients" else traffic
-    element_bytes = _element_bytes(recorded, traffic, sharded, gradient_dtype)
-    return _workload(whole, recorded, order, hosts, traffic, what, made, after, element_bytes)
+        ready, after = gradients.transfers(job), 0.0
+        forward, backward = seconds * depth, gradients.shares(job, 2 * seconds * depth)
+        if compute == "measure" and ready:
+            forward, backward = measure.layer_seconds(whole, gradients.backward_layers(job), *given[1:])
+        count = microbatches or 1  # of which the last one's gradients are sent
+        made = gradients.with_compute(ready, count * forward + (count - 1) * sum(backward), backward)
+    if not made:
+        raise ArgumentError(
+            f"traffic={traffic!r} of {counted(ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
+            "replicas send gradients, so pass more hosts than ranks; or pass two or more ranks, and traffic='pipeline'"
+        )
+    return Workload(
+        _name(job, traffic, type(whole).__name__),
+        tuple(made),
+        hosts,
+        _element_bytes(job, traffic),
+        after,
+        _notes(job, traffic),
+    )
 
 
 def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> None:
@@ -123,21 +143,12 @@ def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> No
         raise ArgumentError("traffic='tensor' cannot measure divided layers here: pass compute='none', or seconds")
 
 
-def _tensor(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    hosts: int,
-    microbatches: int,
-    compute: Compute,
-) -> Workload:
-    recorded = record(model, args, kwargs, 1)
-    seconds = 0.0 if compute == "none" else float(compute)
+def _tensor(recorded: Recorded, name: str, hosts: int, microbatches: int, seconds: float) -> Workload:
     made = tensor.transfers(recorded.products, microbatches, seconds)
     if not made:
         raise ArgumentError("traffic='tensor': the forward multiplies by no layer's matrix, so that nothing is divided")
     sizes = [parameter.element_size() for _, parameter in recorded.used]
-    name = f"tensor of {type(model).__name__}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
+    name = f"tensor of {name}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
     said = (*recorded.partition.notes, *tensor.notes(recorded.products))
     return Workload(name, tuple(made), hosts, min(sizes), 0.0, said)
 
@@ -169,75 +180,30 @@ def _check_compute(compute: Compute) -> None:
         raise ArgumentError(f"compute={compute!r}: expected 'none', 'measure', or the seconds of a stage's forward")
 
 
-def _stage_seconds(
-    compute: Compute,
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    stages: int,
-    options: Mapping[str, Any],
-) -> list[pipeline.Seconds] | None:
-    if compute == "none":
-        return None
-    if compute == "measure":
-        return measure.stage_seconds(model, args, kwargs, stages, **options)
-    return [(float(compute), 2 * float(compute))] * stages
-
-
-def _timed(
-    job: gradients.Replicated,
-    compute: Compute,
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    microbatches: int,
-) -> list[Transfer]:
-    made = gradients.transfers(job)
-    if compute == "none" or not made:
-        return [ready.transfer for ready in made]
-    if compute == "measure":
-        forward, backward = measure.layer_seconds(model, job.backward, args, kwargs)
-    else:
-        forward = float(compute) * job.placement.depth
-        backward = tuple(gradients.shares(job, 2 * forward))
-    before = microbatches * forward + (microbatches - 1) * sum(backward)  # the last microbatch's gradients are sent
-    return gradients.with_compute(made, before, backward)
-
-
-def _workload(
-    model: nn.Module,
-    recorded: Recorded,
-    order: Schedule,
-    hosts: int,
-    traffic: Traffic,
-    what: str,
-    transfers: Sequence[Transfer],
-    after: float,
-    element_bytes: int,
-) -> Workload:
-    if not transfers:
-        raise ArgumentError(
-            f"traffic={traffic!r} of {counted(order.ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
-            "replicas send gradients, so pass more hosts than ranks; or pass two or more ranks, and traffic='pipeline'"
-        )
-    made = f"{what} of {type(model).__name__}, {hosts // order.ranks} x {order.ranks} hosts"
-    notes = list(recorded.partition.notes)
+def _name(job: Job, traffic: Traffic, model: str) -> str:
+    what = f"parameters and {traffic}" if job.sharded and traffic == "gradients" else traffic
+    name = f"{what} of {model}, {job.replicas} x {job.ranks} hosts"
     if traffic == "pipeline":
-        made += f", {order.name}, {counted(order.microbatches, 'microbatch')}"
-    if recorded.unused:
-        notes.append(f"without gradients, since the forward does not use them: {', '.join(recorded.unused)}")
-    if traffic == "gradients" and order.ranks > 1:
+        name += f", {job.order.name}, {counted(job.order.microbatches, 'microbatch')}"
+    return name
+
+
+def _notes(job: Job, traffic: Traffic) -> tuple[str, ...]:
+    notes = list(job.recorded.partition.notes)
+    if job.recorded.unused:
+        notes.append(f"without gradients, since the forward does not use them: {', '.join(job.recorded.unused)}")
+    if traffic == "gradients" and job.ranks > 1:
         notes.append("gradients between replicas alone: what the stages of a pipeline send each other is left out")
-    return Workload(made, tuple(transfers), hosts, element_bytes, after, tuple(notes))
+    return tuple(notes)
 
 
-def _element_bytes(recorded: Recorded, traffic: Traffic, sharded: bool, gradient_dtype: torch.dtype | None) -> int:
+def _element_bytes(job: Job, traffic: Traffic) -> int:
     """The size of the smallest number that is sent."""
-    used = [parameter for _, parameter in recorded.used]
-    sizes = [dtype.itemsize for dtype in by_gradient_dtype(used, gradient_dtype)]
-    if sharded:
+    used = [parameter for _, parameter in job.recorded.used]
+    sizes = [dtype.itemsize for dtype in by_gradient_dtype(used, job.gradient_dtype)]
+    if job.sharded:
         sizes += [parameter.element_size() for parameter in used]
     if traffic == "pipeline":
-        inputs = (i for stage in recorded.partition.stages for i in stage.meta.inputs)
+        inputs = (i for stage in job.recorded.partition.stages for i in stage.meta.inputs)
         sizes += [pipeline.element_bytes(i.meta) for i in inputs if i.source != MODEL_INPUT]
     return min(sizes)

@@ -3,54 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from penstock._base.gradients import gradient_bytes
-from penstock.fabric.traffic.layers import Layer, Recorded, bytes_of, sharded_bytes
+from penstock.fabric.traffic.layers import Job, Layer, bytes_of, sharded_bytes
 from penstock.fabric.workload import Transfer
-from penstock.schedule import Placement
 
 
-@dataclass(frozen=True)
-class Replicated:
-    """A model with several replicas that are trained together.
-
-    Attributes:
-        recorded: the model, cut into the stages of one replica.
-        placement: where the stages are on the ranks of one replica.
-        hosts: how many, for all replicas: replica d has the hosts d * ranks to (d + 1) * ranks - 1.
-        sharded: the replicas divide the parameters among themselves.
-        gradient_dtype: as for `penstock.pipeline`.
-    """
-
-    recorded: Recorded
-    placement: Placement
-    hosts: int
-    sharded: bool
-    gradient_dtype: torch.dtype | None = None
-
-    @property
-    def backward(self) -> tuple[Layer, ...]:
-        """The layers in the order in which backward finishes them."""
-        return tuple(reversed(self.recorded.layers))
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """A transfer, and the number of backward layers after which it can begin; -1: in the forward."""
 
     transfer: Transfer
     layers: int
 
 
-def transfers(job: Replicated) -> list[Ready]:
+def backward_layers(job: Job) -> tuple[Layer, ...]:
+    """The layers in the order in which backward finishes them."""
+    return job.recorded.layers[::-1]
+
+
+def transfers(job: Job) -> list[Ready]:
     """The transfers of a step, in order; none if there is only one replica."""
-    if job.hosts == job.placement.ranks:
-        return []
-    return _sharded(job) if job.sharded else sorted(_summed(job), key=lambda ready: ready.layers)
+    return list(_sharded(job) if job.sharded else _summed(job)) if job.replicas > 1 else []
 
 
 def with_compute(made: Sequence[Ready], forward: float, backward: Sequence[float]) -> list[Transfer]:
@@ -69,63 +46,46 @@ def with_compute(made: Sequence[Ready], forward: float, backward: Sequence[float
     return result
 
 
-def shares(job: Replicated, seconds: float) -> list[float]:
+def shares(job: Job, seconds: float) -> list[float]:
     """A backward's seconds, divided among the layers in proportion to what they train."""
-    sizes = [bytes_of(layer.trained) for layer in job.backward]
+    sizes = [bytes_of(layer.trained) for layer in backward_layers(job)]
     return [seconds * size / max(sum(sizes), 1) for size in sizes]
 
 
-def _holders(job: Replicated) -> dict[int, set[int]]:
-    """The ranks of a replica that hold each parameter, by its `id`."""
-    found: dict[int, set[int]] = {}
-    for copy in range(job.placement.pipelines):
-        for index, stage in enumerate(job.recorded.partition.stages):
-            rank = job.placement.rank_of[copy * job.placement.depth + index]
-            for parameter in stage.parameters.values():
-                found.setdefault(id(parameter), set()).add(rank)
-    return found
+def _held(job: Job, layer: Layer) -> Iterator[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
+    """A layer's parameters by the rank that holds them, with that rank's hosts, empty if these are all hosts, and a
+    suffix for names: empty if one rank holds them all."""
+    ids: dict[int, set[int]] = {}
+    for stage, rank in enumerate(job.order.placement.rank_of):
+        ids.setdefault(rank, set()).update(map(id, job.parameters(stage).values()))
+    held = {rank: [one for one in layer.parameters if id(one) in ids[rank]] for rank in sorted(ids)}
+    several = sum(map(bool, held.values())) > 1
+    for rank, some in held.items():
+        if some:
+            yield f" on rank {rank}" if several else "", job.same_rank(rank) if job.ranks > 1 else (), some
 
 
-def _by_rank(job: Replicated, layer: Layer) -> Iterator[tuple[int, str, list[nn.Parameter]]]:
-    """A layer's parameters by the rank that holds them, with a suffix for names: empty if one rank holds them all."""
-    holders = _holders(job)
-    ranks = sorted(set().union(*(holders.get(id(parameter), set()) for parameter in layer.parameters)))
-    for rank in ranks:
-        held = [parameter for parameter in layer.parameters if rank in holders.get(id(parameter), ())]
-        yield rank, f" on rank {rank}" if len(ranks) > 1 else "", held
-
-
-def _group(job: Replicated, rank: int) -> tuple[int, ...]:
-    """The hosts that are this rank of their replicas; empty if these are all hosts."""
-    return tuple(range(rank, job.hosts, job.placement.ranks)) if job.placement.ranks > 1 else ()
-
-
-def _summed(job: Replicated) -> Iterator[Ready]:
-    for place, layer in enumerate(job.backward, start=1):
-        for rank, suffix, held in _by_rank(job, layer):
+def _summed(job: Job) -> Iterator[Ready]:
+    for place, layer in enumerate(backward_layers(job), start=1):
+        for suffix, hosts, held in _held(job, layer):
             if trained := [parameter for parameter in held if parameter.requires_grad]:
                 size = gradient_bytes(trained, job.gradient_dtype)
-                yield Ready(Transfer(layer.name + suffix, size, "all_reduce", _group(job, rank)), place)
+                yield Ready(Transfer(layer.name + suffix, size, "all_reduce", hosts), place)
 
 
-def _sharded(job: Replicated) -> list[Ready]:
+def _sharded(job: Job) -> Iterator[Ready]:
     """Gathers a layer's parameters for its forward and again for its backward, even if it is frozen."""
-    replicas = job.hosts // job.placement.ranks
-    made: list[Ready] = []
 
-    def gather(layer: Layer, way: str, behind: int) -> None:
-        for rank, suffix, held in _by_rank(job, layer):
+    def gathered(layer: Layer, way: str, behind: int) -> Iterator[Ready]:
+        for suffix, hosts, held in _held(job, layer):
+            size = sharded_bytes(held, job.replicas)
             name = f"{layer.name}{suffix}, {way}"
-            size = sharded_bytes(held, replicas)
-            made.append(Ready(Transfer(name, size, "all_gather", _group(job, rank), 0.0, "parameters"), behind))
+            yield Ready(Transfer(name, size, "all_gather", hosts, 0.0, "parameters"), behind)
 
     for layer in job.recorded.layers:
-        gather(layer, "forward", -1)
-    for place, layer in enumerate(job.backward, start=1):
-        gather(layer, "backward", place - 1)
-        for rank, suffix, held in _by_rank(job, layer):
-            size = sharded_bytes([parameter for parameter in held if parameter.requires_grad], replicas)
-            if size:
-                name = f"{layer.name}{suffix}, gradients"
-                made.append(Ready(Transfer(name, size, "reduce_scatter", _group(job, rank)), place))
-    return made
+        yield from gathered(layer, "forward", -1)
+    for place, layer in enumerate(backward_layers(job), start=1):
+        yield from gathered(layer, "backward", place - 1)
+        for suffix, hosts, held in _held(job, layer):
+            if size := sharded_bytes([parameter for parameter in held if parameter.requires_grad], job.replicas):
+                yield Ready(Transfer(f"{layer.name}{suffix}, gradients", size, "reduce_scatter", hosts), place)

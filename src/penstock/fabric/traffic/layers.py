@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from penstock._base.compat import FakeTensor
 from penstock._base.trees import flatten, leaf_tensors
 from penstock.partition import NoStreams, Partition, Partitioner
+from penstock.schedule import Schedule
 
 Named = tuple[str, nn.Parameter]
 """A parameter and its name in the model; tied ones appear once, under their first name."""
@@ -96,6 +97,42 @@ class Recorded:
         )
 
 
+@dataclass(frozen=True)
+class Job:
+    """Pipelines that train replicas of a model. Replica d has the hosts d * ranks to (d + 1) * ranks - 1.
+
+    Attributes:
+        recorded: the model, cut into the stages of one pipeline.
+        order: the computations of one pipeline.
+        hosts: how many, for all replicas.
+        sharded: the replicas divide the parameters among themselves.
+        gradient_dtype: as for `penstock.pipeline`.
+    """
+
+    recorded: Recorded
+    order: Schedule
+    hosts: int
+    sharded: bool
+    gradient_dtype: torch.dtype | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.order.ranks
+
+    @property
+    def replicas(self) -> int:
+        return self.hosts // self.ranks
+
+    def parameters(self, stage: int) -> dict[str, nn.Parameter]:
+        """A stage's, also of copies of the model."""
+        stages = self.recorded.partition.stages
+        return dict(stages[stage % len(stages)].parameters)
+
+    def same_rank(self, rank: int) -> tuple[int, ...]:
+        """The hosts that are this rank of their pipelines."""
+        return tuple(range(rank, self.hosts, self.ranks))
+
+
 _MATRICES: dict[Any, tuple[tuple[tuple[int, str], tuple[int, str]], bool]] = {
     F.linear: (((0, "input"), (1, "weight")), False),
     torch.addmm: (((1, "mat1"), (2, "mat2")), True),
@@ -167,14 +204,8 @@ def record(
     stages: int,
     **options: Any,
 ) -> Recorded:
-    """Records a model for one microbatch's inputs and cuts it. Nothing is computed.
-
-    Args:
-        options: those of `Partitioner`.
-
-    Raises:
-        ArgumentError, PartitionError: as for `penstock.inspect`.
-    """
+    """Records a model for one microbatch's inputs and cuts it. Nothing is computed. `options` are those of
+    `Partitioner`. Raises ArgumentError, PartitionError: as for `penstock.inspect`."""
     partitioner = Partitioner(model, stages, streams=NoStreams(), **options)
     uses = _Uses(partitioner.model)
     with torch.enable_grad(), uses:

@@ -9,7 +9,6 @@ reaches it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
@@ -18,7 +17,6 @@ from torch import nn
 
 from penstock._base.gradients import BUCKET_BYTES, buckets, by_gradient_dtype, summed_bytes
 from penstock._base.stages import (
-    Link,
     StageMeta,
     TensorMeta,
     backward_links,
@@ -28,9 +26,8 @@ from penstock._base.stages import (
     ties_across_ranks,
 )
 from penstock.fabric.steps import Collective
-from penstock.fabric.traffic.layers import sharded_bytes, type_name
+from penstock.fabric.traffic.layers import Job, sharded_bytes, type_name
 from penstock.fabric.workload import Transfer
-from penstock.partition import Partition
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
 from penstock.schedule.order import earliest_times, runnable_order
@@ -39,98 +36,56 @@ Seconds = tuple[float, float]
 """The times of a stage's forward and whole backward for one microbatch."""
 
 
-@dataclass(frozen=True)
-class Pipelines:
-    """A pipeline and its replicas.
-
-    Attributes:
-        partition: the stages of the model.
-        order: computations only.
-        hosts: how many: replicas times ranks per pipeline. Replica d has the hosts d * ranks to (d + 1) * ranks - 1.
-        sharded: the replicas divide the parameters among themselves.
-        gradient_dtype: as for `penstock.pipeline`.
-    """
-
-    partition: Partition
-    order: Schedule
-    hosts: int
-    sharded: bool
-    gradient_dtype: torch.dtype | None = None
-
-    @property
-    def ranks(self) -> int:
-        return self.order.ranks
-
-    @property
-    def replicas(self) -> int:
-        return self.hosts // self.ranks
-
-    @property
-    def metas(self) -> list[StageMeta]:
-        """The metadata of all stages, including those of copies of the model."""
-        depth = len(self.partition.stages)
-        copies = range(0, self.order.stages, depth)
-        return [shifted(stage.meta, first) for first in copies for stage in self.partition.stages]
-
-    def parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        return dict(self.partition.stages[stage % len(self.partition.stages)].parameters)
-
-    def same_rank(self, rank: int) -> tuple[int, ...]:
-        """The hosts that are this rank of their pipelines."""
-        return tuple(range(rank, self.hosts, self.ranks))
+def _metas(job: Job) -> list[StageMeta]:
+    """The metadata of all stages, including those of copies of the model."""
+    stages = job.recorded.partition.stages
+    return [shifted(stage.meta, first) for first in range(0, job.order.stages, len(stages)) for stage in stages]
 
 
-def lowered(pipelines: Pipelines) -> Schedule:
-    """The schedule as a pipeline runs it: with messages, reductions and gathers. Raises ScheduleError."""
-    order, ties_between = pipelines.order, _tie_groups(pipelines)
-    sharded = Sharded(set(range(order.stages))) if pipelines.sharded else UNSHARDED
-    return lower_training(order, [pipelines.metas], ties_between, sharded, order if pipelines.replicas > 1 else None)
-
-
-def _tie_groups(pipelines: Pipelines) -> list[tuple[int, ...]]:
+def _tie_groups(job: Job) -> list[tuple[int, ...]]:
     """The sets of stages on several ranks that share parameters."""
-    return list(ties_across_ranks(ties(pipelines.metas), pipelines.order.placement.rank_of))
+    return list(ties_across_ranks(ties(_metas(job)), job.order.placement.rank_of))
 
 
-def transfers(pipelines: Pipelines, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
+def lowered(job: Job) -> Schedule:
+    """The schedule as a pipeline runs it: with messages, reductions and gathers. Raises ScheduleError."""
+    order = job.order
+    sharded = Sharded(set(range(order.stages))) if job.sharded else UNSHARDED
+    return lower_training(order, [_metas(job)], _tie_groups(job), sharded, order if job.replicas > 1 else None)
+
+
+def transfers(job: Job, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
     """What a step sends, and the seconds of computation after the last transfer.
 
     Args:
         seconds: for each stage of the model; None: computation takes no time, and backward counts as twice as long as
             forward if the order depends on it.
     """
-    return _Walk(pipelines, seconds).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A transfer without its time and hosts."""
-
-    name: str
-    bytes: int
-    collective: Collective
-    kind: str
+    return _Walk(job, seconds).run()
 
 
 class _Walk:
     """Walks through the actions of all ranks in the order in which they end, and adds up what each rank computes."""
 
-    def __init__(self, pipelines: Pipelines, seconds: Sequence[Seconds] | None) -> None:
-        self._pipelines = pipelines
-        self._order = lowered(pipelines)
+    def __init__(self, job: Job, seconds: Sequence[Seconds] | None) -> None:
+        self._job = job
+        self._order = lowered(job)
         self._times = seconds
-        self._computed = [0.0] * pipelines.ranks
+        self._computed = [0.0] * job.ranks
         self._made: list[Transfer] = []
         self._reached: dict[int, set[int]] = {}
-        metas = pipelines.metas
+        metas = _metas(job)
         self._tied = ties(metas)
-        self._groups = _tie_groups(pipelines)
-        self._rank_of = pipelines.order.placement.rank_of
-        self._kinds = {(link.source, link.target): _kind(link, metas) for link in forward_links(metas)}
-        self._bytes = {
-            **{(Op.SEND_F, link.source, link.target): _link_bytes(link, metas) for link in forward_links(metas)},
-            **{(Op.SEND_B, link.source, link.target): _link_bytes(link, metas) for link in backward_links(metas)},
+        self._groups = _tie_groups(job)
+        self._rank_of = job.order.placement.rank_of
+        values = {(i.source, i.name): i.meta for meta in metas for i in meta.inputs}
+        ways = {Op.SEND_F: forward_links(metas), Op.SEND_B: backward_links(metas)}
+        self._sent = {
+            (op, link.source, link.target): [values[value] for value in link.values]
+            for op, links in ways.items()
+            for link in links
         }
+        """The values of each kind of message; gradients have the size of their values."""
 
     def run(self) -> tuple[list[Transfer], float]:
         dependencies = Dependencies(self._order)
@@ -140,12 +95,14 @@ class _Walk:
             action = actions[node]
             if action.op.is_compute:
                 self._computed[rank_of[node]] += self._seconds(action)
-                if self._pipelines.sharded and last.get(action.stage) == node:
+                if self._job.sharded and last.get(action.stage) == node:
                     self._scatter(action.stage)
             elif action.op.is_send:
                 self._send(action)
             elif action.op is Op.UNSHARD:
-                self._gather(action.stage)
+                size = sharded_bytes(self._divided(action.stage), self._job.replicas)
+                name = f"parameters of stage {action.stage}"
+                self._add_all(name, size, "all_gather", "parameters", self._rank_of[action.stage])
             elif action.op is Op.REDUCE_GRAD and action.microbatch is None:
                 self._average(rank_of[node], self._own(action.stage), f"stage {action.stage}")
             elif action.op is Op.REDUCE_GRAD:
@@ -164,34 +121,33 @@ class _Walk:
     # -- each kind of transfer --------------------------------------------------------------------------------------
 
     def _send(self, action: Action) -> None:
+        """Integers and booleans, such as labels and masks, are not activations."""
         assert action.peer is not None
-        forward = action.op is Op.SEND_F
-        letter, kind = ("F", self._kinds[action.stage, action.peer]) if forward else ("B", "activation gradient")
+        values = self._sent[action.op, action.stage, action.peer]
+        letter, kind = "B", "activation gradient"
+        if action.op is Op.SEND_F:
+            dtypes = [getattr(torch, value.dtype) for value in values]
+            floats = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+            letter, kind = "F", "activation" if floats else "integers"
+        size = sum(prod(value.shape) * element_bytes(value) for value in values)
         name = f"{letter}{action.microbatch} stage {action.stage}->{action.peer}"
-        size = self._bytes[action.op, action.stage, action.peer]
-        self._add_each(_Sent(name, size, "send", kind), (self._rank_of[action.stage], self._rank_of[action.peer]))
-
-    def _gather(self, stage: int) -> None:
-        size = sharded_bytes(self._divided(stage), self._pipelines.replicas)
-        sent = _Sent(f"parameters of stage {stage}", size, "all_gather", "parameters")
-        self._add_all(sent, self._rank_of[stage])
+        self._add_each(name, size, "send", kind, (self._rank_of[action.stage], self._rank_of[action.peer]))
 
     def _scatter(self, stage: int) -> None:
         trained = [parameter for parameter in self._divided(stage) if parameter.requires_grad]
         for suffix, some in self._by_dtype(trained):
-            size = sharded_bytes(some, self._pipelines.replicas)
-            sent = _Sent(f"gradients of stage {stage}{suffix}", size, "reduce_scatter", "gradient")
-            self._add_all(sent, self._rank_of[stage])
+            size = sharded_bytes(some, self._job.replicas)
+            name = f"gradients of stage {stage}{suffix}"
+            self._add_all(name, size, "reduce_scatter", "gradient", self._rank_of[stage])
 
     def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
         """Averages parameters' gradients over replicas, in buckets."""
         for suffix, some in self._by_dtype(parameters):
-            pieces = list(buckets(some, BUCKET_BYTES, self._pipelines.gradient_dtype))
+            pieces = list(buckets(some, BUCKET_BYTES, self._job.gradient_dtype))
             for number, bucket in enumerate(pieces):
                 place = f", bucket {number}" if len(pieces) > 1 else ""
-                self._add_all(
-                    _Sent(f"gradients of {what}{place}{suffix}", self._summed(bucket), "all_reduce", "gradient"), rank
-                )
+                size = summed_bytes(bucket, self._job.gradient_dtype)
+                self._add_all(f"gradients of {what}{place}{suffix}", size, "all_reduce", "gradient", rank)
 
     def _sum_tied(self, action: Action, rank: int) -> None:
         """Sums the gradients of tied parameters when the last of a group's ranks gets there."""
@@ -202,18 +158,18 @@ class _Walk:
         reached.add(rank)
         if reached < members:
             return
-        held = self._pipelines.parameters(stages[0])
+        held = self._job.parameters(stages[0])
         tied = [held[name] for name, on in self._tied.items() if on == stages and held[name].requires_grad]
-        of = f"stages {', '.join(map(str, stages))}"
         for suffix, some in self._by_dtype(tied):
-            sent = _Sent(f"tied gradients of {of}{suffix}", self._summed(some), "all_reduce", "tied gradient")
-            self._add_each(sent, tuple(sorted(members)))
+            name = f"tied gradients of stages {', '.join(map(str, stages))}{suffix}"
+            size = summed_bytes(some, self._job.gradient_dtype)
+            self._add_each(name, size, "all_reduce", "tied gradient", tuple(sorted(members)))
 
     def _average_tied(self) -> None:
         """Averages tied parameters over replicas, once the sums over stages are there."""
-        for rank in range(self._pipelines.ranks) if self._pipelines.replicas > 1 else ():
+        for rank in range(self._job.ranks) if self._job.replicas > 1 else ():
             held = chain.from_iterable(
-                self._pipelines.parameters(stage).items() for stage in self._order.placement.stages_on(rank)
+                self._job.parameters(stage).items() for stage in self._order.placement.stages_on(rank)
             )
             shared = {id(p): p for name, p in held if name in self._tied and p.requires_grad}
             self._average(rank, list(shared.values()), f"tied parameters of rank {rank}")
@@ -222,40 +178,33 @@ class _Walk:
 
     def _own(self, stage: int) -> list[nn.Parameter]:
         """The parameters that only this stage holds, and that it trains and does not divide."""
-        if self._pipelines.sharded:
-            return []
-        held = self._pipelines.parameters(stage)
-        return [one for name, one in held.items() if one.requires_grad and name not in self._tied]
+        return [] if self._job.sharded else [one for one in self._divided(stage) if one.requires_grad]
 
     def _divided(self, stage: int) -> list[nn.Parameter]:
-        """The parameters that replicas divide; tied ones stay whole."""
-        return [one for name, one in self._pipelines.parameters(stage).items() if name not in self._tied]
+        """The parameters that replicas divide, if they are sharded; tied ones stay whole."""
+        return [one for name, one in self._job.parameters(stage).items() if name not in self._tied]
 
     def _by_dtype(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """The parameters by their gradients' dtype, with a suffix for names: empty if there is only one dtype."""
-        found = by_gradient_dtype(parameters, self._pipelines.gradient_dtype)
+        found = by_gradient_dtype(parameters, self._job.gradient_dtype)
         for dtype, some in found.items():
             yield f" ({type_name(dtype)})" if len(found) > 1 else "", some
 
-    def _summed(self, parameters: Iterable[nn.Parameter]) -> int:
-        return summed_bytes(parameters, self._pipelines.gradient_dtype)
-
-    def _add_each(self, sent: _Sent, ranks: tuple[int, ...]) -> None:
+    def _add_each(self, name: str, size: int, collective: Collective, kind: str, ranks: tuple[int, ...]) -> None:
         """Adds one transfer for each replica, among some of its ranks."""
-        if not sent.bytes:
+        if not size:
             return
         seconds = tuple(self._take(rank) for rank in ranks)
-        for replica in range(self._pipelines.replicas):
-            name = sent.name + (f" of replica {replica}" if self._pipelines.replicas > 1 else "")
-            hosts = tuple(replica * self._pipelines.ranks + rank for rank in ranks)
-            self._made.append(Transfer(name, sent.bytes, sent.collective, hosts, max(seconds), sent.kind, seconds))
+        for replica in range(self._job.replicas):
+            of = f" of replica {replica}" if self._job.replicas > 1 else ""
+            hosts = tuple(replica * self._job.ranks + rank for rank in ranks)
+            self._made.append(Transfer(name + of, size, collective, hosts, max(seconds), kind, seconds))
 
-    def _add_all(self, sent: _Sent, rank: int) -> None:
+    def _add_all(self, name: str, size: int, collective: Collective, kind: str, rank: int) -> None:
         """Adds one transfer among the same rank of all replicas."""
-        if sent.bytes:
-            hosts = self._pipelines.same_rank(rank)
-            seconds = self._take(rank)
-            self._made.append(Transfer(sent.name, sent.bytes, sent.collective, hosts, seconds, sent.kind))
+        if size:
+            hosts = self._job.same_rank(rank)
+            self._made.append(Transfer(name, size, collective, hosts, self._take(rank), kind))
 
     def _take(self, rank: int) -> float:
         """Takes the time that a rank has computed since its last transfer."""
@@ -268,19 +217,6 @@ def _by_time(dependencies: Dependencies, duration: Callable[[int], float]) -> li
     order = runnable_order(dependencies)
     _, ends = earliest_times(dependencies, duration, lambda _before, _node: 0.0)
     return sorted(order, key=ends.__getitem__)
-
-
-def _link_bytes(link: Link, metas: Sequence[StageMeta]) -> int:
-    """The size of the values of one microbatch; gradients have the size of their values."""
-    sizes = {(i.source, i.name): prod(i.meta.shape) * element_bytes(i.meta) for meta in metas for i in meta.inputs}
-    return sum(sizes[value] for value in link.values)
-
-
-def _kind(link: Link, metas: Sequence[StageMeta]) -> str:
-    """The kind of message: integers and booleans, such as labels and masks, are not activations."""
-    types = {(i.source, i.name): i.meta.dtype for meta in metas for i in meta.inputs}
-    found = [getattr(torch, types[value]) for value in link.values]
-    return "activation" if any(dtype.is_floating_point or dtype.is_complex for dtype in found) else "integers"
 
 
 def element_bytes(meta: TensorMeta) -> int:

@@ -88,13 +88,8 @@ def _above(name: str) -> str:
 
 
 def transfers(products: Sequence[Product], microbatches: int, seconds: float = 0.0) -> list[Transfer]:
-    """The transfers of a step, in order: each microbatch's forward and its backward.
-
-    Args:
-        products: those of the model.
-        microbatches: how many, one after another.
-        seconds: of a microbatch's forward, divided among what it sends; the backward takes twice that.
-    """
+    """The transfers of a step, in order: each microbatch's forward and its backward. What a forward sends shares its
+    seconds, and what a backward sends twice as many."""
     every = groups(products)
     forward, backward = list(_forward(every)), list(_backward(every))
     made = []

@@ -77,9 +77,6 @@ class Panel:
         self.drawn.append(words(text, self.x.first, top, "font-weight='650'"))
         self.drawn.append(words(note, self.x.last, top, f"text-anchor='end' fill='{MUTED}' font-size='11'"))
 
-    def x_axis(self, label_of: Callable[[float], str], name: str = "", *, room: float = 62, grid: bool = True) -> None:
-        self.x_ticks([(value, label_of(value)) for value in self.x.ticks(room)], name, grid=grid)
-
     def x_ticks(self, ticks: Iterable[tuple[float, str]], name: str = "", *, grid: bool = False) -> None:
         """The axis with these ticks, below the panel; `name` is what it is of."""
         bottom = self.y.first
@@ -152,11 +149,6 @@ def svg(height: float, parts: Iterable[Panel | str]) -> str:
     drawn = (part if isinstance(part, str) else "".join(part.drawn) for part in parts)
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height:g}' font-size='12'"
     return f"{head} fill='{INK}'>{''.join(drawn)}</svg>"
-
-
-def percent_label(share: float) -> str:
-    """Formats a share with all of its digits, because ticks 2.5% apart would otherwise seem to be 2% and 3% apart."""
-    return f"{share * 100:g}%"
 
 
 def colors(count: int) -> list[str]:

@@ -88,15 +88,9 @@ def _mean(times: TransferTimes, collective: str, average: Average) -> float | No
         return None
     if rate_key(collective) == "transfer_s":
         return float(times.transfer.mean())
-    match average:
-        case "avg":
-            return float(times.durations.mean())
-        case "max":
-            return float(times.durations.max(1).mean())
-        case "min":
-            return float(times.durations.min(1).mean())
-        case "rank0":
-            return float(times.durations[:, 0].mean())
+    over_ranks = {"avg": times.durations, "rank0": times.durations[:, 0]}
+    over_ranks |= {"max": times.durations.max(1), "min": times.durations.min(1)}
+    return float(over_ranks[average].mean())
 
 
 def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
@@ -122,7 +116,8 @@ def _lines(run: Run, found: list[Line]) -> Iterator[str]:
         yield "#"
         yield from _HEAD
         for row in table:
-            body = _body(row, wrong)
+            numbers = (_number(row.time, 7), _bandwidth(row.algbw), _bandwidth(row.busbw))
+            body = _RIGHT.format(*numbers, "N/A" if wrong is None else wrong)
             both = _BLANK + body if collective in _IN_PLACE else body + _BLANK
             yield f"{row.size:12d}{_LEFT.format(row.count, row.type, row.redop, row.root)}{both}"
         busbw = [row.busbw for row in table if row.busbw is not None]
@@ -130,11 +125,6 @@ def _lines(run: Run, found: list[Line]) -> Iterator[str]:
         yield f"# {'Avg bus bandwidth':<20} : {sum(busbw) / max(len(busbw), 1):g} "
         yield "#"
         yield f"# Collective test concluded: {_program(collective)}"
-
-
-def _body(row: Line, wrong: int | None) -> str:
-    numbers = (_number(row.time, 7), _bandwidth(row.algbw), _bandwidth(row.busbw))
-    return _RIGHT.format(*numbers, "N/A" if wrong is None else wrong)
 
 
 def _number(value: float | None, width: int) -> str:

@@ -102,20 +102,14 @@ def _hosts(told: Told) -> Iterator[tuple[str, str]]:
 
 
 def _host(link: Told) -> str:
-    ways = [f"{_frames(link[way], verb)}{_fates(link[way])}" for way, verb in (("up", "out"), ("down", "in"))]
-    near = link["down"]["background_bytes"]
-    if near:
+    ways = []
+    for verb, counted in (("out", link["up"]), ("in", link["down"])):
+        said = [f"{counted[name]:,} {words}" for name, words in _FATES.items() if counted[name]]
+        fates = f" ({', '.join(said)})" if said else ""
+        ways.append(f"{verb} {counted['frames']:,} frames, {sized(counted['bytes'])}{fates}")
+    if near := link["down"]["background_bytes"]:
         ways.append(f"neighbors {sized(near)}")
     return "; ".join(ways)
-
-
-def _frames(counted: Told, verb: str) -> str:
-    return f"{verb} {counted['frames']:,} frames, {sized(counted['bytes'])}"
-
-
-def _fates(counted: Told) -> str:
-    said = [f"{counted[name]:,} {words}" for name, words in _FATES.items() if counted[name]]
-    return f" ({', '.join(said)})" if said else ""
 
 
 def _late(told: Told) -> str:

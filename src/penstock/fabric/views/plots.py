@@ -12,7 +12,7 @@ from penstock._base.words import counted
 from penstock.fabric.grouped import groups
 from penstock.fabric.samples import Run
 from penstock.fabric.statistics import outliers
-from penstock.fabric.times import TransferTimes, rate_key
+from penstock.fabric.times import TransferTimes
 from penstock.fabric.units import size_text
 from penstock.fabric.views.chart import (
     COLORS,
@@ -24,7 +24,6 @@ from penstock.fabric.views.chart import (
     apart,
     colors,
     legend,
-    percent_label,
     svg,
     words,
 )
@@ -58,17 +57,10 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     times = [np.stack([one.completion for one in members], axis=1) for members in by_group]
     drawn = {"cdf": _cdf([group.name for group in found], times), "trials": _trials(results, times)}
     if len({group["bytes"] for group in results["groups"]}) > 1:
-        drawn["busbw"] = _busbw(results, _rated(results, by_group))
+        pairs = zip(results["groups"], by_group, strict=True)
+        rated = [np.stack([one.rated(group["collective"]) for one in members]) for group, members in pairs]
+        drawn["busbw"] = _busbw(results, rated)
     return {**drawn, "timeline": _timeline(run)}
-
-
-def _rated(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]]) -> list[Floats]:
-    """Returns the times that each group's bandwidths are based on."""
-    keys = [rate_key(group["collective"]) for group in results["groups"]]
-    return [
-        np.stack([one.transfer if key == "transfer_s" else one.completion for one in members])
-        for key, members in zip(keys, by_group, strict=True)
-    ]
 
 
 def _legend(names: Sequence[str], y: float) -> list[str]:
@@ -93,8 +85,9 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
     ended.title(f"Share of {of} that had ended")
     took.title(f"Share of {of} that took at least as long")
     for panel in panels:
-        panel.x_axis(seconds, "completion time, slowest rank")
-        panel.y_axis(percent_label, 30)
+        ticks = [(value, seconds(value)) for value in panel.x.ticks(62)]
+        panel.x_ticks(ticks, "completion time, slowest rank", grid=True)
+        panel.y_axis(lambda share: f"{share * 100:g}%", 30)  # all digits: ticks may be 2.5% apart
     for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
         if share >= 1 / samples:
             took.level(share, dash="1 3", text=text)

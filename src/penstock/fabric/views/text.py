@@ -77,12 +77,8 @@ def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_w
 def show_comparison(
     comparison: Comparison, console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
 ) -> None:
-    """Prints two runs side by side, and which of their differences are more than chance.
-
-    Args:
-        names: what A and B are.
-        warned: the warnings of A's report and of B's.
-    """
+    """Prints two runs side by side, with their names and their reports' warnings, and which of their differences are
+    more than chance."""
     for letter, name in zip("AB", names, strict=False):
         console.print(Text(f"{letter}: {name}", "bold"), soft_wrap=True)
     for letter, lines in zip("AB", warned, strict=False):
@@ -98,16 +94,13 @@ def show_comparison(
     for letter, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if only:
             console.print(Text(f"only in {letter}: {', '.join(only)}"), soft_wrap=True)
-    console.print(Text(_verdict(comparison, rows), "bold"))
-    console.print(Text(COMPARISON_NOTE, "dim"))
-
-
-def _verdict(comparison: Comparison, rows: Sequence[Difference]) -> str:
+    verdict = "No difference shown: what differs may be chance."
     if comparison.differs:
-        return "The runs differ."
-    if all(one.verdict == "too few samples" for one in rows):
-        return f"Too few samples to tell: each run needs {FEWEST} trials or more."
-    return "No difference shown: what differs may be chance."
+        verdict = "The runs differ."
+    elif all(one.verdict == "too few samples" for one in rows):
+        verdict = f"Too few samples to tell: each run needs {FEWEST} trials or more."
+    console.print(Text(verdict, "bold"))
+    console.print(Text(COMPARISON_NOTE, "dim"))
 
 
 COMPARISON_NOTE = (
