@@ -159,7 +159,7 @@ class _Run:
         """Puts off the weight gradients that can wait, and returns the others."""
         _refuse_graph_of_gradients()
         if self.uses is not None:
-            self.uses.begin_backward(self.put_off)
+            self.uses.note_backward()
         terms: defaultdict[int, list[Tensor]] = defaultdict(list)
         given: Mapping[str, Any] = {"weight": self.weights, "tap": grads, "result": self.further}
         with torch.no_grad():
