@@ -16,7 +16,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.of_torch import is_of_torch, may_draw
-from penstock.runtime.loss.own_tensors import check_graph, watching
+from penstock.runtime.loss.own_tensors import Watching, check_graph
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""
@@ -191,7 +191,7 @@ class LossHead:
                 if self._watched and not partition.left:
                     returned = self._loss(output, target)
                 else:
-                    with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
+                    with partition.leaving(leaves), nullcontext() if self._watched else Watching(self._elsewhere):
                         returned = self._loss(output, target)
                 loss = loss_in(returned)
                 for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
