@@ -113,7 +113,8 @@ class RunsAgain(nn.Module):
         if self._copies:
             tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
             call.takes_gradient = [tensor.requires_grad for tensor in tensors]
-            flat = flat._replace(leaves=[_copy(x) if isinstance(x, Tensor) else x for x in flat.leaves])
+            copies = [exact.copy_as(exact.Layout.of(x), x) if isinstance(x, Tensor) else x for x in flat.leaves]
+            flat = flat._replace(leaves=copies)
         return call.checkpointed(unflatten(flat.leaves, flat.structure))
 
 
@@ -154,10 +155,6 @@ class _Call:
 def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:
     """Whether the leaves are the given values themselves, without containers: a list of one tensor has one leaf too."""
     return len(leaves) == len(given) and all(map(operator.is_, leaves, given))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return exact.copy_as(exact.Layout.of(tensor), tensor)
 
 
 def received(value: Tensor, takes_gradient: bool) -> Tensor:

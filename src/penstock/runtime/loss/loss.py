@@ -205,7 +205,7 @@ class LossHead:
         loss = checked_value(loss, output, self._loss)
         self.losses[microbatch] = loss.detach().clone()  # `mse_loss` leaves it in memory as large as the output
         if returned is not loss:
-            self.parts[microbatch] = parts_in(returned, loss)
+            self.parts[microbatch] = dict(_scalars(returned, loss))
         return root_of(loss, self._weights[microbatch], leaves)
 
     def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
@@ -315,12 +315,8 @@ def loss_in(returned: Any) -> Any:
     return entries.get("loss", next(iter(entries.values()))) if entries else returned
 
 
-def parts_in(returned: Any, loss: Any) -> dict[str, Tensor]:
+def _scalars(value: Any, loss: Any, path: tuple[str, ...] = (), depth: int = 2) -> Iterator[tuple[str, Tensor]]:
     """All other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss, ce)`."""
-    return dict(_scalars(returned, loss, (), 2))
-
-
-def _scalars(value: Any, loss: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[str, Tensor]]:
     if value is loss and depth:  # deeper it is a part, too: `loss, {"ce": loss}`
         return
     if isinstance(value, (int, float)) and not isinstance(value, bool):

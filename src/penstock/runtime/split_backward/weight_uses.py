@@ -39,8 +39,8 @@ class Waiting(NamedTuple):
 
 
 _OURS = (Tensor, nn.Parameter)
-_RUNNING: ContextVar[WeightUses | None] = ContextVar("_RUNNING", default=None)
-"""Whose forward runs, for compiled code."""
+RUNNING: ContextVar[WeightUses | None] = ContextVar("RUNNING", default=None)
+"""The uses of the stage whose forward runs, if its backward will be split: for compiled code."""
 
 
 class WeightUses:
@@ -152,10 +152,10 @@ class WeightUses:
 
     def _begin(self) -> None:
         self._set_classes(self._of_parameters)
-        self._token = _RUNNING.set(self)
+        self._token = RUNNING.set(self)
 
     def _end(self) -> None:
-        _RUNNING.reset(self._token)
+        RUNNING.reset(self._token)
         self._set_classes(nn.Parameter)
 
     def _set_classes(self, kind: type[Tensor]) -> None:
@@ -268,11 +268,6 @@ class _Wrapped(NamedTuple):
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-def running() -> WeightUses | None:
-    """The uses of the stage whose forward runs, if its backward will be split."""
-    return _RUNNING.get()
 
 
 def base_of(weight: Tensor) -> Tensor:
