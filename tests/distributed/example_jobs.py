@@ -13,7 +13,7 @@ import penstock
 from scaffolding.models import Layers
 from scaffolding.small import batch
 
-What = Literal["real", "meta", "nothing", "other shape"]
+What = Literal["real", "meta", "nothing"]
 
 
 class Masked(Layers):
@@ -42,7 +42,6 @@ def train(rank: int, given: What) -> tuple[list[float], bool] | str:
         "real": (x, mask),
         "meta": (x.to("meta"), mask.to("meta")),
         "nothing": (),
-        "other shape": (x[:4].to("meta"), mask[:4].to("meta")),
     }
     example = examples["real" if rank == 0 else given]
     try:

@@ -170,11 +170,11 @@ def with_bug(rank: int, cell: Cell, bug: str) -> list[str]:
 def receives_in_the_order_of_use() -> Iterator[None]:
     """While layouts are learned, a receive starts when it is needed."""
 
-    def post(way: ReceiveOrder[Any], receiver: Any, microbatch: int) -> None:
+    def post(way: ReceiveOrder, receiver: Any, microbatch: int) -> None:
         if receiver.can_start:
             receiver.start(microbatch)
 
-    def start_until(way: ReceiveOrder[Any], receiver: Any, microbatch: int) -> None:
+    def start_until(way: ReceiveOrder, receiver: Any, microbatch: int) -> None:
         if not receiver.has_started(microbatch):
             receiver.start(microbatch)
 

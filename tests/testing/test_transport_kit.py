@@ -14,9 +14,10 @@ import torch
 from penstock._base.stages import Link
 from penstock.errors import ShapeError
 from penstock.runtime.transport import Agreement, Endpoint, from_bytes, to_bytes
-from penstock.runtime.transport.local import LocalChannel, LocalHub, LocalTransport
+from penstock.runtime.transport.local import LocalChannel, LocalTransport
 from penstock.testing import check_factory, check_transport
 from penstock.testing.transport_scripts import scripts_for
+from scaffolding.local_collectives import CollectiveTransport, collective_transports
 
 Mailbox = dict[Any, "queue.Queue[Any]"]
 
@@ -116,30 +117,21 @@ def test_a_close_that_drops_what_is_under_way_is_found() -> None:
     assert "penstock: in the script what_was_sent_arrives_after_close" in error.value.__notes__
 
 
-def local() -> dict[int, LocalTransport]:
-    hub = LocalHub([torch.device("cpu")] * 2)
-    return {rank: LocalTransport(rank, hub) for rank in (0, 1)}
-
-
 @pytest.mark.parametrize(
     ("broken", "script"),
     [
-        ("LocalTransport", "a_dropped_step_leaves_nothing"),
+        ("CollectiveTransport", "a_dropped_step_leaves_nothing"),
         ("LocalChannel", "a_dropped_step_leaves_nothing"),
-        ("_Sum", "a_dropped_step_leaves_no_sums"),
+        ("Sum", "a_dropped_step_leaves_no_sums"),
     ],
 )
 def test_a_dropped_step_that_leaves_something_is_found(
     broken: str, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def only_channels(self: LocalTransport) -> None:
-        for channel in self._hub.channels.values():
-            channel.drop_step()
-
-    owner = LocalChannel if broken == "LocalChannel" else LocalTransport
-    monkeypatch.setattr(owner, "drop_step", only_channels if broken == "_Sum" else lambda self: None)
+    owner = LocalChannel if broken == "LocalChannel" else CollectiveTransport
+    monkeypatch.setattr(owner, "drop_step", LocalTransport.drop_step if broken == "Sum" else lambda self: None)
     with pytest.raises((AssertionError, ShapeError)) as error:
-        check_transport(local())
+        check_transport(collective_transports())
     assert f"penstock: in the script {script}" in error.value.__notes__
 
 

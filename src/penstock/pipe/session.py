@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from penstock._base import owner
 from penstock.errors import ArgumentError, ClosedError
 from penstock.partition.units.chain import unwrapped
+from penstock.partition.values.defaults import default_kwargs
 from penstock.pipe.options import Options
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.steps import Steps
@@ -93,7 +94,7 @@ class Session:
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
-        return self.split.default_kwargs(args, kwargs)
+        return default_kwargs(self.split.model, args, kwargs)
 
     @property
     def drawing_modules(self) -> dict[str, nn.Module]:

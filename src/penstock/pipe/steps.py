@@ -194,11 +194,11 @@ class Steps:
         if not loss:
             return None
         targets = self._targets(cached, batch)
-        weight = self._weights(cached, targets)[0]
+        self._weights(cached, targets)
         targets = self._to_loss_devices(cached, targets)
         devices = tuple({*self._engine.devices})
         with self._engine.streams.drawing(0, devices), computing(0, 0):
-            return try_loss(cached.bound, None if targets is None else targets[0], weight, _given(self._options.loss))
+            return try_loss(cached.bound, None if targets is None else targets[0], _given(self._options.loss))
 
     def _divide(self, batch: Batch) -> Batch:
         """A batch with the microbatches that the user's function, if any, makes of it."""

@@ -1,107 +1,21 @@
 """What the runtime needs from a model cut into stages, whether by `penstock.partition` or by another front end.
 
-A front end is called with the inputs of one microbatch and returns a `Partition`, which holds the `Stage`s. Both are
-frozen dataclasses; the runtime copies them with some values changed (`dataclasses.replace`). Nothing checks what a
-front end claims, so leave a field empty only if it has nothing to report. `tests/runtime/ready_made.py` is a small
-example.
+A front end is called with the inputs of one microbatch and returns a `Partition`, which holds the `Stage`s: those of
+`penstock.partition`, or other frozen dataclasses with the attributes that the runtime asks for, which copies them with
+some values changed (`dataclasses.replace`). Nothing checks what a front end claims, so leave a field empty only if it
+has nothing to report. `tests/runtime/ready_made.py` is a small example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import Field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from penstock._base.stages import StageMeta
-from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings
+from penstock.partition import Partition, RandomSource, Stage
 
-
-class Stage(Protocol):
-    """One stage, a frozen dataclass; see `penstock.partition.Stage` for the fields."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def meta(self) -> StageMeta: ...
-    @property
-    def module(self) -> nn.Module:
-        """`module(*inputs)` returns the tuple of outputs, both in the order of `meta`."""
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]: ...
-    @property
-    def buffers(self) -> Mapping[str, Tensor]: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def frame(self) -> Surroundings | None: ...
-    @property
-    def depends_on_values(self) -> bool: ...
-    @property
-    def may_update(self) -> tuple[str, ...]: ...
-    @property
-    def reads(self) -> tuple[str, ...]: ...
-    @property
-    def remembered(self) -> tuple[Remembered, ...]: ...
-    @property
-    def draws_outside_modules(self) -> bool: ...
-    @property
-    def checkpointed(self) -> Sequence[nn.Module]: ...
-    @property
-    def norms_as_functions(self) -> Sequence[str]: ...
-    @property
-    def code(self) -> str:
-        """The stage's code, as text for people to read."""
-
-    def on(self, device: torch.device) -> Self:
-        """The same stage, creating its own tensors on another device. Its parameters and buffers do not move."""
-
-
-class Partition(Protocol):
-    """All stages for one kind of microbatch, a frozen dataclass; see `penstock.partition.Partition` for the fields."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def stages(self) -> Sequence[Stage]: ...
-    @property
-    def drawing_modules(self) -> Mapping[str, nn.Module]: ...
-    @property
-    def draw_offsets(self) -> tuple[Mapping[str, int], ...]: ...
-    @property
-    def is_foreign(self) -> bool: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-    @property
-    def origins(self) -> Mapping[str, Origin]: ...
-    @property
-    def left(self) -> tuple[Left, ...]: ...
-    @property
-    def leaves_here(self) -> bool: ...
-    @property
-    def elsewhere(self) -> Mapping[str, Tensor]: ...
-    @property
-    def overwritten(self) -> frozenset[str]: ...
-    @property
-    def reorders_gradients(self) -> bool: ...
-    @property
-    def code(self) -> str: ...
-
-    def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether it is valid for the values of these leaves of (args, kwargs)."""
-
-    def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be of its kind."""
-
-    def build_output(self, leaves: Sequence[Tensor]) -> Any:
-        """The model's own result from the last stage's outputs."""
-
-    def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Wraps the loss: puts in place what the forward leaves elsewhere."""
+__all__ = ["FrontEnd", "MakeFrontEnd", "Partition", "Stage"]
 
 
 class FrontEnd(Protocol):

@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 
 from penstock.runtime.transport.protocol import (
+    COLLECTIVES,
     POINT_TO_POINT,
     Endpoint,
     PointToPoint,
     Transport,
     TransportFactory,
-    has_collectives,
     missing,
 )
 from penstock.testing.on_device import OnDevice
@@ -53,7 +53,7 @@ def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) 
         lacking = missing(transport, POINT_TO_POINT)
         assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
     names = []
-    both = all(map(has_collectives, transports.values()))
+    both = not any(missing(transport, COLLECTIVES) for transport in transports.values())
     for program, script in enumerate(scripts_for(collectives=both, one_process=len(transports) > 1)):
         begins(script.__name__)
         ranks = {rank: Rank(cast(Transport, transport), program) for rank, transport in transports.items()}

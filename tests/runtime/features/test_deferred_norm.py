@@ -256,9 +256,16 @@ def test_batch_norm_in_blocks_is_seen() -> None:
     assert all(count == 2 for name, count in found.items() if name.endswith("num_batches_tracked"))
 
 
-class Doubling(nn.BatchNorm1d):
+class Splitting(nn.BatchNorm1d):
+    """As timm's SplitBatchNorm2d: another norm takes a part of the batch."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.aux_bn = nn.ModuleList([nn.BatchNorm1d(features)])
+
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input * 2)
+        own, other = input.chunk(2)
+        return torch.cat([super().forward(own), self.aux_bn[0](other)])
 
 
 class Watching(nn.BatchNorm1d):
@@ -266,21 +273,11 @@ class Watching(nn.BatchNorm1d):
         return super().forward(input).clone()
 
 
-class Past(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm.forward(x)
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_class_that_changes_what_enters_it_is_refused(momentum: float | None) -> None:
-    model, (x, y) = normed(), batch()
-    model[1] = Doubling(WIDTH, momentum=momentum)
-    with pytest.raises(ArgumentError, match=r"a Doubling normalizes something other than its input"):
-        train(model, x, y)
+def test_a_norm_that_gives_a_part_to_another_is_refused() -> None:
+    model = normed()
+    model[1] = Splitting(WIDTH)
+    with pytest.raises(ArgumentError, match=r"'1' \(Splitting\) has other batch norms take a part"):
+        train(model, *batch(), microbatches=2)
 
 
 def test_a_class_with_a_forward_of_its_own_may_be_deferred() -> None:
@@ -290,23 +287,8 @@ def test_a_class_with_a_forward_of_its_own_may_be_deferred() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_norm_that_is_called_past_its_hooks_is_refused() -> None:
-    model, (x, y) = normed(), batch()
-    model[1] = Past()
-    model.append(nn.BatchNorm1d(WIDTH))
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with pytest.raises(ArgumentError, match=r"updated its statistics, but no call of it was seen"):
-        train(model, x, y)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-
-
 def _untracked(norm: nn.Module) -> None:
     norm.track_running_stats = False
-
-
-def _patched(norm: nn.Module) -> None:
-    inner = norm.forward
-    norm.forward = lambda x: inner(3 * x)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -324,27 +306,11 @@ def test_a_norm_that_stops_tracking_keeps_its_statistics(early: bool) -> None:
         assert not torch.equal(last["running_mean"], model[-1].running_mean)
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_what_changes_the_input_of_a_norm_is_seen(early: bool) -> None:
-    model, (x, y) = normed(), batch()
-    if early:
-        _patched(model[1])
-    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
-        if not early:
-            pipe.step(x, target=y)
-            _patched(model[1])
-        before = buffers(model)
-        with pytest.raises(ArgumentError, match="normalizes something other than its input"):
-            pipe.step(x, target=y)
-        assert all(map(torch.equal, before.values(), buffers(model).values()))
-
-
 def test_a_refusal_of_one_rank_ends_the_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes through `Control.fail`, which tells the others."""
-    model, (x, y) = normed(), batch()
+    model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uneven(), nn.Linear(WIDTH, WIDTH)), batch()
     told: list[BaseException] = []
-    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
-        _patched(model[1])
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, deferred_batch_norm=True) as pipe:
         monkeypatch.setattr(pipe.session.engine.control, "fail", lambda error: told.append(error) or error)
         with pytest.raises(ArgumentError) as raised:
             pipe.step(x, target=y)

@@ -149,28 +149,3 @@ def test_what_is_kept_is_learned_after_a_first_step_that_raised(schedule: str) -
         pipe.step(x, target=y)
     step_by_hand(its, (x,), y, F.mse_loss, 4)
     assert_same_gradients(mine, its)
-
-
-# -- blocks that are switched between steps ---------------------------------------------------------------------------
-
-
-class UpdatesIfOn(Averages):
-    def __init__(self) -> None:
-        super().__init__()
-        self.on, self.linear = False, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.on:
-            with torch.no_grad():
-                self.mean.lerp_(x.detach().mean(0), 0.5)
-        return self.linear(x) * (1 + self.mean.clone())
-
-
-def switch(model: nn.Module, step: int) -> None:
-    model[2].on = step >= 2
-
-
-@pytest.mark.parametrize(("recompute", "words"), [("always", "updates '2.mean'"), (1, "updates its buffer")])
-def test_what_is_switched_on_between_steps_is_refused_as_from_the_beginning(recompute: Any, words: str) -> None:
-    with pytest.raises(PartitionError, match=words):
-        as_one_device(lambda: around(UpdatesIfOn()), schedule="1f1b", between=switch, steps=4, recompute=recompute)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.distributed.failure import Position
 from penstock.runtime.gradients.ties import TieGroup, TieReducer, tie_groups
-from penstock.runtime.transport.local import LocalHub, LocalTransport
+from scaffolding.local_collectives import collective_transports
 
 
 def test_groups_are_by_the_stages_that_hold_them_and_span_ranks() -> None:
@@ -44,17 +44,17 @@ def reducers(
 ) -> tuple[list[list[nn.Parameter]], list[TieReducer]]:
     """A reducer for each rank, of parameters with these values."""
     ranks = len(values)
-    hub = LocalHub([torch.device("cpu")] * ranks)
+    transports = collective_transports(ranks)
     held = [[nn.Parameter(value.clone()) for value in mine] for mine in values]
     names = tuple(f"p{i}" for i in range(len(values[0])))
     group = TieGroup(names, tuple(range(ranks)), tuple(range(ranks)))
-    return held, [TieReducer(0, group, mine, LocalTransport(rank, hub), range(ranks)) for rank, mine in enumerate(held)]
+    return held, [TieReducer(0, group, mine, transports[rank], range(ranks)) for rank, mine in enumerate(held)]
 
 
 def step(made: list[TieReducer], held: list[list[nn.Parameter]], grads: list[list[Tensor | None]]) -> None:
     """One training step whose own contributions to `.grad` are these."""
     for reducer in made:
-        reducer.begin_step()
+        reducer.set_aside()
     for mine, new in zip(held, grads, strict=True):
         for parameter, grad in zip(mine, new, strict=True):
             there = parameter.grad  # a place in the buffer, once there was a gradient
@@ -64,7 +64,7 @@ def step(made: list[TieReducer], held: list[list[nn.Parameter]], grads: list[lis
     for reducer in made:
         reducer.start()
     for reducer in made:
-        reducer.end_step()
+        reducer.finish()
 
 
 def test_copies_start_equal_to_the_first_ranks() -> None:
@@ -80,10 +80,10 @@ def test_copies_start_equal_to_the_first_ranks() -> None:
 
 def test_copies_start_equal_to_the_first_of_their_own_ranks() -> None:
     """Which need not be rank 0, where the parameter is not."""
-    hub = LocalHub([torch.device("cpu")] * 3)
+    transports = collective_transports(3)
     held = {rank: nn.Parameter(torch.full((2,), float(rank))) for rank in (1, 2)}
     group = TieGroup(("p",), (1, 2), (1, 2))
-    made = [TieReducer(0, group, [held[rank]], LocalTransport(rank, hub), range(3)) for rank in (1, 2)]
+    made = [TieReducer(0, group, [held[rank]], transports[rank], range(3)) for rank in (1, 2)]
     for reducer in made:
         reducer.start_equal()
     for reducer in made:
@@ -145,9 +145,9 @@ def test_a_step_in_which_no_stage_goes_back_leaves_gradients_alone() -> None:
     held, made = reducers([[torch.zeros(2)]] * 2)
     step(made, held, [[torch.ones(2)], [torch.ones(2)]])
     for reducer in made:
-        reducer.begin_step()
+        reducer.set_aside()
     for reducer in made:
-        reducer.end_step()
+        reducer.finish()
     for (parameter,) in held:
         assert torch.equal(parameter.grad, torch.full((2,), 2.0))
 
@@ -166,8 +166,8 @@ def test_a_rank_without_gradients_adds_zeros_in_the_dtype_of_the_others() -> Non
     term = torch.tensor([1.0, 1 + 2.0**-20, -3.0])
     buffers: list[torch.dtype] = []
     for reducer in made:
-        given = reducer._sum._reduce
-        reducer._sum._reduce = lambda tensors, given=given: buffers.extend(t.dtype for t in tensors) or given(tensors)
+        given = reducer._reduce
+        reducer._reduce = lambda tensors, given=given: buffers.extend(t.dtype for t in tensors) or given(tensors)
     step(made, held, [[None], [term]])
     assert buffers == [torch.float32] * 2
     for mine in held:

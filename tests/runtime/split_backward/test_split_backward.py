@@ -19,7 +19,6 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock._base.stages import StageMeta
-from penstock.errors import PartitionError, ScheduleError
 from penstock.runtime.execute.assembly import _splits
 from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.split_backward.backward import SplitBackward
@@ -470,24 +469,6 @@ def test_compiled_parts_are_left_alone() -> None:
     assert put_off(function, noise(4, 33)) == {"a.weight"}
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_use_that_comes_up_later_and_cannot_be_seen_is_refused(in_order: bool) -> None:
-    model = Forward(lambda m, x: OwnProduct.apply(F.linear(x, m.w), m.w) if len(x) > 4 else F.linear(x, m.w),
-                    w=parameter(9, 9))  # type: ignore[no-untyped-call]  # fmt: skip
-    order = "F0 I0 W0 F1 I1 W1" if in_order else "F0 F1 I1 I0 W0 W1"
-    stage = Stage(model, order, [torch.randn(4, 9), torch.randn(5, 9)])
-    with pytest.raises(PartitionError, match="'w' is used in microbatch 1 as it was not in the first one"):
-        stage.step()
-    assert type(model.w) is nn.Parameter
-
-
-def test_a_use_in_another_form_that_comes_up_later_is_refused() -> None:
-    model = Forward(lambda m, x: F.linear(F.linear(x, m.w), m.w[:3] if len(x) > 4 else m.w), w=parameter(9, 9))
-    stage = Stage(model, "F0 I0 W0 F1 I1 W1", [torch.randn(4, 9), torch.randn(5, 9)])
-    with pytest.raises(PartitionError, match="merge_backward"):
-        stage.step()
-
-
 @pytest.mark.parametrize("handed_on", [True, False])
 def test_a_weight_part_of_which_is_handed_on_cannot_wait(handed_on: bool) -> None:
     weight = parameter(3, 9, 9)
@@ -533,13 +514,6 @@ def test_hooks_of_parameters_see_one_gradient_a_microbatch(kind: str) -> None:
     assert stage.split.share == 1
     assert len(mine) == len(its) == 3
     assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
-
-
-def test_a_hook_on_accumulated_gradients_is_refused_where_they_are_kept_until_w() -> None:
-    model = nn.Linear(9, 9)
-    model.bias.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(ScheduleError, match="parameter 'bias' has a hook"):
-        Stage(model, OUT_OF_ORDER["I"], [torch.randn(4, 9) for _ in range(3)]).step()
 
 
 def test_a_hook_on_the_output_changes_the_gradient_that_is_kept() -> None:
@@ -635,13 +609,11 @@ class Descent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.on = nn.Linear(4, 4), True
+        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         value = self.linear(x).tanh()
-        if self.on:
-            value = x - torch.autograd.grad(value.square().sum(), x, create_graph=True)[0]
-        return value
+        return x - torch.autograd.grad(value.square().sum(), x, create_graph=True)[0]
 
 
 def test_a_weight_that_a_backward_inside_the_forward_uses_cannot_wait() -> None:
@@ -651,17 +623,6 @@ def test_a_weight_that_a_backward_inside_the_forward_uses_cannot_wait() -> None:
         value = module(x)
     uses.decide([value.grad_fn])
     assert not uses.can_wait
-
-
-def test_a_backward_inside_a_later_forward_is_refused() -> None:
-    module, x = Descent(), torch.randn(3, 4, requires_grad=True)
-    uses, module.on = WeightUses(module.parameters()), False
-    with uses.learning():
-        value = module(x)
-    uses.decide([value.grad_fn])
-    module.on = True
-    with uses.putting_off([], set(), x), pytest.raises(PartitionError, match="a backward of its own"):
-        module(x)
 
 
 def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:

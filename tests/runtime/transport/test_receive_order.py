@@ -25,7 +25,7 @@ class Receiver:
 def test_what_would_wait_holds_up_what_was_posted_behind_it() -> None:
     """Back ends without tags match messages by their order."""
     started: Started = []
-    way: ReceiveOrder[Receiver] = ReceiveOrder()
+    way: ReceiveOrder = ReceiveOrder()
     learning, known = Receiver("learning", started, known=False), Receiver("known", started)
     way.post(known, 0)
     assert started == [("known", 0)]
@@ -43,7 +43,7 @@ def test_what_would_wait_holds_up_what_was_posted_behind_it() -> None:
 def test_the_order_is_that_of_posts(posts: list[tuple[bool, bool]]) -> None:
     started: Started = []
     receivers = Receiver("learning", started, known=False), Receiver("known", started)
-    way: ReceiveOrder[Receiver] = ReceiveOrder()
+    way: ReceiveOrder = ReceiveOrder()
     expected = []
     for microbatch, (which, used_at_once) in enumerate(posts):
         expected.append((receivers[which].name, microbatch))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock._base.trees import Flat, flatten, map_tensors, unflatten
+from penstock._base.trees import flatten, map_tensors, unflatten
 from penstock._base.words import counted
 from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition.recording.guards import is_readable
@@ -29,7 +29,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword inputs, of one microbatch or of a whole batch."""
 
 
-@dataclass(frozen=True)  # with slots, Python before 3.11.4 replaces our __getstate__ with its own
+@dataclass(frozen=True, slots=True)
 class Outline:
     """Examples of microbatches, in which tensors without values are on the meta device. Made to be pickled.
 
@@ -72,21 +72,19 @@ class Outline:
         pairs = zip(leaves, paths, strict=True)
         return ", ".join(f"{input_path(path)} {list(leaf.shape)}" for leaf, path in pairs if isinstance(leaf, Tensor))
 
-    def __getstate__(self) -> list[Any]:
-        """The state sent to other ranks. Raises ArgumentError if something cannot be sent."""
-        for leaf, path in ((leaf, path) for one in self.examples for leaf, path in _plain(flatten(one))):
-            try:
-                pickle.dumps(leaf)
-            except Exception as error:
-                raise ArgumentError(
-                    f"input {input_path(path)} is a {type(leaf).__name__} that cannot be pickled ({error}), and every "
-                    "rank needs it to record the model; pass tensors and plain values"
-                ) from error
-        return [self.examples, self.device, self.sizes]
-
-    def __setstate__(self, state: list[Any]) -> None:
-        for field, value in zip(fields(self), state, strict=True):
-            object.__setattr__(self, field.name, value)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is sent to other ranks. Raises ArgumentError if something cannot be sent."""
+        for flat in map(flatten, self.examples):
+            for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+                try:
+                    if not isinstance(leaf, Tensor):
+                        pickle.dumps(leaf)
+                except Exception as error:
+                    raise ArgumentError(
+                        f"input {input_path(path)} is a {type(leaf).__name__} that cannot be pickled ({error}), and "
+                        "every rank needs it to record the model; pass tensors and plain values"
+                    ) from error
+        return Outline, (self.examples, self.device, self.sizes)
 
 
 class SingleRowError(PartitionError):
@@ -122,11 +120,6 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
             f"batch norm needs more than one row in each microbatch in training, and {where}: pass a larger batch, or "
             f"pieces of two rows or more, where you cut it yourself ({' '.join(str(error).split())})"
         ) from error
-
-
-def _plain(flat: Flat) -> Iterator[tuple[Any, str]]:
-    pairs = zip(flat.leaves, flat.paths, strict=True)
-    return ((leaf, path) for leaf, path in pairs if not isinstance(leaf, Tensor))
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -33,13 +33,8 @@ from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import RouteBuilder
 from penstock.schedule import Op
 
-
-def _never(_: StageContext) -> None:
-    return None
-
-
 RECOMPUTE: Mapping[str, MakeFeature] = {
-    "never": _never,
+    "never": lambda stage: None,
     **{name: RecomputedStage.keeping(kept) for name, kept in KEPT_FORWARDS.items()},
 }
 """Kinds of recomputation, by their names in `recompute=`. A number is `RecomputedLayers`."""
@@ -52,10 +47,6 @@ def _recomputed(stage: StageContext) -> Feature | None:
     return RECOMPUTE[kind](stage) if isinstance(kind, str) else _own("recompute", kind, stage)
 
 
-def _deferred_norms(stage: StageContext) -> Feature | None:
-    return stage.binding.norms
-
-
 FEATURES: tuple[MakeFeature, ...] = (
     RecomputedLayers.of,  # replaces the stage's code, which all later features see
     Offload.of,
@@ -66,7 +57,7 @@ FEATURES: tuple[MakeFeature, ...] = (
     check_forward_order,
     Framed.of,  # around whatever runs the code
     Reduced.of,
-    _deferred_norms,
+    lambda stage: stage.binding.norms,
     ForwardAttributes.of,
     CheckpointedNorms.of,  # exchanges buffers within a backward, in which nothing else may update them
     StepCheck.of,

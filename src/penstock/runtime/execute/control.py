@@ -288,7 +288,11 @@ class Control:
             return error
         if is_doubtful:
             if self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS) is not None:
-                return _failure_of(self.watchdog, error)
+                try:
+                    self.watchdog.check()
+                except PipelineFailure as failure:
+                    return failure
+                return error
             self.watchdog.raised(mine)
         where = [
             f"on rank {self.world.number}",
@@ -327,11 +331,3 @@ class Arriving:
         with self.control.waiting_for(self.what, self.sources):
             for one in self.pending:
                 one.wait()
-
-
-def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:
-    try:
-        watchdog.check()
-    except PipelineFailure as failure:
-        return failure
-    return error

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class Engine:
         self.transports: dict[int, Transport] = {}
         if groups is None:
             hub = LocalHub(devices)
-            self.transports = {rank: LocalTransport(rank, hub) for rank in self.ranks}
+            self.transports = {rank: cast(Transport, LocalTransport(rank, hub)) for rank in self.ranks}
         else:
             with self.control.reporting(close=self.close):
                 self.transports = {r: transport_of(transport, r, device, self.control, groups) for r in self.ranks}
@@ -171,7 +171,21 @@ class Engine:
             refuse_hooks(tied)
             averages = self._averages(here) if training else {}
             draws = any(each.drawing_modules or draws_in_glue(each) for each in distinct(partitions))
-            programs = self._programs(binding, head, averages, self.streams if draws else None)
+            streams = self.streams if draws else None
+            programs = {
+                rank: Program(
+                    self._bound,
+                    binding,
+                    self.transports[rank],
+                    head,
+                    self._reducers[rank],
+                    streams,
+                    self.devices[rank],
+                    self.world,
+                    averages,
+                )
+                for rank in self.ranks
+            }
         number, self._bound = self._bound, self._bound + 1
         self._agree(schedule, binding.kinds)
         self._pair(schedule.placement, binding.kinds)
@@ -192,26 +206,6 @@ class Engine:
     def agreed_at_first(self) -> AbstractContextManager[None]:
         """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones independently."""
         return nullcontext() if self._bound else self.control.agreed()
-
-    def _programs(
-        self, binding: Binding, head: LossHead, averages: Mapping[int, Average], streams: Streams | None
-    ) -> dict[int, Program]:
-        """The program of each of this process's ranks."""
-        return {
-            rank: Program(
-                self._bound,
-                binding,
-                self.transports[rank],
-                head,
-                self._reducers[rank],
-                streams,
-                self.devices[rank],
-                self.world.numbers,
-                self.world.partners,
-                averages,
-            )
-            for rank in self.ranks
-        }
 
     def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[BoundAction]:
         """The actions of all programs: for one rank, its row; for several, an order that respects dependencies."""
@@ -290,7 +284,7 @@ class Engine:
         with self._dropping(), computing(None, None):
             self._begin(bound, feed)
             actions: Sequence[BoundAction] = ranged(bound.actions) if is_profiling() else bound.actions
-            with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
+            with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices):
                 marks: dict[int, list[Marks]] = {}
                 if timed:
                     counters = {r: count for r in self.ranks if (count := counter(self.devices[r])) is not None}
@@ -304,10 +298,14 @@ class Engine:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Wraps a step: if it raises, none of its work is left pending."""
+        """Wraps a step: if it raises, none of its work is left pending, and autocast is what it was: a recorded forward
+        that raises cannot leave the autocast that it entered."""
+        before = {kind: torch.is_autocast_enabled(kind) for kind in autocast_kinds()}
         try:
             yield
         except BaseException:
+            for kind, enabled in before.items():
+                torch.set_autocast_enabled(kind, enabled)
             for transport in self.transports.values():
                 transport.drop_step()
             raise
@@ -324,13 +322,13 @@ class Engine:
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)
         for reducer in self._reducers_of(bound):
-            reducer.begin_step()
+            reducer.set_aside()
 
     def _end(self, bound: BoundSchedule) -> None:
         """Runs after a step's last action: waits for sums, and until everything sent has arrived."""
         for reducer in self._reducers_of(bound):
             self._watched.position = reducer.position
-            reducer.end_step()
+            reducer.finish()
         if bound.averages and self.replicas is not None:
             self.replicas.end_step(bound.averages, bound.updated, self._watched)
         self._watched.position = self._sending
@@ -379,18 +377,6 @@ class Engine:
                 for transport in self.transports.values():
                     transport.close()
         self.control.close()
-
-
-@contextmanager
-def _same_autocast_after() -> Iterator[None]:
-    """Restores autocast: a recorded forward that raises cannot leave the autocast that it entered."""
-    before = {kind: torch.is_autocast_enabled(kind) for kind in autocast_kinds()}
-    try:
-        yield
-    except BaseException:
-        for kind, enabled in before.items():
-            torch.set_autocast_enabled(kind, enabled)
-        raise
 
 
 def draws_in_glue(partition: Partition) -> bool:

@@ -22,6 +22,7 @@ from torch.autograd import profiler
 
 from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.distributed.failure import OUTSIDE, Position, Watched
+from penstock.distributed.world import World
 from penstock.errors import ScheduleError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.assembly import assemble
@@ -126,8 +127,6 @@ class Program:
         number: tells programs of one pipeline apart; the same on every rank.
         head: what follows the last stage; used only on that stage's rank.
         reducers: one per tie group.
-        numbers: the ranks' numbers in messages.
-        partners: the numbers of the processes with which sharded stages are gathered.
         averages: averages over replicas, by stage.
     """
 
@@ -140,8 +139,7 @@ class Program:
         reducers: Mapping[int, TieReducer],
         streams: Streams | None,
         device: torch.device,
-        numbers: Sequence[int],
-        partners: Sequence[int],
+        world: World,
         averages: Mapping[int, Average],
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
@@ -152,12 +150,12 @@ class Program:
         for index in placement.stages_on(rank):
             stages = [partition.stages[index] for partition in partitions]
             own_head = head if placement.is_last(index) else None
-            context = StageContext(binding, numbers[rank], index, stages, row, device, own_head, streams)
+            context = StageContext(binding, world.numbers[rank], index, stages, row, device, own_head, streams)
             self.runners[index] = assemble(context, builder)
         self._reducers = reducers
         self._averages = averages
         self._sharded = binding.sharded
-        self._numbers = numbers
+        self._numbers = world.numbers
         self._placement = placement
         arriving: set[int] = set()  # stages that are being gathered, for whose parameters the next computation waits
         actions: list[BoundAction] = []
@@ -167,7 +165,7 @@ class Program:
                 arriving.add(action.stage)
             elif action.op.is_compute and action.stage in arriving:
                 arriving.remove(action.stage)
-                bound = _after_unshard(bound, binding.sharded[action.stage], partners)
+                bound = _after_unshard(bound, binding.sharded[action.stage], world.partners)
             actions.append(bound)
         self.actions = with_neighbors(actions, {index: runner.features for index, runner in self.runners.items()})
 

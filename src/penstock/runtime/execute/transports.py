@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -24,7 +24,6 @@ from penstock.runtime.transport.protocol import (
     PointToPoint,
     Transport,
     TransportFactory,
-    has_collectives,
     missing,
 )
 from penstock.runtime.transport.shared_memory import Neighbors, SharedMemoryTransport
@@ -66,7 +65,7 @@ def transport_of(
     found = found if staging is None else StagedTransport(found, staging)
     if callable(choice):
         made = _made(choice, rank, device, control)
-        return Paired(rank, plain.ranks, made, made if has_collectives(made) else found)
+        return Paired(rank, plain.ranks, made, found if missing(made, COLLECTIVES) else cast(Transport, made))
     return found
 
 
@@ -170,12 +169,9 @@ def _check_made(made: object, name: str) -> None:
     if not lacking and some not in (list(COLLECTIVES), ["close"]):
         lacking = missing(made, COLLECTIVES)
     if lacking:
+        what = "nothing (None)" if made is None else f"an object of {type(made).__name__}"
         raise ArgumentError(
-            f"transport={name} made {_said(made)}, which lacks {', '.join(lacking)}; expected an object with the "
+            f"transport={name} made {what}, which lacks {', '.join(lacking)}; expected an object with the "
             f"methods of penstock.runtime.transport.PointToPoint ({', '.join(POINT_TO_POINT)}) and, if it is to do the "
             "collectives as well, reduce and broadcast: have the factory return one"
         )
-
-
-def _said(made: object) -> str:
-    return "nothing (None)" if made is None else f"an object of {type(made).__name__}"

@@ -8,10 +8,8 @@ average depends on the order of its updates. So a forward makes both updates, an
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -59,98 +57,56 @@ class CheckpointedNorms(Feature):
         return cls([module for module in dict.fromkeys(stage.modules()) if _updated_by(module, names)], around)
 
     def __init__(self, modules: Sequence[nn.Module], around: Sequence[nn.Module]) -> None:
-        self._all = [(module, around.count(module)) for module in modules]
-        self._norms = [_Norm(*each) for each in self._all]  # those that are checkpointed, or may be
+        for module in modules:
+            if around.count(module) > 1:
+                raise _unknown_order(module)
+        self._all, self._around = modules, frozenset(around)
+        self._norms: dict[nn.Module, bool | None] = {}  # whether each is checkpointed; None: not known yet
+        self._called: set[nn.Module] = set()  # in the current forward, of those within a checkpoint that the stage runs
 
     def begin_step(self, start: Start) -> None:
-        """Drops anything left by the last step: the model's checkpoints may have been switched on or off since."""
-        self._norms = [_Norm(*each) for each in self._all]
+        """Drops what the last step learned: the model's checkpoints may have been switched on or off since."""
+        self._norms = {module: True if module in self._around else None for module in self._all}
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward of the stage."""
-        return self._updating(microbatch) if self._norms else NOTHING
+        return self._updating() if self._norms else NOTHING
 
     @contextmanager
-    def _updating(self, microbatch: int) -> Iterator[None]:
+    def _updating(self) -> Iterator[None]:
+        self._called.clear()
         with ExitStack() as stack:
-            for each in self._norms:
-                stack.enter_context(each.module.register_forward_pre_hook(partial(each.update, microbatch)))
+            for module in self._norms:
+                stack.enter_context(module.register_forward_pre_hook(self._update))
             yield
-        self._norms = [each for each in self._norms if each.is_checkpointed is not False]
+        self._norms = {module: known for module, known in self._norms.items() if known is not False}
 
-    def autograd(self, microbatch: int) -> Context:
-        """Wraps a backward of the stage, but not a forward that the pipeline itself runs again."""
-        return self._putting_aside(microbatch) if self._norms else NOTHING
-
-    @contextmanager
-    def _putting_aside(self, microbatch: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for each in self._norms:
-                stack.enter_context(each.module.register_forward_pre_hook(each.put_aside))
-                stack.enter_context(each.module.register_forward_hook(each.put_back, always_call=True))
-            yield
-        for each in self._norms:
-            each.check(microbatch)
-
-
-class _Norm:
-    """One module.
-
-    Attributes:
-        is_checkpointed: None if that is not known yet.
-    """
-
-    def __init__(self, module: nn.Module, around: int) -> None:
-        if around > 1:
-            raise _unknown_order(module)
-        self.module, self._is_around = module, bool(around)
-        self.is_checkpointed = True if around else None
-        self._due: Counter[int] = Counter()  # by microbatch: how often its backward should run the module again
-        self._ran = 0  # how often the current backward has run it
-        self._own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        self._aside: list[AbstractContextManager[None]] = []
-
-    def update(self, microbatch: int, module: nn.Module, args: Any) -> None:
+    def _update(self, module: nn.Module, args: Any) -> None:
         """Called before a call in a forward: makes the update that backward will not make."""
         if not module.training:
             return
-        if self.is_checkpointed is None:
-            self.is_checkpointed = _in_checkpoint()
-        if not self.is_checkpointed:
+        if self._norms[module] is None:
+            self._norms[module] = _in_checkpoint()
+        if not self._norms[module]:
             return
         if not isinstance(module, _BatchNorm):  # what it returns may depend on the buffer
             raise PartitionError(
                 f"a {type(module).__name__} updates buffers in a forward that runs itself again in backward: plain "
                 f"torch updates them in both runs, and may compute with other values in the second. {_REMEDY}"
             )
-        if not self._is_around:
-            if self._due[microbatch]:
+        if module not in self._around:
+            if module in self._called:
                 raise _unknown_order(module)
-            self._due[microbatch] += 1
+            self._called.add(module)
         with torch.no_grad():
             module.forward(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
-    def put_aside(self, module: nn.Module, _args: Any) -> None:
-        """Called before a call in backward, which then updates copies: the pipeline's, or new ones."""
-        is_ours = any(module._buffers[name] is not buffer for name, buffer in self._own.items())
-        aside = nullcontext() if is_ours else Buffers([module], self._own.values()).copy().in_place()
-        aside.__enter__()
-        self._aside.append(aside)
-        self._ran += module.training and not is_ours
-
-    def put_back(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        """Called after a call in backward, which checkpointing may have ended as soon as it had what it needs."""
-        self._aside.pop().__exit__(None, None, None)
-
-    def check(self, microbatch: int) -> None:
-        """Called after a backward. Raises PartitionError unless it ran the module as often as its forward assumed."""
-        due, ran, self._ran = self._due.pop(microbatch, 0), self._ran, 0
-        if not self._is_around and ran != due:
-            raise PartitionError(
-                f"the backward of microbatch {microbatch} has run a {type(self.module).__name__} that updates buffers "
-                f"{ran} times, but its forward expected {due}. If gradient checkpointing has been switched on or off "
-                f"in the model, make a new pipeline; if it is not torch.utils.checkpoint's: {_REMEDY}"
-            )
+    def autograd(self, microbatch: int) -> Context:
+        """Wraps a backward of the stage, but not a forward that the pipeline itself runs again: what runs there updates
+        copies."""
+        own = [module for module in self._norms if module not in self._around]
+        held = (buffer for module in own for buffer in module._buffers.values() if buffer is not None)
+        return Buffers(own, held).copy().in_place() if own else NOTHING
 
 
 def _in_checkpoint() -> bool:

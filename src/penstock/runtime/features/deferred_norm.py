@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock._base.compat_compiler import compiled as compiled_as
 from penstock.errors import ArgumentError
-from penstock.partition.values.memory import same_bits
 from penstock.runtime.exact.streams import Hook
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
@@ -44,10 +43,6 @@ class Moments(NamedTuple):
             variance, mean = torch.var_mean(values, others, correction=0)
             return cls(count, mean, variance * count)
 
-    def found(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance, as running statistics use them."""
-        return self.mean, self.deviations / max(self.values - 1, 1)
-
     def merged(self, other: Moments) -> Moments:
         """The moments of both sets of values together."""
         count = self.values + other.values
@@ -68,8 +63,6 @@ class DeferredNorms(Feature):
         self._handles: list[RemovableHandle] = [
             m.register_forward_pre_hook(Hook(self._note), with_kwargs=True) for m in self._norms
         ]
-        self._expected: dict[nn.Module, tuple[tuple[Tensor, Tensor], Moments]] = {}
-        self._compared: set[nn.Module] = set()
         self._microbatch: int | None = None
         self._seen: dict[nn.Module, dict[int, list[Moments]]] = {}
 
@@ -97,31 +90,20 @@ class DeferredNorms(Feature):
         """Wraps a training step: buffers do not change until its end, and not at all if it raises."""
         self._seen = defaultdict(lambda: defaultdict(list))
         before = {norm: _copies(norm) for norm in self._norms if _tracks(norm) and not _is_elsewhere(norm)}
-        for norm in before:
-            if _has_own_forward(norm) and norm not in self._compared:
-                self._compared.add(norm)
-                self._handles.append(norm.register_forward_hook(Hook(self._compare)))
         ended = False
         try:
             yield
             ended = True
         finally:
             seen, self._seen = self._seen, {}
-            self._expected.clear()
-            past = [n for n, copies in before.items() if n not in seen and _has_changed(n, copies)] if ended else []
             uneven = [n for n in before if n in seen and len({*map(len, seen[n].values())}) > 1] if ended else []
-            ended = ended and not past and not uneven
+            ended = ended and not uneven
             with torch.no_grad():
                 for norm, copies in before.items():
-                    for name, copy in copies.items():
+                    for name, copy in copies.items() if norm in seen or not ended else ():
                         norm.get_buffer(name).copy_(copy)
                     if ended and norm in seen:
                         _commit(norm, seen[norm])
-        if past:
-            raise ArgumentError(
-                f"deferred_batch_norm=True: a {type(past[0]).__name__} has updated its statistics, but no call of it "
-                "was seen: call the module itself, not its forward(...), or leave deferred_batch_norm out"
-            )
         if uneven:
             fewest, *_, most = sorted(map(len, seen[uneven[0]].values()))
             raise ArgumentError(
@@ -137,42 +119,11 @@ class DeferredNorms(Feature):
             mean = norm.get_buffer("running_mean")
             moments = Moments.of(values, torch.promote_types(mean.dtype, values.dtype))
             self._seen[norm][self._microbatch].append(moments)
-            if _has_own_forward(norm):
-                self._expected[norm] = (mean.clone(), norm.get_buffer("running_var").clone()), moments
-
-    def _compare(self, norm: nn.Module, args: Any, result: Any) -> None:
-        """Called after a module with its own forward. Raises ArgumentError if it normalized something other than what
-        entered it, as timm's `SplitBatchNorm2d` does.
-        """
-        expected = self._expected.pop(norm, None)
-        if expected is None or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
-            return
-        before, moments = expected
-        factor = norm.momentum
-        if factor is None:
-            factor = 1 / float(norm.num_batches_tracked) if norm.num_batches_tracked is not None else 0.0
-        mean, variance = (b.lerp(m.to(b.dtype), factor) for b, m in zip(before, moments.found(), strict=True))
-        spread = float(variance.sqrt().max())
-        alike = norm.running_var is None or torch.allclose(norm.running_var, variance, rtol=1e-2, atol=1e-6)
-        if not alike or not torch.allclose(norm.running_mean, mean, rtol=1e-2, atol=1e-2 * spread):
-            raise ArgumentError(
-                f"deferred_batch_norm=True: a {type(norm).__name__} normalizes something other than its input, so its "
-                "statistics would not be those of its input; change the input before the module, or leave "
-                "deferred_batch_norm out"
-            )
 
 
 def _tracks(norm: nn.Module) -> bool:
     """Whether a forward updates the running statistics now."""
     return norm.training and bool(getattr(norm, "track_running_stats", True))
-
-
-def _has_own_forward(norm: nn.Module) -> bool:
-    return "forward" in vars(norm) or not type(norm).forward.__module__.startswith("torch.")
-
-
-def _has_changed(norm: nn.Module, copies: Mapping[str, Tensor]) -> bool:
-    return any(not same_bits(norm.get_buffer(name), copy) for name, copy in copies.items())
 
 
 def _copies(norm: nn.Module) -> dict[str, Tensor]:
@@ -211,13 +162,20 @@ def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
     owners = {id(b): (name, m) for name, m in model.named_modules() for b in m.buffers(recurse=False)}
     compiled = {id(part) for m in model.modules() if compiled_as(m) for part in m.modules()}
     for stage in (stage for partition in distinct(partitions) for stage in partition.stages):
-        _refuse_calls(stage)
+        for name in stage.norms_as_functions:
+            _refuse(name, "is a call of batch norm as a function; only modules of torch.nn can be deferred")
         for buffer_name in stage.meta.updated:
             if buffer_name.rpartition(".")[2] not in ("running_mean", "running_var"):
                 continue
             name, owner = owners[id(stage.buffers[buffer_name])]
             if id(owner) in compiled:
                 _refuse(name, "is compiled, so that nothing sees what enters it; compile other parts, or leave it out")
+            if any(isinstance(part, _BatchNorm) for child in owner.children() for part in child.modules()):
+                _refuse(
+                    name,
+                    f"({type(owner).__name__}) has other batch norms take a part of what enters it, as timm's "
+                    "SplitBatchNorm2d does",
+                )
             if isinstance(owner, nn.SyncBatchNorm) or not isinstance(owner, _BatchNorm):
                 kind = type(owner).__name__
                 norm = "normalizes by itself" if isinstance(owner, _NormBase) else "keeps running statistics of its own"
@@ -230,12 +188,6 @@ def notes(stages: Iterable[Stage]) -> tuple[str, ...]:
     if any(name.rpartition(".")[2] == "running_mean" for name in updated):
         return ()
     return ("deferred_batch_norm=True does nothing: no batch norm of the model updates running statistics in training",)
-
-
-def _refuse_calls(stage: Stage) -> None:
-    """Refuses calls of batch norm as a function, in code that was recorded call by call."""
-    for name in stage.norms_as_functions:
-        _refuse(name, "is a call of batch norm as a function; only modules of torch.nn can be deferred")
 
 
 def _refuse(name: str, why: str) -> None:

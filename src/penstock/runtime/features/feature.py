@@ -6,8 +6,10 @@ first in the order of `assembly.py` is the outermost.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from functools import reduce
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -183,56 +185,39 @@ class Features:
         return hooks[0] if len(hooks) == 1 else _nested(hooks)
 
 
-class _Nested:
-    """What several hooks return for one action, each entered within those before it.
+class _Both:
+    """Two contexts, the second within the first. (An `ExitStack` takes longer than most features do.)"""
 
-    An `ExitStack` does the same, but takes longer than most features do; it serves where one raises.
-    """
+    __slots__ = ("_inner", "_outer")
 
-    __slots__ = ("_contexts",)
-
-    def __init__(self, contexts: list[Context]) -> None:
-        self._contexts = contexts
+    def __init__(self, inner: Context, outer: Context) -> None:
+        self._inner, self._outer = inner, outer
 
     def __enter__(self) -> None:
-        entered = 0
+        self._outer.__enter__()
         try:
-            for context in self._contexts:
-                context.__enter__()
-                entered += 1
+            self._inner.__enter__()
         except BaseException:
-            del self._contexts[entered:]
-            with self._unwinding():
+            if not self._outer.__exit__(*sys.exc_info()):
                 raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        if kind is not None:
-            return self._unwinding().__exit__(kind, error, trace)
-        contexts = self._contexts
         try:
-            while contexts:
-                contexts.pop().__exit__(None, None, None)
+            if self._inner.__exit__(kind, error, trace):
+                kind = error = trace = None
         except BaseException:
-            with self._unwinding():
-                raise
-        return None
-
-    def _unwinding(self) -> ExitStack:
-        """Exits what is entered, the latest first, and tells each what was raised."""
-        stack = ExitStack()
-        for context in self._contexts:
-            stack.push(context)
-        return stack
+            if self._outer.__exit__(*sys.exc_info()):
+                return True
+            raise
+        return self._outer.__exit__(kind, error, trace) or error is None  # the inner one has dealt with it
 
 
 def _nested(hooks: Sequence[Callable[..., Context]]) -> Callable[..., Context]:
     def nested(*args: Any, **kwargs: Any) -> Context:
         contexts = [context for hook in hooks if (context := hook(*args, **kwargs)) is not NOTHING]
-        if len(contexts) > 1:
-            return _Nested(contexts)
-        return contexts[0] if contexts else NOTHING
+        return reduce(_Both, reversed(contexts)) if contexts else NOTHING
 
     return nested
 

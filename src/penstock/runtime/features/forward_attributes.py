@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from penstock.partition.state.library import OF_TORCH
-from penstock.partition.state.reach import is_container, refill
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.schedule import Op
@@ -133,32 +132,3 @@ class ForwardAttributes(Feature):
                 self._modules[position].pop(name, None)
             else:
                 self._modules[position][name] = value
-
-
-class AttributeCopies:
-    """The numbers and the contents of the lists, dicts and sets in the attributes of some modules, for a layer that
-    runs again within a backward: it must not count or append once more.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        held = [(vars(m), name, value) for m in modules for name, value in vars(m).items() if name not in OF_TORCH]
-        self._numbers = [each for each in held if type(each[2]) in (int, float)]
-        self._contents = [(value, value.copy()) for _, _, value in held if is_container(value)]
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Restores the copies temporarily. Anything added or removed in the meantime is discarded."""
-        numbers = [(held, name, held.get(name)) for held, name, _ in self._numbers]
-        contents = [(container, container.copy()) for container, _ in self._contents]
-        _restore(self._numbers, self._contents)
-        try:
-            yield
-        finally:
-            _restore(numbers, contents)
-
-
-def _restore(numbers: Iterable[tuple[dict[str, Any], str, Any]], contents: Iterable[tuple[Any, Any]]) -> None:
-    for held, name, value in numbers:
-        held[name] = value
-    for container, copy in contents:
-        refill(container, copy)

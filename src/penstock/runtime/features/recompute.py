@@ -23,7 +23,7 @@ from penstock.runtime.features.feature import Feature, Rerun
 from penstock.runtime.features.offload import Away, Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.kinds import any_use
-from penstock.schedule import Action, Op, Schedule
+from penstock.schedule import Op, Schedule
 from penstock.schedule.kept import run_again
 
 Keeping = Callable[[Sequence[int]], Collection[int]]
@@ -34,19 +34,6 @@ KEPT_FORWARDS: Mapping[str, Keeping] = {
     "always": lambda forwards: (),
 }
 """What each policy that only chooses microbatches keeps."""
-
-
-def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: int) -> frozenset[int]:
-    """The microbatches of a stage whose whole forward runs again.
-
-    A forward directly followed by its backward does not: nothing would be kept for a shorter time.
-
-    Args:
-        row: the actions of the stage's rank, in order.
-    """
-    if not isinstance(policy, str) or policy not in KEPT_FORWARDS:
-        return frozenset()
-    return run_again(KEPT_FORWARDS[policy], row, stage)
 
 
 def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
@@ -65,7 +52,7 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
         if isinstance(policy, int):
             text = f"layers 0, {policy}, {2 * policy}, ... run again in backward on "
         elif isinstance(policy, str) and policy in KEPT_FORWARDS:
-            again = len(microbatches_to_recompute(policy, order.rows[rank], stage))
+            again = len(run_again(KEPT_FORWARDS[policy], order.rows[rank], stage))
             text = f"{again} of {forwards} forwards run again in backward on "
         else:
             text = "its own choice of forwards runs again in backward, out of those on "
@@ -110,11 +97,6 @@ class Buffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and id(buffer) in wanted
         ]
-
-    def others(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """The buffers of a module that are not among these."""
-        own = {id(part._buffers[name]) for part, name in self._places}
-        return [(name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own]
 
     def copy(self) -> BufferCopies:
         """Copies the current buffers. A buffer in several places has one copy."""
@@ -166,12 +148,10 @@ class RecomputedStage(Feature):
         modules = {stage.module: None for stage in stages}
         use = any_use(stages)
         refuse_again(use.meta.index, use.remembered)
-        self._index = use.meta.index
         self._microbatches = frozenset(microbatches)
         self._overwritten = overwritten
         self._offload = offload
         self._buffers = Buffers(modules, updated_buffers(use))
-        self._strays = [other for module in modules for other in self._buffers.others(module)]
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
         """Keeps the arguments, and the buffers that the forward updates."""
@@ -179,20 +159,6 @@ class RecomputedStage(Feature):
             return None
         kept = [self._keep(microbatch, *arg) for arg in enumerate(args)]
         return _Again(kept, self._buffers.copy())
-
-    @contextmanager
-    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Refuses a forward that runs again and updates a buffer that the recording did not see it update."""
-        before = [stray._version for _, stray in self._strays] if runs_again else []
-        yield
-        for (name, stray), version in zip(self._strays, before, strict=False):
-            if stray._version != version:
-                raise PartitionError(
-                    f"recompute: the forward of stage {self._index} updates {name!r}, a tensor that is not a "
-                    "buffer, or was not updated when the model was recorded, so that running it again would give "
-                    "something else; register it as a buffer, make a new pipeline if the model has changed, or choose "
-                    f"recompute={{{self._index}: 'never'}}"
-                )
 
     def _keep(self, microbatch: int, position: int, arg: Any) -> Any:
         if not isinstance(arg, Tensor):

@@ -7,8 +7,8 @@ that leaves to its callers: buffers are updated once, and inputs that are update
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,12 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock._base.trees import flatten, map_tensors, unflatten
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError
 from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, recorded_code
-from penstock.runtime.features.forward_attributes import AttributeCopies
 from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
 from penstock.runtime.front_end import Stage
 
@@ -101,24 +100,11 @@ class RunsAgain(nn.Module):
         self.layer = layer
         self._buffers_of_layer = buffers
         self._copies = copies
-        self._others = buffers.others(layer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.layer(*args, **kwargs)
-        before = [buffer._version for _, buffer in self._others]
-        result = self._first_run(args, kwargs)
-        for (name, buffer), version in zip(self._others, before, strict=True):
-            if buffer._version != version:
-                raise PartitionError(
-                    f"recompute: a {type(self.layer).__name__} updates its buffer {name!r}, which it did not when the "
-                    "model was recorded, so that running it again would update it twice; make a new pipeline"
-                )
-        return result
-
-    def _first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        names = tuple(kwargs)
-        call = _Call(self.layer, names, self._buffers_of_layer.copy(), AttributeCopies(self.layer.modules()))
+        call = _Call(self.layer, tuple(kwargs), self._buffers_of_layer.copy())
         given = (*args, *kwargs.values())
         flat = flatten(given, empty=True)
         if not self._copies and _are(flat.leaves, given):  # tensors and plain values
@@ -127,7 +113,8 @@ class RunsAgain(nn.Module):
         if self._copies:
             tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
             call.takes_gradient = [tensor.requires_grad for tensor in tensors]
-            flat = flat._replace(leaves=[_copy(x) if isinstance(x, Tensor) else x for x in flat.leaves])
+            copies = [exact.copy_as(exact.Layout.of(x), x) if isinstance(x, Tensor) else x for x in flat.leaves]
+            flat = flat._replace(leaves=copies)
         return call.checkpointed(unflatten(flat.leaves, flat.structure))
 
 
@@ -139,13 +126,11 @@ class _Call:
         takes_gradient: one per tensor among the arguments, if copies are kept.
     """
 
-    def __init__(
-        self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies, attributes: AttributeCopies
-    ) -> None:
-        self._layer, self._names, self._buffers, self._attributes = layer, names, buffers, attributes
+    def __init__(self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies) -> None:
+        self._layer, self._names, self._buffers = layer, names, buffers
         self.first: Sequence[Any] | None = None
         self.takes_gradient: Sequence[bool] | None = None
-        self._has_run = False
+        self._runs_again = False
 
     def checkpointed(self, kept: Sequence[Any]) -> Any:
         """Makes the first run, and prepares for running again on what is kept.
@@ -153,56 +138,23 @@ class _Call:
         The second run continues to its end, although it has the last activation earlier: then whatever the layer does
         after that in Python (`self.busy = False`, `handle.remove()`) is done before the next microbatch.
         """
-        contexts = nullcontext(), _AsBefore(self)
-        results = checkpoint(self, *kept, use_reentrant=False, context_fn=lambda: contexts, early_stop=False)
-        self._has_run = True
-        return results
+        return checkpoint(self, *kept, use_reentrant=False, early_stop=False)
 
     def __call__(self, *given: Any) -> Any:
+        runs_again, self._runs_again = self._runs_again, True
         if self.first is not None:
             given, self.first = tuple(self.first), None
         elif self.takes_gradient is not None:
             flags = iter(self.takes_gradient)
             given = map_tensors(lambda tensor: received(tensor, next(flags)), given)
         positional = len(given) - len(self._names)
-        return self._layer(*given[:positional], **dict(zip(self._names, given[positional:], strict=True)))
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Wraps each further run."""
-        if not self._has_run:
-            raise PartitionError(
-                f"recompute: a {type(self._layer).__name__} takes a gradient within its own forward "
-                "(torch.autograd.grad), which would run it again there, and draw and update everything once more; "
-                "choose recompute='always' for its stage, or 'never'"
-            )
-        with self._buffers.in_place(), self._attributes.in_place():
-            yield
-
-
-class _AsBefore:
-    """A context that can be entered repeatedly, since `checkpoint` uses the same one for all runs."""
-
-    def __init__(self, call: _Call) -> None:
-        self._call = call
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        context = self._call.as_before()
-        context.__enter__()
-        self._entered.append(context)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+        with self._buffers.in_place() if runs_again else nullcontext():
+            return self._layer(*given[:positional], **dict(zip(self._names, given[positional:], strict=True)))
 
 
 def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:
     """Whether the leaves are the given values themselves, without containers: a list of one tensor has one leaf too."""
     return len(leaves) == len(given) and all(map(operator.is_, leaves, given))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return exact.copy_as(exact.Layout.of(tensor), tensor)
 
 
 def received(value: Tensor, takes_gradient: bool) -> Tensor:

@@ -34,7 +34,7 @@ class GradientSum:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], reduce: Reduce, divisor: int = 1) -> None:
-        self._parameters = tuple(parameters)
+        self.parameters = tuple(parameters)
         self._reduce = reduce
         self._divisor = divisor
         self._before: list[Tensor | None] = []
@@ -46,20 +46,20 @@ class GradientSum:
 
     def set_aside(self) -> None:
         """Sets aside what earlier steps accumulated, until `finish`."""
-        self._before = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        self._before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
-        for members in by_gradient_dtype(self._parameters).values():
+        for members in by_gradient_dtype(self.parameters).values():
             self._prepare(members)
 
     def start(self) -> None:
         """Starts the sum."""
-        self._buffers = [self._flat(members) for members in by_gradient_dtype(self._parameters).values()]
+        self._buffers = [self._flat(members) for members in by_gradient_dtype(self.parameters).values()]
         self._pending = self._reduce(self._buffers)
 
     def finish(self) -> None:
         """Waits for the sum, if one was started, and adds it to what was set aside."""
-        before = dict(zip(self._parameters, self._before or [None] * len(self._parameters), strict=True))
+        before = dict(zip(self.parameters, self._before or [None] * len(self.parameters), strict=True))
         if self._pending is not None:
             self._pending.wait()
             for parameter, total in self._totals():
@@ -124,7 +124,7 @@ class GradientSum:
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter's sum; None if no process has a gradient."""
-        for members, buffer in zip(by_gradient_dtype(self._parameters).values(), self._buffers, strict=True):
+        for members, buffer in zip(by_gradient_dtype(self.parameters).values(), self._buffers, strict=True):
             *flat, held = _places(buffer, members)
             here, _ = self._present[buffer.dtype]
             counts: Sequence[float] = here if all(here) else held.cpu().tolist()

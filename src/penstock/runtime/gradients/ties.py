@@ -23,7 +23,7 @@ from penstock.distributed.failure import Position
 from penstock.errors import PartitionError
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.sums import GradientSum
-from penstock.runtime.transport.protocol import Pending, Transport
+from penstock.runtime.transport.protocol import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def tie_groups(ties: Mapping[str, Sequence[int]], rank_of: Sequence[int]) -> tup
     )
 
 
-class TieReducer:
-    """One rank's part in the reduction of a group.
+class TieReducer(GradientSum):
+    """One rank's part in the reduction of a group: the sum of its parameters' gradients.
 
     Args:
         numbers: the ranks' numbers in messages.
@@ -58,13 +58,8 @@ class TieReducer:
         transport: Transport,
         numbers: Sequence[int],
     ) -> None:
-        self.parameters = tuple(parameters)
-        self._rank = transport.rank
-        self._first = group.ranks[0]
-        self._reduce = partial(transport.reduce, index, group.ranks)
-        self._sum = GradientSum(parameters, self._reduce)
-        self._pending: Pending | None = None
-
+        super().__init__(parameters, partial(transport.reduce, index, group.ranks))
+        self._is_first = transport.rank == group.ranks[0]
         peers = tuple(numbers[rank] for rank in group.ranks if rank != transport.rank)
         self.position = Position(f"REDUCE_GRAD{index}", peers)
         """The rank's position while it waits for the sum."""
@@ -72,7 +67,7 @@ class TieReducer:
     def start_equal(self) -> None:
         """Starts to copy the first rank's parameters to the others: a sum in which the others contribute zeros."""
         for parameter in self.parameters:
-            if self._rank != self._first:
+            if not self._is_first:
                 parameter.data.zero_()
         self._pending = self._reduce([parameter.data for parameter in self.parameters])
 
@@ -81,18 +76,6 @@ class TieReducer:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
-
-    def begin_step(self) -> None:
-        """Sets aside what earlier steps accumulated."""
-        self._sum.set_aside()
-
-    def start(self) -> None:
-        """Starts the sum."""
-        self._sum.start()
-
-    def end_step(self) -> None:
-        """Waits for the sum and adds it to what was set aside."""
-        self._sum.finish()
 
 
 class Tied(NamedTuple):

@@ -16,7 +16,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.of_torch import is_of_torch, may_draw
-from penstock.runtime.loss.own_tensors import check_graph, watching
+from penstock.runtime.loss.own_tensors import Watching, check_graph
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""
@@ -191,7 +191,7 @@ class LossHead:
                 if self._watched and not partition.left:
                     returned = self._loss(output, target)
                 else:
-                    with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
+                    with partition.leaving(leaves), nullcontext() if self._watched else Watching(self._elsewhere):
                         returned = self._loss(output, target)
                 loss = loss_in(returned)
                 for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
@@ -205,7 +205,7 @@ class LossHead:
         loss = checked_value(loss, output, self._loss)
         self.losses[microbatch] = loss.detach().clone()  # `mse_loss` leaves it in memory as large as the output
         if returned is not loss:
-            self.parts[microbatch] = parts_in(returned, loss)
+            self.parts[microbatch] = dict(_scalars(returned, loss))
         return root_of(loss, self._weights[microbatch], leaves)
 
     def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
@@ -315,12 +315,8 @@ def loss_in(returned: Any) -> Any:
     return entries.get("loss", next(iter(entries.values()))) if entries else returned
 
 
-def parts_in(returned: Any, loss: Any) -> dict[str, Tensor]:
+def _scalars(value: Any, loss: Any, path: tuple[str, ...] = (), depth: int = 2) -> Iterator[tuple[str, Tensor]]:
     """All other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss, ce)`."""
-    return dict(_scalars(returned, loss, (), 2))
-
-
-def _scalars(value: Any, loss: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[str, Tensor]]:
     if value is loss and depth:  # deeper it is a part, too: `loss, {"ce": loss}`
         return
     if isinstance(value, (int, float)) and not isinstance(value, bool):

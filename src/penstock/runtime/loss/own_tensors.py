@@ -7,7 +7,6 @@ stand-ins for those of other ranks. The first loss of a bound schedule is watche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import unwrap
@@ -68,7 +67,7 @@ def with_loss(partition: Partition, tensors: Mapping[str, Tensor]) -> Partition:
     if not tensors:
         return partition
     *others, last = partition.stages
-    parameters = {name: tensor for name, tensor in tensors.items() if is_trained(tensor)}
+    parameters: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if is_trained(tensor)}
     buffers = {name: tensor for name, tensor in tensors.items() if name not in parameters}
     meta = replace(
         last.meta,
@@ -123,7 +122,13 @@ def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator
         yield from _parts(f"{name}.{key}", part, depth - 1, in_code)
 
 
-class _Watch(TorchFunctionMode):
+class Watching(TorchFunctionMode):
+    """Wraps the loss function: raises ArgumentError if it reads a tensor that is not on the last stage.
+
+    Args:
+        elsewhere: `id` -> name of the model's parameters and updated buffers that are not on the last stage.
+    """
+
     def __init__(self, elsewhere: Mapping[int, str]) -> None:
         super().__init__()
         self._elsewhere = elsewhere
@@ -142,17 +147,6 @@ class _Watch(TorchFunctionMode):
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) in self._elsewhere:
                 raise _refusal(self._elsewhere[id(tensor)])
-
-
-@contextmanager
-def watching(elsewhere: Mapping[int, str]) -> Iterator[None]:
-    """Wraps the loss function: raises ArgumentError if it reads one of these tensors.
-
-    Args:
-        elsewhere: `id` -> name of the model's parameters and updated buffers that are not on the last stage.
-    """
-    with _Watch(elsewhere):
-        yield
 
 
 def check_graph(loss: Tensor, elsewhere: Mapping[int, str]) -> None:

@@ -15,7 +15,7 @@ from penstock._base.compat import autocast_kinds, autocast_state, plain_tensors
 from penstock._base.marks import computing
 from penstock._base.stages import ties
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
-from penstock.partition import KEPT_PARTITIONS, default_kwargs
+from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
 from penstock.runtime.execute.engine import BoundSchedule, Engine
@@ -49,6 +49,7 @@ class SplitModel:
 
     Attributes:
         model: the model, or the chain of the given layers.
+        modules: every module, once.
         tie_groups: the parameters that several ranks hold.
     """
 
@@ -71,7 +72,7 @@ class SplitModel:
         self._placement = placement
         self._partitioner = partitioner
         self.model = partitioner.model
-        self._modules = list(self.model.modules())
+        self.modules = list(self.model.modules())
         # A forward may branch on values, so all ranks must record the same ones.
         example = engine.control.give(example)
         self._example = example
@@ -137,7 +138,7 @@ class SplitModel:
         with plain_tensors():  # those of other ranks would look at each call
             trained = tuple(map(_requires_grad, (*self._originals.parameters, *(self._of_loss or {}).values())))
         return (
-            tuple(map(_training, self._modules)),
+            tuple(map(_training, self.modules)),
             trained,
             tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
             self._partitioner.attributes(),
@@ -159,22 +160,10 @@ class SplitModel:
         uncertain = {stage.buffers[name] for stage in self._stages_here() for name in stage.may_update}
         updated = {*bound.updated, *uncertain, *of_loss} if bound.training else None
         parameters = [parameter for _, parameter in self.held_parameters()]
-        with undone_if_it_raises(self._modules, parameters, updated, local=self._engine.world.is_local):
+        with undone_if_it_raises(self.modules, parameters, updated, local=self._engine.world.is_local):
             yield
             self._originals.settle()
             self._partitioner.settle(signature[-1])
-
-    def modules(self) -> list[nn.Module]:
-        """Every module, once."""
-        return self._modules
-
-    def buffers(self) -> list[Tensor]:
-        """The buffers that this process holds."""
-        return [buffer for _, buffer in self.held_buffers()]
-
-    def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments that the model gets in addition to the caller's inputs."""
-        return default_kwargs(self.model, args, kwargs)
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter of the unsplit model, each once, in the model's order."""
@@ -332,23 +321,21 @@ class SplitModel:
     def _place(self, partition: Partition) -> Partition:
         """The partition with this process's stages on their devices."""
         if id(partition) not in self._placed:
-            stages = tuple(self._framed(self._place_stage(stage)) for stage in partition.stages)
+            stages = tuple(map(self._place_stage, partition.stages))
             self._placed[id(partition)] = partition, replace(partition, stages=stages)
         return self._placed[id(partition)][1]
 
     def _place_stage(self, stage: Stage) -> Stage:
         rank = self._placement.rank_of[stage.meta.index]
+        if rank not in self._engine.ranks:
+            return stage
         device = self._engine.devices[rank]
-        if rank not in self._engine.ranks or device == stage.device:
-            return stage
-        return stage.on(device)
-
-    def _framed(self, stage: Stage) -> Stage:
-        if self._frames is None or not self._is_here(stage):
-            return stage
+        placed = stage if device == stage.device else stage.on(device)
+        if self._frames is None:
+            return placed
         frame = self._frames[stage.meta.index]
-        frame.adopt(stage.module)
-        return replace(stage, frame=frame)
+        frame.adopt(placed.module)
+        return replace(placed, frame=frame)
 
     def _stages_here(self) -> list[Stage]:
         return [stage for stage in self._stages if self._is_here(stage)]

@@ -17,8 +17,8 @@ from penstock.runtime.model.split_model import SplitModel
 def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
     """Wraps an evaluation: modules, and a loss that is one, are in evaluation mode. Restores modes and buffers."""
     own = loss if isinstance(loss, nn.Module) else nn.Module()
-    modes = [(module, module.training) for module in (*split.modules(), *own.modules())]
-    held = [*split.buffers(), *own.buffers()]
+    modes = [(module, module.training) for module in (*split.modules, *own.modules())]
+    held = [*(buffer for _, buffer in split.held_buffers()), *own.buffers()]
     buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in held]
     try:
         for module, _ in modes:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock._base.compat_compiler import compiled as compiled_as
 from penstock._base.gradients import gradient_dtype
-from penstock.errors import PartitionError, ScheduleError
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper
@@ -61,11 +59,9 @@ class SplitBackward:
         self._given = parameters
         self._module = module
         self._looked = False
-        self._names: dict[int, str] = {}
         self._parameters: list[nn.Parameter] = []
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._in_order = in_order
-        self._unsplit: set[int] = set()
         self._learning = False
         self._deferred: list[nn.Parameter] = []  # those whose gradient waits
         self._keeper = keeper
@@ -96,7 +92,6 @@ class SplitBackward:
 
     def begin_step(self) -> None:
         """Drops anything left by a step that raised."""
-        self._unsplit.clear()
         self._learning = False
         self._waiting.clear()
         self._put.clear()
@@ -107,8 +102,6 @@ class SplitBackward:
         if not self._looked:
             self._look()
         if not self._uses.decided:
-            if not runs_again:
-                self._unsplit.add(microbatch)
             self._learning = True
             return self._uses.learning()
         if runs_again:
@@ -121,7 +114,6 @@ class SplitBackward:
         """Reads the parameters. Sharded ones are whole only now, and distributed ones never wait."""
         self._looked = True
         parameters = self._given()
-        self._names = {id(p): name for name, p in parameters.items()}
         self._parameters = [p for p in parameters.values() if p.requires_grad]
         self._compiled = frozenset(id(p) for part in self._hidden for p in part.parameters())
         able = [p for p in self._parameters if not is_distributed(p)]
@@ -137,49 +129,19 @@ class SplitBackward:
             self._deferred = [p for p in self._parameters if id(p) in self._uses.can_wait]
 
     def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wraps the backward of a microbatch, at I.
+        """Wraps the backward of a microbatch, at I: keeps until W what is added to a `.grad`.
 
-        A parameter of which its forward put off no gradient, unlike that of the first microbatch, gets its own from
-        autograd here, and waits for W with it: a linear layer's operators depend on its input's strides, as where
-        padding is trimmed (`x[:, : lengths.max()]`).
+        Where I keeps the order of microbatches, this is only for parameters of which its forward put off no gradient,
+        unlike that of the first microbatch: a linear layer's operators depend on its input's strides, as where padding
+        is trimmed (`x[:, : lengths.max()]`). Others would come after what I adds for later microbatches.
         """
         early = self._early[microbatch] = []
         put = self._put.pop(microbatch, None)
+        if not self._in_order:
+            return self._kept_until_w(early, self._parameters)
         known = self._compiled if put is None else self._compiled | put
         missed = [p for p in self._deferred if id(p) not in known and not p._post_accumulate_grad_hooks]
-        if self._in_order and (put is None or not missed):
-            return _Untouched(self._deferred, partial(self._refuse_found, microbatch))
-        return self._diverting(microbatch, early, [] if put is None else missed)
-
-    @contextmanager
-    def _diverting(
-        self, microbatch: int, early: list[tuple[nn.Parameter, Tensor]], missed: Sequence[nn.Parameter]
-    ) -> Iterator[None]:
-        """Keeps until W what is added to a `.grad`. Where I keeps the order of microbatches, only for those missed:
-        others would come after what I adds for later microbatches."""
-        found, allowed = set[int](), {id(p) for p in missed}
-        others = [p for p in self._deferred if self._in_order and id(p) not in allowed]
-        with (
-            self._kept_until_w(early, missed if self._in_order else self._parameters),
-            _Untouched(others, found.update),
-        ):
-            yield
-        self._refuse_found(microbatch, found | ({id(p) for p, _ in early} & self._uses.can_wait.keys()) - allowed)
-
-    def _refuse_found(self, microbatch: int, found: set[int]) -> None:
-        """Ends the backward at I. Raises PartitionError if it has found a gradient that was to wait.
-
-        Args:
-            found: by id, the parameters for which it has.
-        """
-        if microbatch in self._unsplit:
-            self._unsplit.remove(microbatch)
-        elif refused := {key for key in found if key not in self._compiled or _has_hooks(self._uses.candidates[key])}:
-            raise PartitionError(
-                f"parameter {self._names[refused.pop()]!r} is used in microbatch {microbatch} as it was not in the "
-                "first one, from which the split of the backward was learned; pass a schedule that does not split it: "
-                "penstock.schedule.merge_backward makes one"
-            )
+        return nullcontext() if put is None or not missed else self._kept_until_w(early, missed)
 
     def weight_gradients(self, microbatch: int) -> None:
         """Runs W: sums each parameter's terms of a microbatch in autograd's order, and adds them to `.grad` once."""
@@ -208,14 +170,6 @@ class SplitBackward:
         self, early: list[tuple[nn.Parameter, Tensor]], parameters: Sequence[nn.Parameter]
     ) -> Iterator[None]:
         """Diverts whatever is added to the `.grad` of these parameters to `early`."""
-        hooked = next((p for p in parameters if p._post_accumulate_grad_hooks), None)
-        if hooked is not None:
-            raise ScheduleError(
-                f"parameter {self._names[id(hooked)]!r} has a hook that reads accumulated gradients, and the "
-                "schedule's I's are not in ascending order of microbatch, or its microbatches take several branches "
-                "of the forward; put them in order, pass a schedule that does not split the backward "
-                "(penstock.schedule.merge_backward makes one), or remove the hook"
-            )
 
         def keep(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
@@ -236,32 +190,6 @@ class SplitBackward:
                 parameter.grad = grad
 
 
-class _Untouched:
-    """Wraps a backward that is to leave the gradients of some parameters alone: it is in every split backward, and a
-    generator would take longer.
-
-    Args:
-        end: called with the parameters, by id, whose gradient has changed, unless the backward raises.
-    """
-
-    __slots__ = ("_before", "_end", "_parameters")
-
-    def __init__(self, parameters: Sequence[nn.Parameter], end: Callable[[set[int]], None]) -> None:
-        self._parameters, self._end = parameters, end
-
-    def __enter__(self) -> None:
-        self._before = [(p, p.grad, _version(p.grad)) for p in self._parameters]
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None:
-            after = [each for each in self._before if each[0].grad is not None]  # FSDP may take it away
-            self._end({id(p) for p, grad, version in after if p.grad is not grad or _version(p.grad) != version})
-
-
-def _version(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor._version
-
-
 def _adds_in_place(weight: Tensor, term: Term) -> bool:
     """Adds a parameter's only term of a microbatch to its `.grad` as it is computed. False if that cannot be."""
     if not isinstance(term, Product) or exact.computes_apart(weight.device) or _needs_autograd(weight):
@@ -277,11 +205,8 @@ def _needs_autograd(weight: Tensor) -> bool:
     """Whether autograd must add a weight's terms: it runs the backward of views in its usual order, and calls hooks."""
     parameter = base_of(weight)
     sparse = parameter.grad is not None and parameter.grad.is_sparse
-    return parameter is not weight or _has_hooks(parameter) or sparse
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return parameter is not weight or bool(hooked) or sparse
 
 
 def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -25,7 +25,7 @@ from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall, Term, cast_back, total_of, value_of
-from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, running
+from penstock.runtime.split_backward.weight_uses import RUNNING, Waiting, WeightUses
 
 Compiler = Callable[..., Callable[..., Any]]
 """A backend of `torch.compile`: takes a graph and examples of its inputs."""
@@ -122,7 +122,7 @@ class TappedCode:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Runs the code."""
-        weights, uses, waiting = {place: inputs[place] for place in self.weights}, running(), set[int]()
+        weights, uses, waiting = {place: inputs[place] for place in self.weights}, RUNNING.get(), set[int]()
         put_off = None
         if uses is not None:  # weights that share a call wait together or not at all
             groups = dict.fromkeys(product.weights for product in self.products)
@@ -159,7 +159,7 @@ class _Run:
         """Puts off the weight gradients that can wait, and returns the others."""
         _refuse_graph_of_gradients()
         if self.uses is not None:
-            self.uses.begin_backward(self.put_off)
+            self.uses.note_backward()
         terms: defaultdict[int, list[Tensor]] = defaultdict(list)
         given: Mapping[str, Any] = {"weight": self.weights, "tap": grads, "result": self.further}
         with torch.no_grad():

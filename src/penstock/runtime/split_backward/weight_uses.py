@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from penstock._base.compat import holders, saved_tensors_hooks
-from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper, Saved, SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, Term, lowered
@@ -40,8 +39,8 @@ class Waiting(NamedTuple):
 
 
 _OURS = (Tensor, nn.Parameter)
-_RUNNING: ContextVar[WeightUses | None] = ContextVar("_RUNNING", default=None)
-"""Whose forward runs, for compiled code."""
+RUNNING: ContextVar[WeightUses | None] = ContextVar("RUNNING", default=None)
+"""The uses of the stage whose forward runs, if its backward will be split: for compiled code."""
 
 
 class WeightUses:
@@ -63,7 +62,8 @@ class WeightUses:
         self.decided = False
         self._keeper = keeper
         self.can_wait: dict[int, bool] = {}
-        self.candidates = {id(p): p for p in parameters if _is_ordinary(p)}
+        plain = (p for p in parameters if type(p) is nn.Parameter and p.layout is torch.strided)
+        self.candidates = {id(p): p for p in plain if p.is_floating_point()}
         self._watched = [p for p in self.candidates.values() if p.dim() > 1 and id(p) not in compiled]
         self._of_parameters = self._watching(nn.Parameter)
         self._of_views = self._watching(Tensor)
@@ -111,10 +111,9 @@ class WeightUses:
             self._seen += groups
         return self._waiting
 
-    def begin_backward(self, waiting: list[Waiting] | None) -> None:
-        """Called by compiled code before its first gradient, with what `begin_compiled` returned."""
-        self._note_backward(None)
-        self._refuse_backward(waiting)
+    def note_backward(self, _: object = None) -> None:
+        """Called when a noted call's backward begins, maybe inside the noted forward."""
+        self._went_back = self._went_back or self._seen is not None
 
     def decide(self, roots: Sequence[Node]) -> None:
         """Decides from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
@@ -133,7 +132,8 @@ class WeightUses:
         self._casts.clear()
         viewed = {key: {w._is_view() for w in weights if base_of(w) is self.candidates.get(key)} for key in uses}
         can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and ways.get(key) == count}
-        while lost := {id(base_of(w)) for call in noted if not _all_in(call, can_wait) for w in call} & can_wait:
+        calls = [{id(base_of(weight)) for weight in call} for call in noted]
+        while lost := set[int]().union(*(call & can_wait for call in calls if not call <= can_wait)):
             can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait or neither
         self.can_wait = {key: viewed[key].pop() for key in can_wait}
         self._watched = [p for p in self._watched if id(p) in can_wait]
@@ -152,10 +152,10 @@ class WeightUses:
 
     def _begin(self) -> None:
         self._set_classes(self._of_parameters)
-        self._token = _RUNNING.set(self)
+        self._token = RUNNING.set(self)
 
     def _end(self) -> None:
-        _RUNNING.reset(self._token)
+        RUNNING.reset(self._token)
         self._set_classes(nn.Parameter)
 
     def _set_classes(self, kind: type[Tensor]) -> None:
@@ -190,7 +190,7 @@ class WeightUses:
             if lowers and not self._notes_cast(func, plan, args, kwargs, result, node):
                 return result
             self._seen.append(plan.weights)
-            node.register_prehook(self._note_backward)
+            node.register_prehook(self.note_backward)
         return result
 
     def _notes_cast(
@@ -225,9 +225,6 @@ class WeightUses:
         mine = hooks is None or (self._keeper is not None and hooks[0] == self._keeper.pack)
         return torch.is_grad_enabled() and mine
 
-    def _note_backward(self, _: object) -> None:
-        self._went_back = self._went_back or self._seen is not None
-
     def waits(self, weight: Tensor) -> bool:
         """Whether a weight's gradient waits in a forward that puts off gradients."""
         return weight.requires_grad and self.can_wait.get(id(base_of(weight))) is weight._is_view()
@@ -255,19 +252,9 @@ class WeightUses:
         return result
 
     def _keep(self, waiting: list[Waiting], call: Callable[[Tensor], Waiting], grads: Sequence[Tensor | None]) -> None:
-        self._refuse_backward(waiting)
         if (grad := grads[0]) is not None:  # if written to, or shared, later backwards may use its memory, too
             shared = grad._version or holders(grad, None) > 1 + grad._is_view()  # a CUDA graph's replay is no write
             waiting.append(call(exact.copy_as(exact.Layout.of(grad), grad) if shared else grad))
-
-    def _refuse_backward(self, waiting: list[Waiting] | None) -> None:
-        """Raises PartitionError if the forward that puts off gradients is not over."""
-        if waiting is not None and self._waiting is waiting:
-            raise PartitionError(
-                "the forward runs a backward of its own, but did not in the first microbatch, from which the split of "
-                "the backward was learned; pass a schedule that does not split it: penstock.schedule.merge_backward "
-                "makes one"
-            )
 
 
 class _Wrapped(NamedTuple):
@@ -281,11 +268,6 @@ class _Wrapped(NamedTuple):
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-def running() -> WeightUses | None:
-    """The uses of the stage whose forward runs, if its backward will be split."""
-    return _RUNNING.get()
 
 
 def base_of(weight: Tensor) -> Tensor:
@@ -306,10 +288,6 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
         ctx.keep(grads)
         return None, None, None
-
-
-def _is_ordinary(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.layout is torch.strided
 
 
 def _is_lowered(func: Any, call: DeferredCall) -> bool:
@@ -369,7 +347,3 @@ def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[
 
 def _is_accumulator(node: Node) -> bool:
     return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def _all_in(call: Sequence[Tensor], keys: Collection[int]) -> bool:
-    return all(id(base_of(weight)) in keys for weight in call)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from penstock._base.compat import gradient_edge
-from penstock._base.trees import Flat, flatten
+from penstock._base.trees import flatten
 from penstock.errors import ArgumentError, ShapeError, warn
 from penstock.partition.state.remembered import refuse_samples
 from penstock.runtime.batch.microbatches import CutBatch, kind_of
@@ -96,7 +96,8 @@ class BoundSchedules:
         partitions = self._split.partitions(training=training, outline=outline)
         stages = [stage for partition in distinct(partitions) for stage in partition.stages]
         refuse_samples([each for stage in stages for each in stage.remembered], outline.sizes)
-        is_same = self._announces or cut is None or _kinds(cut.pieces) == _kinds(map(flatten, outline.examples))
+        recorded = [kind_of(flatten(example)) for example in outline.examples]
+        is_same = self._announces or cut is None or [kind_of(piece) for piece in cut.pieces] == recorded
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         cached = Cached(
             bound=self._bind(partitions, training),
@@ -206,10 +207,6 @@ class BoundSchedules:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
             self._digest = settings, int.from_bytes(digest, "little")
         return self._digest[1]
-
-
-def _kinds(pieces: Iterable[Flat]) -> list[Hashable]:
-    return [kind_of(piece) for piece in pieces]
 
 
 def _holds(bound: BoundSchedule, cut: CutBatch) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from penstock._base.trees import flatten
 from penstock.errors import ArgumentError
-from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import Microbatches
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control
@@ -31,7 +28,7 @@ def shared(control: Control, example: Example) -> Example:
     """The example, from the first process that has one if this one has none. Every process calls it.
 
     Raises:
-        ArgumentError: no process has one, or this one gave other shapes.
+        ArgumentError: no process has one.
     """
     has = control.gather(is_whole(example), "its example")
     if all(has):
@@ -45,29 +42,7 @@ def shared(control: Control, example: Example) -> Example:
         return example  # it has no tensors: a function of the user's makes them
     first = has.index(True)
     outlines = control.gather(Outline.of_example(example) if control.world.number == first else None, "its example")
-    problem = None if is_whole(example) else _difference(example, outlines[first].examples[0], first)
-    for text in control.gather(problem, "its example"):  # all raise, so that none waits for one that did
-        if text is not None:
-            raise ArgumentError(text)
     if is_whole(example):
         return example
     filled: list[Example] = outlines[first].fill()
     return filled[0]
-
-
-def _difference(given: Example, expected: Example, first: int) -> str | None:
-    mine, others = _shapes(given), _shapes(expected)
-    for name, shape in mine.items():
-        if others.get(name) != shape:
-            there = f"is {list(others[name])}" if name in others else "is not there"
-            return (
-                f"example: {name} is {list(shape)} on one process, but {there} on process {first}, which gives the "
-                "values; pass the same shapes, or no example where the first stage does not run"
-            )
-    return None
-
-
-def _shapes(example: Example) -> dict[str, tuple[int, ...]]:
-    flat: Any = flatten(example)
-    pairs = zip(flat.leaves, flat.paths, strict=True)
-    return {input_path(path): tuple(leaf.shape) for leaf, path in pairs if isinstance(leaf, Tensor)}

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from penstock.errors import ArgumentError
 
-_running: list[tuple[int, Hashable]] = []
-_lock = threading.Lock()
+_running: list[Hashable] = []
+_lock = threading.RLock()
 
 
 @contextmanager
@@ -26,21 +26,21 @@ def one_at_a_time(what: Hashable) -> Iterator[None]:
     Raises:
         ArgumentError: another thread is within one, or this thread is within the same.
     """
-    mine = threading.get_ident(), what
-    with _lock:
-        if any(thread != mine[0] for thread, _ in _running):
-            raise ArgumentError(
-                "another thread of this process is making a pipeline or running a step, which share torch's random "
-                "generators and the model: use pipelines from one thread at a time, or in processes of their own"
-            )
-        if mine in _running:
+    if not _lock.acquire(blocking=False):
+        raise ArgumentError(
+            "another thread of this process is making a pipeline or running a step, which share torch's random "
+            "generators and the model: use pipelines from one thread at a time, or in processes of their own"
+        )
+    try:
+        if what in _running:
             raise ArgumentError(
                 "this pipeline was asked for a step within its own step (in the loss, in a hook or in the model's "
                 "forward): wait until the step has returned"
             )
-        _running.append(mine)
-    try:
-        yield
+        _running.append(what)
+        try:
+            yield
+        finally:
+            _running.remove(what)
     finally:
-        with _lock:
-            _running.remove(mine)
+        _lock.release()

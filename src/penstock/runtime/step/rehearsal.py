@@ -33,13 +33,12 @@ _FILLING = 0.5
 """Valid as a probability, a logit and a distance, so few losses refuse it."""
 
 
-def try_loss(bound: BoundSchedule, target: Any, weight: float, loss: object) -> str | None:
+def try_loss(bound: BoundSchedule, target: Any, loss: object) -> str | None:
     """Calls the loss for the first microbatch. If the loss is a module, its changes to itself are undone.
 
     Args:
         bound: the bound schedule.
         target: the microbatch's target.
-        weight: the weight of the microbatch's loss in the batch's.
         loss: the user's loss.
 
     Returns:
@@ -50,10 +49,10 @@ def try_loss(bound: BoundSchedule, target: Any, weight: float, loss: object) -> 
     """
     metas = bound.partitions[0].stages[-1].meta.outputs
     small = sum(prod(o.meta.shape) * _dtype(o).itemsize for o in metas) <= LARGE
-    real = None if not small else _attempt(bound, metas, target, weight, loss, None)
+    real = None if not small else _attempt(bound, metas, target, loss, None)
     if small and real is None:
         return None
-    fake = _attempt(bound, metas, target, weight, loss, fake_mode())
+    fake = _attempt(bound, metas, target, loss, fake_mode())
     if fake is None:
         return None
     if real is not None and _same(real, fake) and not bound.partitions[0].leaves_here:
@@ -64,14 +63,14 @@ def try_loss(bound: BoundSchedule, target: Any, weight: float, loss: object) -> 
 
 
 def _attempt(
-    bound: BoundSchedule, metas: Sequence[Output], target: Any, weight: float, loss: object, mode: FakeTensorMode | None
+    bound: BoundSchedule, metas: Sequence[Output], target: Any, loss: object, mode: FakeTensorMode | None
 ) -> Exception | None:
     """The error that the loss raised. Raises ArgumentError if its result is wrong."""
     head = bound.head
     try:
         with torch.enable_grad(), _as_it_was(loss), nullcontext() if mode is None else mode, quiet():
             given = target if mode is None else map_tensors(mode.from_tensor, target)
-            head.start([given], [weight], keep_outputs=False)
+            head.start([given], [1.0], keep_outputs=False)
             found = head(0, [_made_up(output, bound.partitions[0].stages[-1].device) for output in metas])
     except PenstockError:
         raise

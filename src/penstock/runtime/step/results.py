@@ -240,8 +240,11 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wante
         return shared
     if engine.control.sends_late:
         sources = tuple(engine.world.numbers[rank] for rank in parts if rank not in engine.ranks)
-        start = partial(_broadcast, tuple(parts), shared)
-        shared.expect(engine.control.send_late(shared.terms, start, sources))
+
+        def begin(groups: Groups, terms: Message) -> Pending:
+            return broadcast_from(tuple(parts), shared.fill(terms), groups["losses"])
+
+        shared.expect(engine.control.send_late(shared.terms, begin, sources))
     else:
         for rank, buffer in zip(parts, shared.fill(shared.terms), strict=True):
             shared.expect(engine.broadcast(buffer, rank))
@@ -270,20 +273,14 @@ def _summed(engine: Engine, bound: BoundSchedule, microbatches: int) -> SharedLo
             terms[start : start + len(numbers) * sums] = bound.head.terms(numbers)
     shared, control = SharedLoss([terms], world.data_parallel, bound.head.names), engine.control
     if control.sends_late:
-        shared.expect(control.send_late(shared.terms, partial(_sum, shared), control.others))
+
+        def begin(groups: Groups, terms: Message) -> Pending:
+            return all_reduce(shared.fill(terms), groups["losses"])
+
+        shared.expect(control.send_late(shared.terms, begin, control.others))
     else:
         shared.expect(control.broadcast_sum(shared.fill(shared.terms)[0]))
     return shared
-
-
-def _broadcast(sources: Sequence[int], shared: SharedLoss, groups: Groups, terms: Message) -> Pending:
-    """Starts to give every rank of the pipeline the terms, which are on the host by now."""
-    return broadcast_from(sources, shared.fill(terms), groups["losses"])
-
-
-def _sum(shared: SharedLoss, groups: Groups, terms: Message) -> Pending:
-    """Starts to give every process the terms of all."""
-    return all_reduce(shared.fill(terms), groups["losses"])
 
 
 def share_timeline(

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,7 +61,7 @@ class DistributedTransport:
         self._pinned = pinned
         self._groups = groups
         self._channels: dict[int, list[DistributedChannel]] = {}
-        self._ways: dict[tuple[int, int], ReceiveOrder[DistributedChannel]] = {}
+        self._ways: dict[tuple[int, int], ReceiveOrder] = {}
         self._broadcasts: deque[Pending] = deque()
         self.observer: Observer | None = None
 
@@ -135,7 +134,7 @@ class DistributedChannel:
         link: Link,
         group: Callable[[], dist.ProcessGroup],
         peer: int,
-        way: ReceiveOrder[DistributedChannel],
+        way: ReceiveOrder,
         device: torch.device,
         observe: Callable[[int], Begun | None],
         *,
@@ -285,35 +284,19 @@ def _layouts(rows: list[int]) -> Layouts:
     return layouts
 
 
-class Receiver(Protocol):
-    """One link's end at the receiving rank."""
-
-    @property
-    def can_start(self) -> bool:
-        """Whether `start` returns without waiting for the sender."""
-
-    def has_started(self, microbatch: int) -> bool: ...
-
-    def start(self, microbatch: int) -> None:
-        """Starts the receive of a message; waits for the sender if `can_start` is false."""
-
-
-R = TypeVar("R", bound=Receiver)
-
-
-class ReceiveOrder(Generic[R]):
+class ReceiveOrder:
     """The receives from one rank, first in, first out."""
 
     def __init__(self) -> None:
-        self._due: deque[tuple[R, int]] = deque()
+        self._due: deque[tuple[DistributedChannel, int]] = deque()
 
-    def post(self, receiver: R, microbatch: int) -> None:
+    def post(self, receiver: DistributedChannel, microbatch: int) -> None:
         """Queues a receive, and starts those that can start without waiting. Never blocks."""
         self._due.append((receiver, microbatch))
         while self._due and self._due[0][0].can_start:
             self._start_next()
 
-    def start_until(self, receiver: R, microbatch: int) -> None:
+    def start_until(self, receiver: DistributedChannel, microbatch: int) -> None:
         """Starts receives in order until this one has started.
 
         This waits no longer than necessary: what was posted earlier was sent earlier.

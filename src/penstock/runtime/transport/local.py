@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from penstock._base.stages import Link
 from penstock.runtime.exact import rules as exact
@@ -18,13 +17,11 @@ from penstock.runtime.transport.routes import Mailbox
 
 
 class LocalHub:
-    """What the local transports of one pipeline share: the channels and the pending collectives."""
+    """What the local transports of one pipeline share: the channels."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self.channels: dict[tuple[int, Link, bool], LocalChannel] = {}
-        self.sums: dict[int, _Sum] = {}
-        self.broadcast = _Broadcast()
 
 
 class LocalChannel(Mailbox):
@@ -48,7 +45,7 @@ class LocalChannel(Mailbox):
 
 
 class LocalTransport:
-    """One rank's side of a `LocalHub`."""
+    """One rank's side of a `LocalHub`. Within a process nothing is summed or sent to all."""
 
     def __init__(self, rank: int, hub: LocalHub) -> None:
         self.rank = rank
@@ -64,22 +61,6 @@ class LocalTransport:
             self._hub.channels[key] = LocalChannel(link, self._hub.devices[target_rank])
         return self._hub.channels[key]
 
-    def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> _Sum:
-        total = self._hub.sums.setdefault(group, _Sum(len(holders)))
-        total.add(tensors)
-        if total.missing == 0:
-            del self._hub.sums[group]
-        return total
-
-    def broadcast(self, value: Tensor, source_rank: int) -> _Broadcast:
-        broadcast = self._hub.broadcast
-        if len(broadcast.buffers) == self.ranks:
-            broadcast = self._hub.broadcast = _Broadcast()
-        broadcast.buffers.append(value)
-        if self.rank == source_rank:
-            broadcast.source = value
-        return broadcast
-
     def release(self, program: int) -> None:
         for key in [key for key in self._hub.channels if key[0] == program]:
             del self._hub.channels[key]
@@ -91,42 +72,6 @@ class LocalTransport:
     def drop_step(self) -> None:
         for channel in self._hub.channels.values():
             channel.drop_step()
-        self._hub.sums.clear()
-        self._hub.broadcast = _Broadcast()
 
     def close(self) -> None:
         self._hub.channels.clear()
-
-
-class _Sum:
-    """A sum, complete once every holder has added its terms."""
-
-    def __init__(self, holders: int) -> None:
-        self.missing = holders
-        self._terms: list[Sequence[Tensor]] = []
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        self._terms.append(tensors)
-        self.missing -= 1
-
-    def wait(self) -> None:
-        terms, self._terms = self._terms, []
-        for column in zip(*terms, strict=True):
-            total = column[0].clone()
-            for term in column[1:]:
-                total += term.to(total.device)
-            for term in column:
-                term.copy_(total)
-
-
-class _Broadcast:
-    """A value for which every rank has a buffer."""
-
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
-        self.source: Tensor | None = None
-
-    def wait(self) -> None:
-        if self.source is not None:
-            for buffer in self.buffers:
-                buffer.copy_(self.source)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -181,15 +181,6 @@ COLLECTIVES = ("reduce", "broadcast", "close")
 def missing(given: object, methods: Sequence[str]) -> list[str]:
     """Which of these methods an object lacks."""
     return [name for name in methods if not callable(getattr(given, name, None))]
-
-
-def has_collectives(given: PointToPoint) -> TypeGuard[_Both]:
-    """Whether it does collectives too."""
-    return not missing(given, COLLECTIVES)
-
-
-class _Both(PointToPoint, Collectives, Protocol):
-    """What a factory may make."""
 
 
 class Paired:

@@ -96,25 +96,6 @@ class Staging:
         self._courier.end()
 
 
-class _Away:
-    """Tensors that other processes change on the host."""
-
-    def __init__(self, staging: Staging, tensors: Sequence[Tensor], reduce: Reduce) -> None:
-        self._tensors = tuple(tensors)
-        self._host: Sequence[Tensor] = ()
-        self._reduce = reduce
-        self._left = staging.leave(tensors, self._start)
-
-    def wait(self) -> None:
-        self._left.wait()
-        self._pending.wait()
-        for tensor, changed in zip(self._tensors, self._host, strict=True):
-            tensor.copy_(changed, non_blocking=True)
-
-    def _start(self, host: Sequence[Any]) -> None:
-        self._host, self._pending = host, self._reduce(host)
-
-
 class Departed:
     """Tensors that were sent to the host, for what a thread starts with them there."""
 
@@ -126,6 +107,23 @@ class Departed:
         self._left.wait()
         for started in self._started:
             started.wait()
+
+
+class _Away(Departed):
+    """Tensors that other processes change on the host."""
+
+    def __init__(self, staging: Staging, tensors: Sequence[Tensor], reduce: Reduce) -> None:
+        def start(host: Any) -> Pending:
+            self._host: Sequence[Tensor] = host
+            return reduce(host)
+
+        self._tensors = tuple(tensors)
+        super().__init__(staging, tensors, start)
+
+    def wait(self) -> None:
+        super().wait()
+        for tensor, changed in zip(self._tensors, self._host, strict=True):
+            tensor.copy_(changed, non_blocking=True)
 
 
 @dataclass(slots=True)
