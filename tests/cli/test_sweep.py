@@ -68,7 +68,7 @@ def test_what_a_schedule_does_not_allow_is_shown_and_not_fatal() -> None:
     assert any(line.startswith("chimera, p = 1, m = 3, 4: works with an even number of ranks") for line in lines)
     assert len(as_json(*options)["not_allowed"]) == 3
     says = refusal("simulate", "--schedule", "chimera", "--ranks", "1,3", "--microbatches", "4")
-    assert says.startswith("--schedule chimera: works with an even number of ranks")
+    assert says.startswith("--schedule chimera: no schedule works with these numbers: chimera works with an even")
 
 
 def test_names_alone_are_compared() -> None:

@@ -105,14 +105,17 @@ class _Drawn:
 
     @classmethod
     def of(cls, order: OrderOptions, costs: CostOptions) -> _Drawn:
-        schedules, refused = order.all() if order.is_many else ([order.one()], {})
-        if costs == CostOptions():
-            return cls(schedules, left_out=refused)
-        known = costs.read(order.count, order.ranks)
         if not order.is_many:
-            return cls(schedules, [Outcome.simulated(schedules[0], known)])
-        outcomes, left_out = with_one_model(known, schedules, refused)
-        return cls([one.schedule for one in outcomes], outcomes, left_out)
+            schedule = order.one()
+            if costs == CostOptions():
+                return cls([schedule])
+            return cls([schedule], [Outcome.simulated(schedule, costs.read(order.count, order.ranks))])
+        made, refused = order.all()
+        outcomes: list[Outcome] = []
+        if costs != CostOptions():
+            found, refused = with_one_model(costs.read(order.count, order.ranks), made, refused)
+            made, outcomes = {key: made[key] for key in found}, [*found.values()]
+        return cls([*made.values()], outcomes, {name: reason for (name, *_), reason in refused.items()})
 
 
 def _write(drawn: _Drawn, svg: Path | None, png: Path | None, background: Background | None, width: int) -> None:
