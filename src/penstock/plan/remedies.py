@@ -76,7 +76,7 @@ def first_that_fits(
     for one in sorted(order, key=lambda one: one.choice != likely):
         if not _may_fit(one, cluster):
             continue
-        plan, _ = one.best(cluster)
+        plan, _ = one.best()
         if not plan.lacking_bytes:
             return plan
     return None
@@ -86,9 +86,9 @@ def _may_fit(one: Candidate, cluster: Cluster) -> bool:
     """Whether devices could at least hold what is there all the time, however the model is cut."""
     limit = max(kind.memory_bytes for kind in cluster.kinds)
     pipelines = shape_of(one.choice).placement.pipelines
-    held = sum(unit.held_bytes for unit in one.units) - sum(counted_again(one.units))
+    held = sum(unit.held_bytes for unit in one.where.units) - sum(counted_again(one.where.units))
     each = pipelines * held / one.choice.ranks
-    return max(each, *(unit.held_bytes for unit in one.units)) <= limit
+    return max(each, *(unit.held_bytes for unit in one.where.units)) <= limit
 
 
 def _larger(cluster: Cluster, nearest: Plan) -> Cluster:
