@@ -85,7 +85,7 @@ def test_names_alone_are_compared() -> None:
 @pytest.mark.parametrize(
     ("verb", "options", "says"),
     [
-        ("simulate", ("--ranks", "1,x"), "--ranks x: expected an integer, such as 4"),
+        ("simulate", ("--ranks", "1,x"), "--ranks 1,x: expected comma-separated integers, as in 1,2,4"),
         ("simulate", ("--ranks", "1,0"), "--ranks 0: expected an integer >= 1"),
         ("simulate", ("--ranks", "1,,2"), "--ranks 1,,2: expected comma-separated integers"),
         ("simulate", ("--microbatches", "1,2"), "--schedule 1f1b needs --ranks"),

@@ -13,7 +13,7 @@ from typing import Annotated
 from penstock._base.files import read_text
 from penstock._base.words import counted
 from penstock.cli._as_typed import in_options
-from penstock.cli._options import CUT, USUAL, options_on
+from penstock.cli._options import CUT, USUAL, integers, options_on
 from penstock.errors import ArgumentError, ScheduleError, check_counts
 from penstock.schedule import (
     MICROBATCHES,
@@ -151,8 +151,8 @@ class OrderOptions:
                 raise ArgumentError(
                     f"{option} {text}: this command takes one number; `penstock simulate` takes several"
                 )
-        ranks = _integers("--ranks", self.ranks)
-        counts = [MICROBATCHES] if self.microbatches is None else _integers("--microbatches", self.microbatches)
+        ranks = integers("--ranks", self.ranks)
+        counts = [MICROBATCHES] if self.microbatches is None else integers("--microbatches", self.microbatches)
         check_counts(required=False, chunks=self.chunks, slices=self.slices, unshard_window=self.unshard_window)
         for one, count in (found := [*product(ranks, counts)]):
             check_counts(ranks=one, microbatches=count)
@@ -168,21 +168,6 @@ Asked = tuple[str, int, int]
 """A schedule's name, and its numbers of ranks and microbatches."""
 
 _NOT_OF_FILES = ("schedule", "ranks", "microbatches", "chunks", "slices")
-
-
-def _integers(option: str, text: str) -> list[int]:
-    """The numbers between commas."""
-    parts = [part.strip() for part in text.split(",")]
-    if "" in parts:
-        raise ArgumentError(f"{option} {text}: expected comma-separated integers, as in 1,2,4")
-    return [_integer(option, part) for part in parts]
-
-
-def _integer(option: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"{option} {text}: expected an integer, such as 4") from None
 
 
 def read(path: Path) -> Schedule:
