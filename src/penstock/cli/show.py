@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -28,12 +27,8 @@ from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
 from penstock.web.picture import browser, write_drawing
 
-
-class Background(Enum):
-    """What a picture is for."""
-
-    LIGHT = "light"
-    DARK = "dark"
+Background = Literal["light", "dark"]
+"""What a picture is for."""
 
 
 def refuse_other(option: str, file: Path | None, *suffixes: str) -> None:
@@ -127,7 +122,7 @@ def _write(drawn: _Drawn, svg: Path | None, png: Path | None, background: Backgr
     panels = [panel_of(one.schedule, one.timeline) for one in drawn.outcomes]
     unit = unit_of(drawn.schedules[0]) if not panels else "s" if drawn.outcomes[0].costs.are_measured else "time"
     panels = panels or [panel_of(schedule) for schedule in drawn.schedules]
-    picture = draw(panels, unit, background="auto" if background is None else background.value, width=width)
+    picture = draw(panels, unit, background=background or "auto", width=width)
     if svg is not None:
         write_text(svg, picture, f"--svg {svg}")
         print(f"wrote {svg}")

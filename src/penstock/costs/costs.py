@@ -68,7 +68,7 @@ class Costs:
         """Where measured units are cut for this placement; empty if costs were given."""
         if not isinstance(self.stages, UnitsToCut):
             return ()
-        return self.stages.into(placement.depth, "it", self._slowest_link).cuts
+        return self.stages.into(placement.depth, "it", self._slowest_link)[0]
 
     @property
     def assumption(self) -> str:
@@ -133,7 +133,7 @@ class Costs:
         """
         depth, given = placement.depth, self.stages
         if isinstance(given, UnitsToCut):
-            given = given.into(depth, name, self._slowest_link, splits=splits).costs
+            _, given = given.into(depth, name, self._slowest_link, splits=splits)
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
