@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from penstock.balance import Profile, Tied, UnitCost
 from penstock.errors import ArgumentError
 from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, Wanted, choices, make_plans, read_plan
-from penstock.plan.bounds import Shape, least_seconds
+from penstock.plan.bounds import least_seconds
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.planner import EQUAL, Candidate, open_candidates, simplest_first
 from penstock.plan.predict import Cut, cut, cut_within, order_of, predict
 from penstock.plan.remedies import remedies
 from penstock.schedule import Schedule, check, generate, generator, names
-from penstock.schedule.generators import Numbers
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 
 MB = 10**6
@@ -121,10 +120,9 @@ def test_no_schedule_is_faster_than_the_bound(name: str, ranks: int, microbatche
     except ArgumentError:
         return
     by_stage = (costs * 4)[: schedule.placement.depth] * schedule.placement.pipelines
-    entry = generator(name)
-    placement = entry.placed(Numbers(ranks, microbatches, entry.chunks))
-    assert placement == schedule.placement
-    least = least_seconds(Shape(placement, microbatches, entry.splits), by_stage, [0.0] * len(by_stage))
+    choice = Choice(1, ranks, generator(name).chunks, name, microbatches, 1)
+    assert choice.placement == schedule.placement
+    least = least_seconds(choice, by_stage, [0.0] * len(by_stage))
     assert least <= simulate(schedule, by_stage).makespan_seconds
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from penstock.balance import variation
 from penstock.errors import ArgumentError
-from penstock.plan.bounds import Shape, least_seconds, least_seconds_anyhow
+from penstock.plan.bounds import least_seconds, least_seconds_anyhow
 from penstock.plan.choice import ANY, Choice, Wanted, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import MadeFor, Plan
-from penstock.plan.predict import Cut, arranged, besides_of, cut, cut_within, order_of, planned, predict, shape_of
+from penstock.plan.predict import Cut, arranged, besides_of, cut, cut_within, order_of, planned, predict
 from penstock.plan.sizes import Sizes
 from penstock.plan.stage_costs import stage_cost
 from penstock.schedule import Schedule
@@ -158,23 +158,22 @@ def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: W
     """Every choice, for every order of the devices' kinds."""
     cuts: dict[Hashable, Cut] = {}
     for choice in choices(sizes, cluster, global_batch, wanted):
-        units, shape = sizes.shared_by(choice.replicas).at(choice.rows), shape_of(choice)
-        units = tuple(unit.split for unit in units) if shape.splits else units
-        placement = shape.placement
+        units, placement = sizes.shared_by(choice.replicas).at(choice.rows), choice.placement
+        units = tuple(unit.split for unit in units) if choice.splits else units
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
             alike = placement if len(cluster.kinds) > 1 else choice.stages
-            key = (choice.rows, shape.splits, alike, kinds.shape, kinds.tobytes())
+            key = (choice.rows, choice.splits, alike, kinds.shape, kinds.tobytes())
             where = cuts.get(key) or cuts.setdefault(key, cut(units, placement, cluster, kinds))
-            yield Candidate(choice, where, _at_least(choice, shape, where))
+            yield Candidate(choice, where, _at_least(choice, where))
 
 
-def _at_least(choice: Choice, shape: Shape, where: Cut) -> float:
+def _at_least(choice: Choice, where: Cut) -> float:
     """What no plan with this choice is below: with these cuts, and, if memory is limited, with others, too."""
-    pipelines, speeds, cluster = shape.placement.pipelines, where.rank_speeds, where.cluster
+    pipelines, speeds, cluster = choice.placement.pipelines, where.rank_speeds, where.cluster
     sums = [cluster.least_ring_seconds(cost.gradient_bytes, choice.replicas) for cost in where.costs]
-    least = least_seconds(shape, [*where.costs] * pipelines, sums * pipelines)
+    least = least_seconds(choice, [*where.costs] * pipelines, sums * pipelines)
     if cluster.has_limit:
-        least = min(least, least_seconds_anyhow(shape, where.units, speeds))
+        least = min(least, least_seconds_anyhow(choice, where.units, speeds))
     updated = pipelines * stage_cost(where.units, 0).optimizer_bytes / sum(speeds)  # of some rank at least the mean
     return (least + cluster.optimizer_byte_seconds * updated) * (1 - ROUNDING)
 
@@ -230,12 +229,8 @@ def simplest_first(plans: Sequence[Plan], equal: float) -> list[Plan]:
 
 def _complexity(plan: Plan) -> tuple[float, ...]:
     """Copies of the model, an order without a name, chunks, a split backward, stages that do not keep, ranks."""
-    found = plan.schedule
-    if isinstance(found, str):
-        shape = shape_of(plan.choice)
-        pipelines, splits = shape.placement.pipelines, shape.splits
-    else:
-        pipelines, splits = found.placement.pipelines, found.splits
+    known = plan.choice if isinstance(plan.schedule, str) else plan.schedule
+    pipelines, splits = known.placement.pipelines, known.splits
     more = len(plan.recompute) + len(plan.offload)
     numbers = (pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))

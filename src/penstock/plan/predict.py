@@ -11,15 +11,13 @@ from itertools import pairwise
 from penstock.balance import Problem, UnitCost, best_starts, ties_of
 from penstock.errors import ArgumentError
 from penstock.plan.besides import Besides, besides, held_again, kept_peaks
-from penstock.plan.bounds import Shape
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster, Kind
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
 from penstock.plan.stage_costs import priced, problem_of
-from penstock.schedule import Op, Placement, Schedule, generate, generator, in_flight_by_stage
-from penstock.schedule.generators import Numbers
+from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, simulate
 
@@ -239,13 +237,6 @@ def order_of_plan(plan: Plan) -> Schedule:
 def order_of(choice: Choice) -> Schedule:
     """The order of work that was chosen."""
     return generate(choice.schedule, choice.ranks, choice.microbatches, choice.chunks)
-
-
-def shape_of(choice: Choice) -> Shape:
-    """What is known of that order before it is made."""
-    entry = generator(choice.schedule)
-    numbers = Numbers(choice.ranks, choice.microbatches, choice.chunks)
-    return Shape(entry.placed(numbers), choice.microbatches, entry.splits)
 
 
 def sums_end(
