@@ -192,7 +192,7 @@ class Whole:
             for k, (args, kwargs, target, _) in enumerate(pieces):
                 NOW.microbatch = k
                 streams.begin(stream + k, {})
-                output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, dict(kwargs))})
+                output = alone.model(*args, **{**kwargs, **alone.session.split.default_kwargs(args, dict(kwargs))})
                 streams.begin_loss(stream + k)
                 value = own_loss(output) if loss is None else loss_in(loss(output, target))
                 if value is None:

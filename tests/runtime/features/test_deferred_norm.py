@@ -345,7 +345,7 @@ def test_a_refusal_of_one_rank_ends_the_step_of_all(monkeypatch: pytest.MonkeyPa
     told: list[BaseException] = []
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
         _patched(model[1])
-        monkeypatch.setattr(pipe.session.engine.control, "fail", lambda error: told.append(error) or error)
+        monkeypatch.setattr(pipe.session.control, "fail", lambda error: told.append(error) or error)
         with pytest.raises(ArgumentError) as raised:
             pipe.step(x, target=y)
     assert told == [raised.value]
