@@ -13,10 +13,11 @@ from typing import Any
 from result import DATA, Result
 
 from penstock.explain import Event, read_run
-from penstock.explain.traced import Traced, traced
-from penstock.schedule import Op, generate
+from penstock.explain.around import Around, traced
+from penstock.explain.case import case_of_traced
+from penstock.explain.stragglers import slowdowns
+from penstock.schedule import Op, Schedule, generate
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.simulate.job import balanced, slowdowns
 
 TRACES = {"AR": ("0.18", "0.2"), "SE": ("0.8", "0.6"), "ST": ("0.07", "0.1")}
 """The median error with each op's own duration and the median transfer, as published with the traces, and our aim."""
@@ -141,12 +142,12 @@ def published(name: str) -> dict[str, Any]:
 
 
 @cache
-def steps(name: str, *, gaps: bool = False) -> dict[str, Traced]:
-    """The steps of a trace by their number."""
+def steps(name: str) -> tuple[Schedule, dict[str, Around]]:
+    """The steps of a trace by their number, and the schedule of all."""
     job = published(name)
     schedule = generate(job["schedule"], job["ranks"], job["microbatches"])
     events = read(DATA / f"trace_{name}.csv.gz")
-    return {str(step): traced(schedule, found, gaps=gaps) for step, found in events.items()}
+    return schedule, {str(step): traced(schedule, found) for step, found in events.items()}
 
 
 def whole_steps() -> list[Result]:
@@ -156,11 +157,9 @@ def whole_steps() -> list[Result]:
         measured = {step: row["step_s"] for step, row in published(name)["steps"].items()}
         replays = [published(name)["steps"][step]["replay_s"] / seconds - 1 for step, seconds in measured.items()]
         here = f"{theirs} (median), {100 * statistics.median(map(abs, replays)):.2f} on these steps"
-        for how, gaps in (("own durations", False), ("and hosts' least gaps", True)):
-            errors = tuple(
-                one.job.seconds(one.durations) / measured[step] - 1 for step, one in steps(name, gaps=gaps).items()
-            )
-            found.append(Result(f"trace {name}, {how}", "whole step", errors, here, f"median {theirs}"))
+        schedule, ours = steps(name)
+        errors = tuple(case_of_traced(schedule, one).step_seconds / measured[step] - 1 for step, one in ours.items())
+        found.append(Result(f"trace {name}, own durations", "whole step", errors, here, f"median {theirs}"))
     return found
 
 
@@ -172,9 +171,10 @@ def stragglers() -> list[Result]:
     for name in STEPS:
         errors: dict[str, list[float]] = {}
         even = {PIPELINE_NAMES.get(op, op): one["seconds"] for op, one in published(name)["balanced_durations"].items()}
-        for step, one in steps(name).items():
+        schedule, every = steps(name)
+        for step, one in every.items():
             theirs = published(name)["steps"][step]
-            ours = slowdowns(one.job, one.durations, balanced(one.durations, even))
+            ours = slowdowns(schedule, one, even)
             errors.setdefault("of the step", []).append(ours.step / theirs["straggler_slowdown"] - 1)
             errors.setdefault("by stage", []).extend(
                 ours.by_rank[int(rank)] / value - 1 for rank, value in theirs["slowdown_by_stage"].items()

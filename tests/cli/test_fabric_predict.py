@@ -252,8 +252,8 @@ def test_a_run_that_was_killed_predicts_from_what_there_is_and_says_so(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--hosts", "4,x"), "'x' is not a number of hosts"),
-        (("--hosts", ""), "'' is not a number of hosts"),
+        (("--hosts", "4,x"), "--hosts 4,x: expected comma-separated integers, as in 1,2,4"),
+        (("--hosts", ""), "--hosts : expected an integer, such as 4"),
         (("--hosts", "4,1"), "--hosts 4, 1: expected numbers from 2 to 65,536"),
         (("--hosts", "1000000"), "expected numbers from 2 to 65,536"),
         (("--sizes", "0"), "'0' is 0 bytes"),

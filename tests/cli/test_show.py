@@ -156,8 +156,8 @@ def test_several_schedules_lie_on_one_axis(tmp_path: Path) -> None:
     several = ("show", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2")
     assert output(*several, "--svg", str(svg), "--png", str(png)) == f"wrote {svg}\nwrote {png}\n"
     known = CostOptions(forward=2).read()
-    found, _ = with_one_model(known, [generate("gpipe", 4, 8), generate("zb-v", 4, 8)], {})
-    assert svg.read_text() == draw([panel_of(one.schedule, one.timeline) for one in found], "time")
+    found, _ = with_one_model(known, {name: generate(name, 4, 8) for name in ("gpipe", "zb-v")}, {})
+    assert svg.read_text() == draw([panel_of(one.schedule, one.timeline) for one in found.values()], "time")
     one = tmp_path / "one.png"
     output("show", "--schedule", "gpipe", *NUMBERS, "--forward", "2", "--png", str(one))
     assert int.from_bytes(png.read_bytes()[20:24]) > 1.6 * int.from_bytes(one.read_bytes()[20:24])

@@ -29,12 +29,6 @@ def closed() -> TextIOWrapper:
     return os.fdopen(writes, "w", encoding="utf-8")
 
 
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that may call a TARGET would fork the tests."""
-    monkeypatch.setattr("penstock.cli.calls_a_target", lambda _: False)
-
-
 @pytest.mark.parametrize("made", [full, closed])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_cannot_be_written_ends_in_one_line(

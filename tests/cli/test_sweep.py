@@ -68,7 +68,7 @@ def test_what_a_schedule_does_not_allow_is_shown_and_not_fatal() -> None:
     assert any(line.startswith("chimera, p = 1, m = 3, 4: works with an even number of ranks") for line in lines)
     assert len(as_json(*options)["not_allowed"]) == 3
     says = refusal("simulate", "--schedule", "chimera", "--ranks", "1,3", "--microbatches", "4")
-    assert says.startswith("--schedule chimera: works with an even number of ranks")
+    assert says.startswith("--schedule chimera: no schedule works with these numbers: chimera works with an even")
 
 
 def test_names_alone_are_compared() -> None:
@@ -85,7 +85,7 @@ def test_names_alone_are_compared() -> None:
 @pytest.mark.parametrize(
     ("verb", "options", "says"),
     [
-        ("simulate", ("--ranks", "1,x"), "--ranks x: expected an integer, such as 4"),
+        ("simulate", ("--ranks", "1,x"), "--ranks 1,x: expected comma-separated integers, as in 1,2,4"),
         ("simulate", ("--ranks", "1,0"), "--ranks 0: expected an integer >= 1"),
         ("simulate", ("--ranks", "1,,2"), "--ranks 1,,2: expected comma-separated integers"),
         ("simulate", ("--microbatches", "1,2"), "--schedule 1f1b needs --ranks"),

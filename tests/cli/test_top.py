@@ -14,8 +14,8 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock._base.files import write_whole
-from penstock.cli.top import Watch
-from penstock.runs import RankState, StepRecord, read_run
+from penstock.cli.top import Seen
+from penstock.runs import RankState, StepRecord
 from penstock.runs.health import health, troubles
 from penstock.runs.progress import Progress, in_time
 from penstock.schedule import add_communication, generate
@@ -79,11 +79,11 @@ def test_progress_is_that_of_the_last_steps() -> None:
 
 
 def test_another_run_in_the_folder_has_none_of_the_steps_before(tmp_path: Path) -> None:
-    watch = Watch(read_run(a_run(tmp_path / "run")))
-    assert watch.look().progress is not None
+    run = Path(a_run(tmp_path / "run"))
+    assert Seen.of(run).progress is not None
     (tmp_path / "run/steps.jsonl").unlink()
     write_whole(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
-    assert watch.look().progress is None
+    assert Seen.of(run).progress is None
 
 
 def test_a_rank_of_another_run_is_not_shown(tmp_path: Path) -> None:

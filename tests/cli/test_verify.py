@@ -23,10 +23,9 @@ from penstock.schedule import generator
 from scaffolding.patient import finished
 from scaffolding.ranks import Ranks
 from scaffolding.tcp import EXAMPLE
-from scaffolding.warm_scripts import WarmScript
 
 CASES = '''
-import ctypes, itertools, os, sys
+import itertools, os, sys
 import torch
 from torch import nn
 
@@ -122,10 +121,7 @@ class EndsAsText(Exception):
 
 def exits(): sys.exit(0)
 def interrupts(): raise KeyboardInterrupt
-def leaves_by_c(): ctypes.CDLL(None)._exit(0)
-def becomes_another(): os.execv("/bin/true", ["true"])
 def exits_in_forward(): return Ends(sys.exit), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
-def leaves_in_forward(): return Ends(lambda _: os._exit(0)), *good()[1:]
 def exits_in_loss(): return *good()[:3], lambda *_: sys.exit()
 def exits_while_its_error_is_described(): raise EndsAsText
 def raises_much(): raise ValueError("\\x1b[31m" + "y" * 10_000)
@@ -155,22 +151,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def verify(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["verify", *arguments])
-
-
-MAIN = """
-import signal, sys
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-sys.stdout = open(1, "w", closefd=False)  # the server's own cannot be set up anew
-from penstock.cli import main
-main()
-"""
-
-
-def in_process(*arguments: str) -> tuple[int | None, str, str]:
-    """Exit status, output and errors of a command in a process of its own."""
-    with WarmScript(MAIN, "verify", *arguments) as process:
-        printed, status = process.out.read(), process.status()
-        return status, printed, process.errors()
 
 
 def rank_of_pool(rank: int, folder: str) -> int:
@@ -396,22 +376,6 @@ def test_no_command_ends_well_when_its_target_ends_the_process(verb: str, target
     assert "raised SystemExit: 0 (cases.py:" in last_line(done.stderr)
 
 
-@pytest.mark.parametrize("target", ["leaves_in_forward", "leaves_by_c", "becomes_another"])
-def test_ending_the_process_is_no_success(target: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a colon in TARGET, too, whatever the environment says, and where the caller ignores ends of children."""
-    monkeypatch.setenv("RANK", "0")
-    (folder / "its.py").write_text(f"from cases import {target} as make\n")
-    status, printed, said = in_process("its.py", "--microbatches", "2")
-    assert (status, printed) == (2, "")
-    assert "TARGET ended the process with status 0 before the command had a result" in last_line(said)
-
-
-def test_a_command_in_a_child_hands_on_status_and_output() -> None:
-    for target, status in (("good", 0), ("drifting", 1)):
-        ended, printed, said = in_process(f"cases.py:{target}", "--microbatches", "2", "--json")
-        assert (ended, bool(printed)) == (status, True), said
-
-
 def test_an_interrupt_is_one_line() -> None:
     done = verify("cases.py:interrupts")
     assert done.exit_code == 128 + signal.SIGINT
@@ -496,7 +460,9 @@ def test_error_of_one_process_is_the_last_line(folder: Path) -> None:
     for name in ("random", "socket", "tempfile", "secrets"):
         (folder / f"{name}.py").write_text("print('code of the current folder')")
     arguments = ("cases.py:raises_on_rank_1", "--ranks", "2", "--transport", "distributed")
-    done = finished(sys.executable, "-P", "-c", MAIN, "verify", *arguments, folder=folder)
+    done = finished(
+        sys.executable, "-P", "-c", "from penstock.cli import main; main()", "verify", *arguments, folder=folder
+    )
     assert done.returncode == 2
     assert "TARGET 'cases.py:raises_on_rank_1' raised ValueError: boom (cases.py:" in last_line(done.stderr)
     assert done.stdout == "", "neither the agent nor a rank imports from the current folder"

@@ -28,7 +28,9 @@ def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
         for step in range(2):
             x, y = part(batch(step), replica, replicas)
             pipe.step(x, target=y)
-        return {name: parameter.grad for name, parameter in pipe.session.all_parameters() if not parameter.is_meta}
+        return {
+            name: parameter.grad for name, parameter in pipe.session.split.all_parameters() if not parameter.is_meta
+        }
 
 
 def in_turn(rank: int) -> list[Tensor]:

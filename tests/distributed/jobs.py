@@ -340,7 +340,7 @@ def timed_on_another_host(rank: int, ahead_seconds: int) -> dict[str, list[float
     ):
         task = mlp()
         with penstock.pipeline(task.model, task.args, loss_fn=task.loss, microbatches=2) as pipe:
-            while here and not pipe.session.engine.control.watchdog.offset.nanoseconds:
+            while here and not pipe.session.control.watchdog.offset.nanoseconds:
                 time.sleep(0.01)
             for _ in range(2):
                 result = pipe.step(*task.args, target=task.target, timeline=True)

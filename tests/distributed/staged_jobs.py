@@ -102,12 +102,12 @@ def waits_in_a_steady_step(rank: int, options: dict[str, Any]) -> dict[str, int]
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
         for step in range(STEADY + 1):
             if step == STEADY:
-                pipe.session.engine.control.staging.synchronize()
+                pipe.session.control.staging.synchronize()
                 stand_in.waits.clear()
             optimizer.zero_grad()
             pipe.step(x, target=y)
             optimizer.step()
-        pipe.session.engine.control.staging.synchronize()
+        pipe.session.control.staging.synchronize()
         return dict(stand_in.waits)
 
 

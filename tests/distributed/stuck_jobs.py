@@ -27,7 +27,7 @@ def blamed(rank: int, how: str, stuck: int, folder: Path) -> str:
             time.sleep(0.05)
 
     def look(pipe: Pipeline) -> None:
-        watchdog, end = pipe.session.engine.control.watchdog, time.monotonic() + SECONDS
+        watchdog, end = pipe.session.control.watchdog, time.monotonic() + SECONDS
         while time.monotonic() < end:
             time.sleep(0.05)
             seen = list(watchdog.sightings)

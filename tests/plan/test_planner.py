@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from penstock.balance import Profile, Tied, UnitCost
 from penstock.errors import ArgumentError
 from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, Wanted, choices, make_plans, read_plan
-from penstock.plan.bounds import Shape, least_seconds
+from penstock.plan.bounds import least_seconds
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.planner import EQUAL, Candidate, open_candidates, simplest_first
-from penstock.plan.predict import Cut, cut, cut_at, cut_within, order_of, predict
+from penstock.plan.predict import Cut, cut, cut_within, order_of, predict
 from penstock.plan.remedies import remedies
 from penstock.schedule import Schedule, check, generate, generator, names
-from penstock.schedule.generators import Numbers
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 
 MB = 10**6
@@ -48,7 +47,7 @@ def test_what_is_tied_counts_once_on_a_rank_with_both_its_uses() -> None:
 
     def held_by(choice: Choice) -> tuple[float, ...]:
         cluster = Cluster(choice.devices)
-        return predict(choice, units, cluster, _cut(choice, cluster, sizes)).held_bytes
+        return predict(choice, _cut(choice, cluster, sizes)).held_bytes
 
     assert held_by(Choice(1, 1, 1, "1f1b", 4, 1)) == (12 * MB,)
     assert held_by(Choice(1, 2, 1, "1f1b", 4, 1)) == (8 * MB, 8 * MB)
@@ -63,9 +62,9 @@ def test_inputs_the_loss_and_the_largest_unit_count() -> None:
     )
     sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
     choice, cluster = Choice(1, 2, 1, "1f1b", 4, 1), Cluster(2)
-    plan = predict(choice, units, cluster, _cut(choice, cluster, sizes))
+    plan = predict(choice, _cut(choice, cluster, sizes))
     assert plan.memory_bytes == (2 * 3 * MB + 4 * 2 * MB + 9 * MB, 5 * MB + 2 * MB)
-    alone = predict(one := Choice(1, 1, 1, "1f1b", 4, 1), units, Cluster(1), _cut(one, Cluster(1), sizes))
+    alone = predict(one := Choice(1, 1, 1, "1f1b", 4, 1), _cut(one, Cluster(1), sizes))
     assert alone.memory_bytes == ((3 + 5) * MB + 4 * 2 * MB + (9 - 5) * MB,)  # while "a" runs, "b" has kept nothing
 
 
@@ -73,7 +72,7 @@ def _needed(schedule: str, ranks: int, *units: UnitCost) -> tuple[float, ...]:
     """What a plan of four microbatches says of each rank."""
     sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
     choice, cluster = Choice(1, ranks, 1, schedule, 4, 1), Cluster(ranks)
-    return predict(choice, units, cluster, _cut(choice, cluster, sizes)).memory_bytes
+    return predict(choice, _cut(choice, cluster, sizes)).memory_bytes
 
 
 def test_gradients_come_with_the_first_backward() -> None:
@@ -93,7 +92,7 @@ def test_each_stage_of_a_rank_takes_its_own_working_memory() -> None:
     sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
     choice, cluster = Choice(1, 2, 2, "gpipe", 4, 1), Cluster(2)
     choice = replace(choice, schedule="interleaved-1f1b")
-    plan = predict(choice, units, cluster, _cut(choice, cluster, sizes))
+    plan = predict(choice, _cut(choice, cluster, sizes))
     now = most = 0
     for action in order_of(choice).rows[1]:
         unit = units[action.stage]
@@ -121,10 +120,9 @@ def test_no_schedule_is_faster_than_the_bound(name: str, ranks: int, microbatche
     except ArgumentError:
         return
     by_stage = (costs * 4)[: schedule.placement.depth] * schedule.placement.pipelines
-    entry = generator(name)
-    placement = entry.placed(Numbers(ranks, microbatches, entry.chunks))
-    assert placement == schedule.placement
-    least = least_seconds(Shape(placement, microbatches, entry.splits), by_stage, [0.0] * len(by_stage))
+    choice = Choice(1, ranks, generator(name).chunks, name, microbatches, 1)
+    assert choice.placement == schedule.placement
+    least = least_seconds(choice, by_stage, [0.0] * len(by_stage))
     assert least <= simulate(schedule, by_stage).makespan_seconds
 
 
@@ -145,10 +143,11 @@ def _all_plans(cluster: Cluster, sizes: Sizes, global_batch: int) -> list[Plan]:
     for choice in choices(sizes, cluster, global_batch):
         units, schedule = sizes.at(choice.rows), order_of(choice)
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
-            tried.append(predict(choice, units, cluster, cut(units, schedule.placement, cluster, kinds)))
+            where = cut(units, schedule.placement, cluster, kinds)
+            tried.append(predict(choice, where))
             if tried[-1].recompute or tried[-1].offload or tried[-1].lacking_bytes:
-                other = cut_within(units, schedule, cluster, kinds)
-                tried += [] if other is None else [predict(choice, units, cluster, other)]
+                other = cut_within(where, schedule)
+                tried += [] if other is None else [predict(choice, other)]
     return tried
 
 
@@ -196,10 +195,10 @@ def test_no_plan_of_any_cut_is_below_the_bounds(
         return
     for candidate in candidates:
         order = order_of(candidate.choice)
-        within = cut_within(candidate.units, order, cluster, candidate.where.kinds)
+        within = cut_within(candidate.where, order)
         for where in (candidate.where, within):
             assert where is not None
-            plan = predict(candidate.choice, candidate.units, cluster, where)
+            plan = predict(candidate.choice, where)
             assert candidate.at_least <= plan.step_seconds * (1 + 1e-9)
 
 
@@ -209,7 +208,7 @@ def test_a_cut_within_memory_spares_recomputing() -> None:
     sizes = Sizes({1: Profile(tuple(units), "cpu", "float32", {})})
     cluster = Cluster(2, 9 * MB)
     choice = Choice(1, 2, 1, "1f1b", 16, 1)
-    fastest = predict(choice, sizes.at(1), cluster, _cut(choice, cluster, sizes))
+    fastest = predict(choice, _cut(choice, cluster, sizes))
     found = make_plans(sizes, cluster, 16, Wanted(["1f1b"])).best[0]
     assert fastest.recompute
     assert not found.recompute
@@ -218,7 +217,7 @@ def test_a_cut_within_memory_spares_recomputing() -> None:
 
 def test_of_equal_plans_the_simplest_comes_first() -> None:
     choice, cluster = Choice(1, 4, 1, "1f1b", 8, 1), Cluster(4)
-    plan = predict(choice, ALIKE.at(1), cluster, _cut(choice, cluster))
+    plan = predict(choice, _cut(choice, cluster))
     other = replace(plan, choice=replace(choice, schedule="chimera"))
     twice = replace(other, pipeline_seconds=plan.pipeline_seconds * 0.997)
     assert simplest_first([twice, plan], EQUAL) == [plan, twice]
@@ -297,11 +296,8 @@ def test_the_optimizers_step_is_in_a_plans() -> None:
     for kinds, seconds in (((Kind("", 2),), 0.6), ((Kind("old", 1, speed=0.5), Kind("new", 1)), 0.8)):
         cluster = Cluster(kinds=kinds, optimizer_byte_seconds=1e-7)
         order = next(iter(kinds_of_ranks(cluster, 1, 2)))
-        where = cut_at([0, 3], sizes.at(1), order_of(choice).placement, cluster, order)
-        if len(kinds) > 1:
-            where = cut_at([0, 2], sizes.at(1), order_of(choice).placement, cluster, order)
-        plan = predict(choice, sizes.at(1), cluster, where)
-        without = predict(choice, sizes.at(1), Cluster(kinds=kinds), where)
+        where = cut(sizes.at(1), order_of(choice).placement, cluster, order).at([0, 2] if len(kinds) > 1 else [0, 3])
+        plan, without = predict(choice, where), predict(choice, replace(where, cluster=Cluster(kinds=kinds)))
         assert plan.optimizer_seconds == pytest.approx(seconds)
         assert plan.step_seconds == pytest.approx(without.step_seconds + seconds)
 
@@ -319,8 +315,7 @@ def test_the_least_time_of_a_choice_has_the_optimizers_step() -> None:
 
 def test_a_plan_says_what_the_simulator_says() -> None:
     choice, cluster = Choice(2, 4, 1, "1f1b", 8, 1), Cluster(8, link=LinkCost(0.5, MB))
-    units = ALIKE.at(1)
-    plan = predict(choice, units, cluster, _cut(choice, cluster))
+    plan = predict(choice, _cut(choice, cluster))
     assert plan.cuts == ("layer.2", "layer.4", "layer.6")
     cost = StageCost(2, 2, 2, MB // 10, 2 * MB, 2 * MB, 2 * MB, 2 * MB, 4 * MB)
     schedule = generate("1f1b", 4, 8)
@@ -328,19 +323,18 @@ def test_a_plan_says_what_the_simulator_says() -> None:
     assert plan.pipeline_seconds == timeline.makespan_seconds
     assert plan.reduce_seconds == 2 * (0.5 + 1.0)  # two messages of half of 2 MB
     apart = Cluster(8, link=cluster.link, devices_per_host=1, between_hosts=LinkCost(1.5, MB))
-    assert predict(choice, units, apart, _cut(choice, apart)).reduce_seconds == 2 * (1.5 + 1.0)
+    assert predict(choice, _cut(choice, apart)).reduce_seconds == 2 * (1.5 + 1.0)
     assert plan.memory_bytes == tuple(one.peak for one in memory(schedule, cost, timeline))
     assert plan.bubble == pytest.approx(1 - 8 * 6 / timeline.makespan_seconds)
     assert plan.rows_per_second == 16 / plan.step_seconds
 
 
 def test_stages_are_recomputed_only_where_memory_lacks() -> None:
-    units = ALIKE.at(1)
     choice = Choice(1, 4, 1, "1f1b", 8, 1)
 
     def planned(megabytes: float) -> Plan:
         cluster = Cluster(4, megabytes * MB)
-        return predict(choice, units, cluster, _cut(choice, cluster))
+        return predict(choice, _cut(choice, cluster))
 
     assert planned(16).recompute == ()  # the first rank holds 8 MB of state and 4 microbatches of 2 MB
     assert planned(14.5).recompute == (0,)
@@ -354,19 +348,18 @@ def test_recomputing_takes_what_was_measured() -> None:
     """The forward again is shorter than the first: what only the output needs is left out."""
     choice, cluster = Choice(1, 4, 1, "1f1b", 8, 1), Cluster(4, 12.5 * MB)
     again = tuple(replace(unit, recompute_seconds=0.25) for unit in ALIKE.at(1))
-    whole = predict(choice, ALIKE.at(1), cluster, _cut(choice, cluster))
+    whole = predict(choice, _cut(choice, cluster))
     shorter = Sizes({1: replace(ALIKE.profiles[1], units=again)})
-    short = predict(choice, again, cluster, _cut(choice, cluster, shorter))
+    short = predict(choice, _cut(choice, cluster, shorter))
     assert short.recompute == whole.recompute == (0, 1)
     assert short.pipeline_seconds < whole.pipeline_seconds
 
 
 def test_what_waits_for_w_is_held_until_then() -> None:
     """Under zb-h1 the last of 4 ranks has 4 microbatches between I and W; each still needs its activations."""
-    units = ALIKE.at(1)
     cluster = Cluster(4, 9 * MB)
     both = [Choice(1, 4, 1, name, 8, 1) for name in ("zb-h1", "1f1b")]
-    split, whole = (predict(choice, units, cluster, _cut(choice, cluster)) for choice in both)
+    split, whole = (predict(choice, _cut(choice, cluster)) for choice in both)
     assert whole.memory_bytes[3] <= 8 * MB + 2 * MB + MB // 10
     assert split.memory_bytes[3] >= 8 * MB + 4 * 2 * MB
     assert split.lacking_bytes > whole.lacking_bytes
@@ -503,7 +496,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: s
 def test_a_plan_that_was_spoilt_is_refused(tmp_path: Path, name: str, value: object, message: str) -> None:
     file, cluster = tmp_path / "plan.json", Cluster(4)
     choice = Choice(1, 4, 1, "1f1b", 8, 1)
-    predict(choice, ALIKE.at(1), cluster, _cut(choice, cluster)).save(file)
+    predict(choice, _cut(choice, cluster)).save(file)
     read_plan(file)
     file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
     with pytest.raises(ArgumentError, match=rf"plan '.*plan.json': .*{message}.*make a new one with `penstock plan`"):
@@ -550,7 +543,7 @@ def test_what_cannot_hold_the_model_is_not_simulated(monkeypatch: pytest.MonkeyP
     found = make_plans(ALIKE, cluster, 8)
     assert found.nearest is not None
     best = Candidate.best
-    monkeypatch.setattr(Candidate, "best", lambda one, cluster: tried.append(one.choice) or best(one, cluster))
+    monkeypatch.setattr(Candidate, "best", lambda one: tried.append(one.choice) or best(one))
     told = [*remedies(ALIKE, cluster, 8, Wanted(), found.nearest)]
     assert [bool(one.memory_bytes) for one in told] == [True]
     assert tried == [found.nearest.choice]

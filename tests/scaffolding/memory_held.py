@@ -150,7 +150,7 @@ def planned(dtype: torch.dtype, ranks: int, schedule: str, chunks: int, words: s
     choice, cluster = Choice(1, ranks, chunks, schedule, MICROBATCHES, rows), Cluster(ranks)
     units, order = sizes.at(rows), order_of(choice)
     where = cut(units, order.placement, cluster, kinds_of_ranks(cluster, 1, ranks)[0])
-    plan = predict(choice, units, cluster, where)
+    plan = predict(choice, where)
     bounds = [*where.starts, len(units)]
     needed = []
     for rank, most in enumerate(plan.memory_bytes):

@@ -71,3 +71,15 @@ def test_costs_that_are_none_are_refused(wrong: float) -> None:
         LinkCost(wrong)
     with pytest.raises(ArgumentError, match="bytes_per_second"):
         LinkCost(0, 0)
+
+
+def test_ranks_that_begin_later() -> None:
+    schedule, cost = generate("1f1b", 2, 2), StageCost(1, 1, 1)
+    plain = simulate(schedule, cost)
+    later = simulate(schedule, cost, begin=[5, 5])
+    assert [span.start_seconds for span in later] == [5 + span.start_seconds for span in plain]
+    assert simulate(schedule, cost, begin=[0, 1]) == plain
+    assert next(simulate(schedule, cost, begin=[0, 10]).spans(1)).start_seconds == 10
+    for wrong in ([1.0], [0.0, -1.0], [0.0, float("nan")]):
+        with pytest.raises(ArgumentError, match="a time of 0 or more for each of 2 ranks"):
+            simulate(schedule, cost, begin=wrong)

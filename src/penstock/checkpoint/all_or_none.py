@@ -29,7 +29,7 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
         ArgumentError: on every rank, if `act` raised one on any rank.
         CheckpointError: on every rank, if `act` raised one or anything else.
     """
-    with pipe.session.working(OWN_PART):
+    with pipe.session.control.working(OWN_PART):
         future = attempt(act)
     error = future.exception()
     for said in pipe.gather(error and in_words(error, pipe.world.number)):

@@ -84,13 +84,13 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
             return
         left = iter(entries)
         try:
-            alone = partial(pipe.session.working, OWN_PART)
+            alone = partial(pipe.session.control.working, OWN_PART)
             write_file(path, entries, notes, (exchange.take(entry) for entry in left), alone)
         finally:
             for entry in left:  # a write failed, but the other ranks still send the rest
                 exchange.take(entry)
 
-    with pipe.session.waiting("the weights"):
+    with pipe.session.control.waiting("the weights"):
         done = attempt(stream)
     together(pipe, done.result, fails)
     return path
@@ -134,7 +134,7 @@ class _Exchange:
     """Sends tensors from their owners to the first rank as bytes, in file order."""
 
     def __init__(self, pipe: Pipeline, own: Mapping[str, Tensor]) -> None:
-        self._group = pipe.session.control_group
+        self._group = pipe.session.control.control_group
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._own = own
 

@@ -80,7 +80,7 @@ class Background:
         """Waits for the thread's work to end, telling the other ranks meanwhile whether it is working or waiting."""
         while not future.done():
             works = self.works.is_set()
-            with pipe.session.working(OWN_PART) if works else pipe.session.waiting("a checkpoint"):
+            with pipe.session.control.working(OWN_PART) if works else pipe.session.control.waiting("a checkpoint"):
                 while works == self.works.is_set() and wait_for([future], _LOOK_SECONDS).not_done:
                     pass
 
@@ -146,12 +146,12 @@ def save(
             _write,
             aside,
             state,
-            pipe.session.control_group,
+            pipe.session.control.control_group,
             pipe.is_first,
             keep,
-            partial(pipe.session.working, OWN_PART),
+            partial(pipe.session.control.working, OWN_PART),
         )
-        with pipe.session.waiting("a checkpoint"):
+        with pipe.session.control.waiting("a checkpoint"):
             future = attempt(act)
         together(pipe, future.result, f"cannot write {path}")
     else:
@@ -246,11 +246,11 @@ def _background(pipe: Pipeline) -> Background:
     """The pipeline's thread and process group: made at its first background save, closed with the pipeline."""
     background: Background | None = pipe.session.companions.get(Background)
     if background is None:
-        control = pipe.session.control_group
+        control = pipe.session.control.control_group
         group = None
         if control is not None:
             members = dist.get_process_group_ranks(control)
-            with pipe.session.waiting("process groups"):
+            with pipe.session.control.waiting("process groups"):
                 group = new_group(members, "gloo", members_only=is_part_of_job(members))
         background = pipe.session.companions[Background] = Background(
             ThreadPoolExecutor(1, "penstock-checkpoint"), group

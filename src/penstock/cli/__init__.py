@@ -20,7 +20,6 @@ from penstock import __version__
 from penstock._base.second_names import of_peer
 from penstock._base.words import printable
 from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
-from penstock.cli._child import calls_a_target, in_child
 from penstock.distributed.launch.endings import stopped_by
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError, formatted
 
@@ -115,7 +114,7 @@ def main() -> None:
         del os.environ["COLUMNS"]
     with contextlib.suppress(AttributeError):  # what tests put in its place
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    sys.exit(in_child(_run) if calls_a_target(sys.argv[1:]) and hasattr(signal, "sigwaitinfo") else _run())
+    sys.exit(_run())
 
 
 def _run() -> int:

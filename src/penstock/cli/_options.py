@@ -81,6 +81,15 @@ def check_count(option: str, count: int) -> int:
     return count
 
 
+def integers(option: str, text: str) -> list[int]:
+    """The numbers in `1,2,4`. Raises ArgumentError if one is not an integer."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        expected = "comma-separated integers, as in 1,2,4" if "," in text else "an integer, such as 4"
+        raise ArgumentError(f"{option} {text}: expected {expected}") from None
+
+
 def _options(group: Any) -> list[inspect.Parameter]:
     """One per field, those of the class itself before those that it inherits."""
     hints = get_type_hints(group, include_extras=True)

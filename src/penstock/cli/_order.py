@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from penstock._base.files import read_text
 from penstock._base.words import counted
 from penstock.cli._as_typed import in_options
-from penstock.cli._options import CUT, USUAL, options_on
+from penstock.cli._options import CUT, USUAL, integers, options_on
 from penstock.errors import ArgumentError, ScheduleError, check_counts
 from penstock.schedule import (
     MICROBATCHES,
@@ -67,7 +67,7 @@ class OrderOptions:
             ScheduleError: the file does not contain a legal schedule.
         """
         if self.csv is not None:
-            given = [name for name in ("schedule", *_NUMBERS) if getattr(self, name) is not None]
+            given = [name for name in _NOT_OF_FILES if getattr(self, name) is not None]
             if given:
                 raise ArgumentError(
                     f"--csv {self.csv}: the file already sets what --{given[0]} would; pass only one of the two"
@@ -79,72 +79,60 @@ class OrderOptions:
         if self.is_many:
             raise ArgumentError(f"--schedule {name}: this command takes one schedule; `penstock schedules` lists them")
         entry = generator(name)
-        ranks, microbatches = self._numbers()
-        weigh([(entry, self.numbers_of(entry))])
+        ((ranks, microbatches),) = self._sizes(several=False)
+        weigh([(entry, self._numbers(entry, ranks, microbatches))])
         return self._windowed(generate(name, ranks, microbatches, self.chunks, self.slices))
 
-    def all(self) -> tuple[list[Schedule], Mapping[str, str]]:
-        """Every schedule that was asked for and that the numbers allow and, by name, what the others require. Raises
-        ArgumentError: a number is missing, less than 1 or too large, or no schedule works with them."""
-        asked = [(entry, self.numbers_of(entry)) for entry in self.entries()]
-        refused = {entry.name: reason for entry, numbers in asked if (reason := entry.refusal(numbers))}
-        allowed = [(entry, numbers) for entry, numbers in asked if entry.name not in refused]
-        weigh(allowed)
-        if not allowed and self._name() == ALL:
+    def all(self, *, several: bool = False) -> tuple[dict[Asked, Schedule], dict[Asked, str]]:
+        """Every schedule that was asked for and that the numbers allow, and what the others require. Raises
+        ArgumentError: a number is missing, less than 1 or too large, there are several, or no schedule works with them.
+
+        `several`: whether there may be several numbers of ranks or microbatches.
+        """
+        name = self._name()
+        sizes = self._sizes(several=several)
+        entries = [*generators()] if name == ALL else [generator(one.strip()) for one in name.split(",")]
+        asked = [(entry, self._numbers(entry, *one)) for entry in entries for one in sizes]
+        weigh((entry, numbers) for entry, numbers in asked if not entry.refusal(numbers))
+        made, refused = dict[Asked, Schedule](), dict[Asked, str]()
+        for entry, numbers in asked:
+            key = entry.name, numbers.ranks, numbers.microbatches
+            try:
+                if reason := entry.refusal(numbers):
+                    refused[key] = reason
+                else:
+                    made[key] = self._windowed(generate(*key, numbers.chunks, numbers.slices))
+            except ArgumentError as error:
+                refused[key] = in_options(str(error), ("--unshard-window",))
+        if not made and name == ALL:
             raise ArgumentError(
                 f"--slices {self.slices} --chunks {self.chunks}: no schedule works with both; leave one out"
             )
-        if not allowed:
-            reasons = "; ".join(f"{name} {reason}" for name, reason in refused.items())
+        if not made:
+            reasons = "; ".join(dict.fromkeys(f"{name} {reason}" for (name, *_), reason in refused.items()))
             raise ArgumentError(f"--schedule {self.schedule}: no schedule works with these numbers: {reasons}")
-        made = []
-        for entry, numbers in allowed:
-            try:
-                made.append(self.made(entry, numbers))
-            except ArgumentError as error:
-                refused[entry.name] = in_options(str(error), ("--unshard-window",))
         return made, refused
-
-    def made(self, entry: Generator, numbers: Numbers) -> Schedule:
-        """A schedule that the numbers allow. Raises ArgumentError if --unshard-window leaves it no room."""
-        return self._windowed(generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices))
 
     @property
     def count(self) -> int | None:
         """The number of microbatches, if one was given."""
         return int(self.microbatches) if self.microbatches is not None and self.microbatches.isdecimal() else None
 
-    def entries(self) -> list[Generator]:
-        """The schedules that were asked for by name. Raises ArgumentError if one is unknown."""
-        name = self._name()
-        return list(generators()) if name == ALL else [generator(one.strip()) for one in name.split(",")]
-
-    def each(self) -> list[OrderOptions]:
-        """The same options for each combination of the numbers of ranks and microbatches. Raises ArgumentError: there
-        is nothing between two commas."""
-        columns = []
-        for option in ("ranks", "microbatches"):
-            text = getattr(self, option)
-            columns.append([None] if text is None else [one.strip() for one in text.split(",")])
-            if "" in columns[-1]:
-                raise ArgumentError(f"--{option} {text}: expected comma-separated integers, as in 1,2,4")
-        return [replace(self, ranks=ranks, microbatches=microbatches) for ranks, microbatches in product(*columns)]
+    @property
+    def is_many(self) -> bool:
+        """Whether several schedules were asked for."""
+        return self.csv is None and (self._name() == ALL or "," in self._name())
 
     @property
     def sweeps(self) -> bool:
         """Whether there are several numbers of ranks or microbatches."""
-        return len(self.each()) > 1
+        return self.csv is None and any("," in (text or "") for text in (self.ranks, self.microbatches))
 
     def _windowed(self, schedule: Schedule) -> Schedule:
         """The schedule with the gathers that --unshard-window asks for. Raises ArgumentError if there is no room."""
         if self.unshard_window is None:
             return schedule
         return add_sharding(schedule, set(range(schedule.stages)), self.unshard_window)
-
-    @property
-    def is_many(self) -> bool:
-        """Whether several schedules were asked for."""
-        return self.csv is None and (self._name() == ALL or "," in self._name())
 
     def _name(self) -> str:
         if self.schedule is None:
@@ -153,33 +141,33 @@ class OrderOptions:
             )
         return self.schedule
 
-    def _numbers(self) -> tuple[int, int]:
+    def _sizes(self, *, several: bool) -> list[tuple[int, int]]:
+        """Each combination of the numbers of ranks and microbatches. Raises ArgumentError: a number is missing or less
+        than 1, or none, or there are several and must not be."""
         if self.ranks is None:
             raise ArgumentError(f"--schedule {self.schedule} needs --ranks: pass how many")
-        ranks = _whole("--ranks", self.ranks)
-        count = MICROBATCHES if self.microbatches is None else _whole("--microbatches", self.microbatches)
-        others: dict[str, Any] = {"chunks": self.chunks, "slices": self.slices, "unshard_window": self.unshard_window}
-        check_counts(required=False, ranks=ranks, microbatches=count, **others)
-        return ranks, count
+        for option, text in (("--ranks", self.ranks), ("--microbatches", self.microbatches)):
+            if not several and "," in (text or ""):
+                raise ArgumentError(
+                    f"{option} {text}: this command takes one number; `penstock simulate` takes several"
+                )
+        ranks = integers("--ranks", self.ranks)
+        counts = [MICROBATCHES] if self.microbatches is None else integers("--microbatches", self.microbatches)
+        check_counts(required=False, chunks=self.chunks, slices=self.slices, unshard_window=self.unshard_window)
+        for one, count in (found := [*product(ranks, counts)]):
+            check_counts(ranks=one, microbatches=count)
+        return found
 
-    def numbers_of(self, entry: Generator) -> Numbers:
-        """The numbers for which to generate a schedule: from the options, or its own defaults. Raises ArgumentError: a
-        number is missing or less than 1, or there are several."""
+    def _numbers(self, entry: Generator, ranks: int, microbatches: int) -> Numbers:
+        """The numbers for which to generate a schedule: from the options, or its own defaults."""
         chunks = entry.chunks if self.chunks is None else self.chunks
-        slices = entry.slices if self.slices is None else self.slices
-        return Numbers(*self._numbers(), chunks, slices)
+        return Numbers(ranks, microbatches, chunks, entry.slices if self.slices is None else self.slices)
 
 
-def _whole(option: str, text: str) -> int:
-    if "," in text:
-        raise ArgumentError(f"{option} {text}: this command takes one number; `penstock simulate` takes several")
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"{option} {text}: expected an integer, such as 4") from None
+Asked = tuple[str, int, int]
+"""A schedule's name, and its numbers of ranks and microbatches."""
 
-
-_NUMBERS = ("ranks", "microbatches", "chunks", "slices")
+_NOT_OF_FILES = ("schedule", "ranks", "microbatches", "chunks", "slices")
 
 
 def read(path: Path) -> Schedule:

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock._base.words import counted
-from penstock.cli._options import Json, option
-from penstock.errors import ArgumentError
+from penstock.cli._options import Json, integers, option
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text, sizes_of
 from penstock.fabric.views.facts import rate_of
@@ -45,7 +44,7 @@ def predict(
     from penstock.fabric.results import results
     from penstock.fabric.samples import Run
 
-    numbers = HOSTS if hosts is None else [_count(text) for text in hosts.split(",")]
+    numbers = HOSTS if hosts is None else integers("--hosts", hosts)
     asked = None if sizes is None else sizes_of(sizes)
     run = Run.read(folder)
     found = results(run)
@@ -56,13 +55,6 @@ def predict(
         print(json.dumps({"version": 1, **about, "collectives": [one.to_dict() for one in made]}))
     else:
         _show(made, found, Console(highlight=False))
-
-
-def _count(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"--hosts: {text!r} is not a number of hosts; pass numbers, 4,8,64") from None
 
 
 def _sizes(found: dict[str, Any], collective: str) -> list[int]:

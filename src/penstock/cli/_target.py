@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._options import CUT, USUAL_OF_BATCH, check_count, option
+from penstock.cli._options import CUT, USUAL_OF_BATCH, option
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -114,17 +114,6 @@ def recomputed(text: str) -> Any:
 def names(text: str | None) -> list[str] | None:
     """The names in `a,b,c`; None if the option was not given."""
     return [name.strip() for name in text.split(",")] if text is not None else None
-
-
-def whole_numbers(option: str, text: str | None) -> list[int] | None:
-    """The numbers in `1,2,4`; None if the option was not given. Raises ArgumentError if one is not an integer."""
-    if text is None:
-        return None
-    try:
-        numbers = [int(number) for number in text.split(",")]
-    except ValueError:
-        raise ArgumentError(f"{option} {text}: expected comma-separated integers, as in 1,2,4") from None
-    return [check_count(option, number) for number in numbers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock._base.words import counted, in_ranges, sized
-from penstock.cli._options import option, output_option, spread
-from penstock.cli._target import Leaves, Microbatches, Opens, TargetName, loaded, names, profile_target, whole_numbers
+from penstock.cli._options import check_count, integers, option, output_option, spread
+from penstock.cli._target import Leaves, Microbatches, Opens, TargetName, loaded, names, profile_target
 from penstock.errors import check_counts
 from penstock.report.text import print_unbroken, table
 
@@ -72,6 +72,9 @@ def profile(
     from penstock.pipe.profiling import specified
 
     check_counts(required=False, threads=threads)
+    rows = None if microbatch_sizes is None else integers("--microbatch-sizes", microbatch_sizes)
+    for number in rows or ():
+        check_count("--microbatch-sizes", number)
     with loaded(target, "the model", weights=specified(device) is None) as given:
         import torch
 
@@ -80,7 +83,7 @@ def profile(
         found = profile_target(
             given,
             microbatches=microbatches,
-            microbatch_sizes=whole_numbers("--microbatch-sizes", microbatch_sizes),
+            microbatch_sizes=rows,
             leaves=names(leaves),
             opens=names(opens),
             device=device,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -28,12 +27,8 @@ from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
 from penstock.web.picture import browser, write_drawing
 
-
-class Background(Enum):
-    """What a picture is for."""
-
-    LIGHT = "light"
-    DARK = "dark"
+Background = Literal["light", "dark"]
+"""What a picture is for."""
 
 
 def refuse_other(option: str, file: Path | None, *suffixes: str) -> None:
@@ -105,14 +100,17 @@ class _Drawn:
 
     @classmethod
     def of(cls, order: OrderOptions, costs: CostOptions) -> _Drawn:
-        schedules, refused = order.all() if order.is_many else ([order.one()], {})
-        if costs == CostOptions():
-            return cls(schedules, left_out=refused)
-        known = costs.read(order.count, order.ranks)
         if not order.is_many:
-            return cls(schedules, [Outcome.simulated(schedules[0], known)])
-        outcomes, left_out = with_one_model(known, schedules, refused)
-        return cls([one.schedule for one in outcomes], outcomes, left_out)
+            schedule = order.one()
+            if costs == CostOptions():
+                return cls([schedule])
+            return cls([schedule], [Outcome.simulated(schedule, costs.read(order.count, order.ranks))])
+        made, refused = order.all()
+        outcomes: list[Outcome] = []
+        if costs != CostOptions():
+            found, refused = with_one_model(costs.read(order.count, order.ranks), made, refused)
+            made, outcomes = {key: made[key] for key in found}, [*found.values()]
+        return cls([*made.values()], outcomes, {name: reason for (name, *_), reason in refused.items()})
 
 
 def _write(drawn: _Drawn, svg: Path | None, png: Path | None, background: Background | None, width: int) -> None:
@@ -124,7 +122,7 @@ def _write(drawn: _Drawn, svg: Path | None, png: Path | None, background: Backgr
     panels = [panel_of(one.schedule, one.timeline) for one in drawn.outcomes]
     unit = unit_of(drawn.schedules[0]) if not panels else "s" if drawn.outcomes[0].costs.are_measured else "time"
     panels = panels or [panel_of(schedule) for schedule in drawn.schedules]
-    picture = draw(panels, unit, background="auto" if background is None else background.value, width=width)
+    picture = draw(panels, unit, background=background or "auto", width=width)
     if svg is not None:
         write_text(svg, picture, f"--svg {svg}")
         print(f"wrote {svg}")

@@ -15,7 +15,7 @@ from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import Json, output_option, spread
 from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, format_of, show, shown_causes
-from penstock.cli._sweep import Sweep, show_sweep
+from penstock.cli._sweep import show_sweep, sweep, sweep_to_dict
 from penstock.costs import Costs, Outcome, with_one_model
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
@@ -54,12 +54,12 @@ def simulate(
     if perfetto is not None and (order.is_many or order.sweeps):
         several = "pass --schedule one name" if order.is_many else "pass one number of ranks and microbatches"
         raise ArgumentError(f"--perfetto: a trace shows one schedule; {several}")
-    if order.csv is None and order.sweeps:
-        swept = Sweep.of(order, known)
+    if order.sweeps:
+        swept = sweep(order, known)
         if as_json:
-            print(json.dumps(swept.to_dict()))
+            print(json.dumps(sweep_to_dict(*swept)))
         else:
-            show_sweep(swept, known, Console(highlight=False))
+            show_sweep(*swept, known, Console(highlight=False))
         return
     if order.is_many:
         compare(order, known, as_json=as_json)
@@ -76,8 +76,11 @@ def simulate(
 
 def compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
     """Prints every schedule that the options allow, shortest span first."""
-    outcomes, reasons = with_one_model(costs, *order.all())
-    outcomes.sort(key=lambda one: (one.timeline.span_seconds, one.timeline.makespan_seconds, one.schedule.name))
+    found, refused = with_one_model(costs, *order.all())
+    reasons = {name: reason for (name, *_), reason in refused.items()}
+    outcomes = sorted(
+        found.values(), key=lambda one: (one.timeline.span_seconds, one.timeline.makespan_seconds, one.schedule.name)
+    )
     if as_json:
         others = [{"name": name, "reason": reason} for name, reason in reasons.items()]
         print(json.dumps({"schedules": [one.to_dict() for one in outcomes], "not_allowed": others}))

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,27 +49,21 @@ def top(
 
     Refreshes until all ranks have ended, or Ctrl-C.
     """
-    from penstock.runs import read_run
-
-    found = read_run(run)
-    watch = Watch(found)
     if as_json:
-        print(json.dumps(watch.look().to_dict()))
+        print(json.dumps(Seen.of(run).to_dict()))
         return
     console = Console(highlight=False)
     if once or not sys.stdout.isatty():
-        show(watch.look(), console)
+        show(Seen.of(run), console)
         return
-    try:
-        with Live(console=console, auto_refresh=False, screen=False) as live:
-            while True:
-                seen = watch.look()
-                live.update(Group(*_parts(seen)), refresh=True)
-                if seen.is_over:
-                    return
-                time.sleep(_REFRESH_SECONDS)
-    except KeyboardInterrupt:
-        return
+    seen = Seen.of(run)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, screen=False) as live:
+        while True:
+            live.update(Group(*_parts(seen)), refresh=True)
+            if seen.is_over:
+                return
+            time.sleep(_REFRESH_SECONDS)
+            seen = Seen.of(run)
 
 
 @dataclass(frozen=True)
@@ -80,6 +75,19 @@ class Seen:
     ranks: Sequence[tuple[RankState, Health]]
     damaged: Sequence[str] = ()
     now: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, path: Path) -> Seen:
+        """How a run stands now; its progress, by its last steps."""
+        from penstock.runs import read_run
+        from penstock.runs.health import health
+        from penstock.runs.progress import Progress
+        from penstock.runs.summary import LAST_STEPS_BYTES
+
+        run = read_run(path)
+        states, damaged = run.ranks_and_damage()
+        ranks = [(state, health(state)) for state in states]
+        return cls(run, Progress.of(run.steps(LAST_STEPS_BYTES), run.about.total_steps), ranks, damaged)
 
     @property
     def is_over(self) -> bool:
@@ -126,31 +134,6 @@ class Seen:
             "-" if state.device_bytes is None else sized(state.device_bytes),
             f"{state.host}:{state.pid}" if state.pid else "(via rank 0)",
         ]
-
-
-class Watch:
-    """Looks at a run again and again, and reads only what was added to its steps."""
-
-    def __init__(self, run: RunRead) -> None:
-        self._run = run
-        self._steps: list[Any] = []
-        self._place = 0
-
-    def look(self) -> Seen:
-        from penstock.runs import read_run
-        from penstock.runs.health import health
-        from penstock.runs.progress import Progress
-        from penstock.runs.reading import joined
-
-        run = read_run(self._run.path)
-        if run.about.id != self._run.about.id and not run.about.resumed:
-            self._steps, self._place = [], 0
-        self._run = run
-        added, self._place = run.steps_after(self._place)
-        joined(self._steps, added)
-        states, damaged = run.ranks_and_damage()
-        ranks = [(state, health(state)) for state in states]
-        return Seen(run, Progress.of(self._steps, run.about.total_steps), ranks, damaged)
 
 
 def show(seen: Seen, console: Console) -> None:

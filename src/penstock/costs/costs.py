@@ -68,7 +68,7 @@ class Costs:
         """Where measured units are cut for this placement; empty if costs were given."""
         if not isinstance(self.stages, UnitsToCut):
             return ()
-        return self.stages.into(placement.depth, "it", self._slowest_link).cuts
+        return self.stages.into(placement.depth, "it", self._slowest_link)[0]
 
     @property
     def assumption(self) -> str:
@@ -133,7 +133,7 @@ class Costs:
         """
         depth, given = placement.depth, self.stages
         if isinstance(given, UnitsToCut):
-            given = given.into(depth, name, self._slowest_link, splits=splits).costs
+            _, given = given.into(depth, name, self._slowest_link, splits=splits)
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
@@ -158,18 +158,19 @@ class Costs:
             return self
         return replace(self, stages=divided(self.stages, 1 / chunks))
 
-    def for_model_of(self, schedule: Schedule) -> Costs:
+    def for_model_of(self, schedule: Schedule, *, whole: bool = False) -> Costs:
         """The costs with which a schedule trains the same model as every other schedule.
 
-        Numbers then apply to a rank, whose chunks share them equally. The stages in a file are the model's; neighbors
-        are merged if the schedule has fewer. Measured units are cut for each schedule anyway.
+        Numbers then apply to a rank, whose chunks share them equally, or if `whole` to the model, whose stages do. The
+        stages in a file are the model's; neighbors are merged if the schedule has fewer. Measured units are cut for
+        each schedule anyway.
 
         Raises:
             ArgumentError: the file's stages cannot be merged into as many as the schedule has.
         """
         depth = schedule.placement.depth
         if isinstance(self.stages, StageCost):
-            return replace(self, stages=divided(self.stages, depth // schedule.ranks))
+            return replace(self, stages=divided(self.stages, depth if whole else depth // schedule.ranks))
         if isinstance(self.stages, UnitsToCut):
             return self
         size, rest = divmod(len(self.stages), depth)
@@ -178,16 +179,6 @@ class Costs:
             raise ArgumentError(f"{self.source} has {has}, which cannot be combined into {depth}")
         joined = (_joined(self.stages[first : first + size]) for first in range(0, len(self.stages), size))
         return replace(self, stages=tuple(joined))
-
-    def of_whole_model(self, schedule: Schedule) -> Costs:
-        """The costs with which a schedule of any number of ranks trains the same model.
-
-        Numbers then apply to the whole model, whose stages share them equally. A file's stages are merged, as in
-        `for_model_of`, whose errors it raises.
-        """
-        if isinstance(self.stages, StageCost):
-            return replace(self, stages=divided(self.stages, schedule.placement.depth))
-        return self.for_model_of(schedule)
 
 
 def _joined(stages: Sequence[OfStage]) -> OfStage:

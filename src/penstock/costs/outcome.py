@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.costs.costs import Costs
 from penstock.errors import ArgumentError
@@ -71,17 +71,20 @@ def _gathers(schedule: Schedule) -> bool:
     return any(code == Op.UNSHARD.code for row in schedule.rows for _, code in row.kinds)
 
 
+Key = TypeVar("Key")
+
+
 def with_one_model(
-    costs: Costs, schedules: Sequence[Schedule], left_out: Mapping[str, str]
-) -> tuple[list[Outcome], dict[str, str]]:
-    """Schedules that train the same model, simulated, and why others are left out, by name: as in `left_out`, or since
-    the costs do not fit them. Raises ArgumentError if they fit none."""
-    found, reasons = [], dict(left_out)
-    for schedule in schedules:
+    costs: Costs, schedules: Mapping[Key, Schedule], left_out: Mapping[Key, str], *, whole: bool = False
+) -> tuple[dict[Key, Outcome], dict[Key, str]]:
+    """Schedules that train the same model, simulated, and why others are left out: as in `left_out`, or since the costs
+    do not fit them. `whole`: as for `Costs.for_model_of`. Raises ArgumentError if they fit none."""
+    found, reasons = dict[Key, Outcome](), dict(left_out)
+    for key, schedule in schedules.items():
         try:
-            found.append(Outcome.simulated(schedule, costs.for_model_of(schedule)))
+            found[key] = Outcome.simulated(schedule, costs.for_model_of(schedule, whole=whole))
         except ArgumentError as error:
-            reasons[schedule.name] = str(error)
+            reasons[key] = str(error)
     if not found:
         raise ArgumentError(next(iter(reasons.values())))
     return found, reasons

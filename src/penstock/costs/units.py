@@ -10,8 +10,7 @@ from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.balance import Profile, UnitCost
-    from penstock.plan.stage_costs import StagesOfUnits
-    from penstock.simulate import LinkCost
+    from penstock.simulate import LinkCost, StageCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,11 @@ class UnitsToCut:
     source: str
     said: str
 
-    def into(self, stages: int, name: str, link: LinkCost, *, splits: bool = False) -> StagesOfUnits:
-        """The stages of a schedule of that name, cut where the slowest is fastest. Raises ArgumentError: the model has
-        fewer units.
+    def into(
+        self, stages: int, name: str, link: LinkCost, *, splits: bool = False
+    ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
+        """The stages of a schedule of that name, cut where the slowest is fastest: as `stages_of_units` gives them.
+        Raises ArgumentError: the model has fewer units.
 
         `link`: what a message between two stages costs; `splits`: whether the schedule splits backwards.
         """

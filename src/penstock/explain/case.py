@@ -11,14 +11,13 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.explain.around import PIPELINE, Around, around, done
 from penstock.explain.factors import PLACE
 from penstock.explain.measured import Replica, Step
-from penstock.explain.traced import Around, around
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
 from penstock.simulate.columns import COMPUTE, Columns, Floats, column
-from penstock.simulate.job import done
 from penstock.simulate.simulator import timed_columns
 from penstock.simulate.work import CostColumns
 
@@ -89,39 +88,37 @@ class Case:
         """With what ranks do before and after their pipelines, as far as it is known."""
         if self.around is None:
             return self.pipeline_seconds
-        shape = len(self.schedules), self.schedules[0].ranks
-        begin = np.repeat(np.array(self.begins)[:, None], shape[1], axis=1)
+        begins = np.repeat(np.array(self.begins)[:, None], self.schedules[0].ranks, axis=1)
         if self.around.before:
-            begin = done(self.around.before, self.around.durations, np.zeros(shape))
-        ends = []
-        for schedule, seconds, begins in zip(self.schedules, self.seconds, begin, strict=True):
-            ends.append(self._ends(self.timeline(schedule, seconds, begins.tolist())))
-        return float(done(self.around.after, self.around.durations, np.array(ends)).max())
+            begins = done(self.around.before, self.around.durations, np.zeros_like(begins))
+        return float(done(self.around.after, self.around.durations, np.array(self._ends(begins))).max())
 
     @cached_property
     def spans(self) -> list[float]:
         """Of each replica, from its first start to its last end."""
-        found: dict[tuple[Schedule, bytes], float] = {}
-        spans = []
-        for schedule, seconds in zip(self.schedules, self.seconds, strict=True):
-            key = schedule, seconds.tobytes()
+        return [max(ends) for ends in self._ends()]
+
+    def _ends(self, begins: Floats | None = None) -> list[list[float]]:
+        """When each rank of each replica has done its last action, without what its host does after it."""
+        found: dict[tuple[Schedule, bytes, bytes], list[float]] = {}
+        made = []
+        for place, (schedule, seconds) in enumerate(zip(self.schedules, self.seconds, strict=True)):
+            begin = None if begins is None else begins[place]
+            key = schedule, seconds.tobytes(), b"" if begin is None else begin.tobytes()
             if key not in found:
-                found[key] = max(self._ends(self.timeline(schedule, seconds)))
-            spans.append(found[key])
-        return spans
+                timeline = self.timeline(schedule, seconds, None if begin is None else begin.tolist())
+                lasts = [track.actions[len(track) - 1] for track in timeline.tracks]
+                found[key] = [
+                    track.end[-1] - float(self.host[COMPUTE.index(last.op), last.stage])
+                    for track, last in zip(timeline.tracks, lasts, strict=True)
+                ]
+            made.append(found[key])
+        return made
 
     def timeline(self, schedule: Schedule, seconds: Floats, begin: Sequence[float] | None = None) -> Timeline:
         """One replica's, with what the host does as a part of the action before."""
         costs, links = _costs(seconds, self.host), self._links(schedule.ranks)
         return timed_columns(schedule, _columns(schedule), costs, links, begin=begin)
-
-    def _ends(self, timeline: Timeline) -> list[float]:
-        """Of each rank, without what the host does after its last action."""
-        lasts = [track.actions[len(track) - 1] for track in timeline.tracks]
-        return [
-            track.end[-1] - float(self.host[COMPUTE.index(last.op), last.stage])
-            for track, last in zip(timeline.tracks, lasts, strict=True)
-        ]
 
     def _links(self, ranks: int) -> dict[tuple[int, int], LinkCost]:
         usual = median(self.latency.values()) if self.latency else 0.0
@@ -174,6 +171,16 @@ def case_of(step: Step, seconds: Floats) -> Case:
         latency,
         around_of(step),
     )
+
+
+def case_of_traced(schedule: Schedule, given: Around) -> Case:
+    """A step as `traced` gives it: nothing is lost between ops, and a message keeps its sender busy. `schedule`: what
+    every replica ran; one stage a rank, backwards not split."""
+    forward, backward, sent_forward, sent_backward = (np.nan_to_num(given.durations[name]) for name in PIPELINE)
+    seconds = np.full((len(forward), len(COMPUTE), *forward.shape[1:]), np.nan)
+    seconds[:, _F], seconds[:, _B] = forward + sent_forward, backward + sent_backward
+    replicas, host = len(forward), np.zeros((len(COMPUTE), schedule.stages))
+    return Case((schedule,) * replicas, (0.0,) * replicas, seconds, host, {}, given)
 
 
 def around_of(step: Step) -> Around | None:

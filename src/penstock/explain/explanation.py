@@ -16,10 +16,9 @@ from penstock.explain.factors import factors_of, seconds_of
 from penstock.explain.measured import Run, Step, run_of
 from penstock.explain.predicted import Predicted
 from penstock.explain.schedules import MAX_ACTIONS
-from penstock.explain.stragglers import StepSummary, in_words, slowdowns_of, summaries
+from penstock.explain.stragglers import Slowdowns, StepSummary, in_words, slowdowns_of, summaries
 from penstock.explain.where import Bubble, Reason, Where, bubble_of, where_of
 from penstock.schedule.timeline import Timeline
-from penstock.simulate.job import Slowdowns
 
 _CROWDED = (
     "ranks had fewer cores than they compute with: what one of them leaves idle another one uses, so a better order or "

@@ -12,9 +12,9 @@ import numpy as np
 
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
+from penstock.explain.around import KNOWN
 from penstock.explain.clocks import shifts, tolerance_of
 from penstock.explain.event import Event, Recording
-from penstock.explain.traced import KNOWN
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import Numbers, generators
 from penstock.schedule.timeline import Timeline, refuse_far_numbers

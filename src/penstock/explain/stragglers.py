@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
+from penstock.explain.around import BACKWARD, FORWARD, Among, Around, Durations, traced
+from penstock.explain.case import case_of_traced
 from penstock.explain.factors import SLOW, Factors, factors_of
 from penstock.explain.measured import Run, Step
-from penstock.explain.traced import Traced, traced
-from penstock.simulate.job import Slowdowns, balanced, slowdowns, usual
+from penstock.schedule import Schedule
+from penstock.simulate.columns import Floats
 
 _MAX_SIMULATED = 5_000_000
 """Actions that are simulated to tell slowdowns, at most."""
@@ -34,18 +36,70 @@ def slowdowns_of(run: Run, step: Step) -> Slowdowns | None:
     own = _traced(step)
     if own is None:
         return None
-    others = [found for one in run.steps if (found := _traced(one)) is not None and found.job == own.job]
-    even = usual([one.durations for one in others], own.job)
-    return slowdowns(own.job, own.durations, balanced(own.durations, even))
+    joints = own.before, own.after
+    others = [_traced(one) for one in run.steps if one.slowest.schedule == schedule]
+    alike = [one.durations for one in others if one is not None and (one.before, one.after) == joints]
+    return slowdowns(schedule, own, usual(alike, own))
 
 
-def _traced(step: Step) -> Traced | None:
+def _traced(step: Step) -> Around | None:
     if not step.events:
         return None
     try:
         return traced(step.slowest.schedule, step.numbered)
     except ArgumentError:
         return None
+
+
+def usual(steps: Sequence[Durations], joints: Around) -> dict[str, float]:
+    """How long each op usually takes: the mean of what a rank does for itself, the median of the others."""
+    alone = {FORWARD, BACKWARD, *(one.name for one in (*joints.before, *joints.after) if one.among is Among.NOBODY)}
+    every = {name: np.concatenate([step[name].ravel() for step in steps]) for name in steps[0]}
+    known = {name: given[~np.isnan(given)] for name, given in every.items()}
+    return {
+        name: float((np.mean if name in alone else np.median)(given)) if len(given) else 0.0
+        for name, given in known.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdowns:
+    """By how much stragglers slow a step down: its time over that of the step in which each op takes what is usual.
+
+    Attributes:
+        step: the step with its real durations.
+        by_rank, by_replica, by_op: usual durations, but for this rank's, replica's or op's real ones.
+    """
+
+    step: float
+    by_rank: tuple[float, ...]
+    by_replica: tuple[float, ...]
+    by_op: Mapping[str, float]
+
+
+def slowdowns(schedule: Schedule, own: Around, seconds: Mapping[str, float]) -> Slowdowns:
+    """Whose slowness costs how much. `seconds`: what each op usually takes."""
+    replicas, ranks, _ = own.durations[FORWARD].shape
+    replica_of, rank_of = np.indices((replicas, ranks))
+
+    def took(real: NDArray[np.bool_], only: str = "") -> float:
+        """The step with real durations on some ranks, of one op or of all."""
+
+        def mixed(name: str, given: Floats) -> Floats:
+            chosen = real & (only in ("", name))
+            even = np.where(np.isnan(given), np.nan, seconds[name])
+            return np.where(chosen[..., None] if given.ndim == 3 else chosen, given, even)
+
+        durations = {name: mixed(name, given) for name, given in own.durations.items()}
+        return case_of_traced(schedule, replace(own, durations=durations)).step_seconds
+
+    everywhere, least = rank_of >= 0, took(rank_of < 0)
+    return Slowdowns(
+        took(everywhere) / least,
+        tuple(took(rank_of == rank) / least for rank in range(ranks)),
+        tuple(took(replica_of == replica) / least for replica in range(replicas)),
+        {name: took(everywhere, name) / least for name in own.durations},
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +22,7 @@ from penstock.pipe.session import Session
 from penstock.plan import Plan
 from penstock.plan.besides import Besides, besides
 from penstock.runs.reading import Predicted
-from penstock.schedule import Schedule, drop_backward
-from penstock.schedule.timeline import Timeline
+from penstock.schedule import Op, Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 
 
@@ -171,18 +169,17 @@ def memory_after_actions(schedule: Schedule, kept: Sequence[int], held: Sequence
         kept: for each stage, what a microbatch keeps from forward to backward.
         held: for each stage, what it holds all the time.
     """
-    costs = [
-        StageCost(1, 1, 1, activation_bytes=one, weight_gradient_bytes=one, parameter_bytes=always)
-        for one, always in zip(kept, held, strict=True)
-    ]
-    # The order alone counts, so let the nth action last from 2n to 2n + 1.
-    times = [[(2 * n * 10**9, 2 * n * 10**9, (2 * n + 1) * 10**9) for n in range(len(row))] for row in schedule.rows]
-    timeline = Timeline.of_rows(schedule.rows, times)
+    depth, ends = len(held), stages_with_backward(schedule)
     found = []
-    for row, one in zip(schedule.rows, memory(schedule, costs, timeline), strict=True):
-        course = np.concatenate([[0.0], one.activations]) + one.parameters
-        places = np.searchsorted(np.array(one.seconds), 2 * np.arange(len(row)) + 1, side="right")
-        found.append([int(size) for size in course[places]])
+    for row, stages in zip(schedule.rows, schedule.placement.by_rank, strict=True):
+        course, now = [], sum(held[stage % depth] for stage in stages)
+        for stage, code in zip(row.stage, row.op, strict=True):
+            if code == Op.F.code and stage in ends:
+                now += kept[stage % depth]
+            elif code in (Op.B.code, Op.W.code):
+                now -= kept[stage % depth]
+            course.append(now)
+        found.append(course)
     return found
 
 

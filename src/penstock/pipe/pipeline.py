@@ -286,7 +286,7 @@ class Pipeline:
         Raises:
             ArgumentError: the options are not a dict, or hold parameters.
         """
-        return parameter_groups(self.session.all_parameters(), self.named_parameters(), options_of)
+        return parameter_groups(self.session.split.all_parameters(), self.named_parameters(), options_of)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -310,7 +310,7 @@ class Pipeline:
             raise ArgumentError(f"foreach={foreach!r}: expected True, False or None")
         self.session.refuse_unaveraged("clip_grad_norm_")
         held = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        order = [name for name, _ in self.session.all_parameters()]
+        order = [name for name, _ in self.session.split.all_parameters()]
         limits: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         return clip(held, order, self.gather, **limits)
 
@@ -366,7 +366,7 @@ class Pipeline:
 
     def gather(self, value: Any) -> list[Any]:
         """One object from each process of the mesh, given to all of them. A collective: every rank calls it."""
-        return self.session.engine.control.gather(value)
+        return self.session.control.gather(value)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ class Pipeline:
         order, placement = self.schedule, self.schedule.placement
         sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
         by = ", verified" if self.verified else ", unverified"
-        by += "" if self.session.engine.control.staging is None else ", staged transport"
+        by += "" if self.session.control.staging is None else ", staged transport"
         lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}{by}"]
         for stage, module in enumerate(("", *self.cuts)):
             ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])
@@ -410,7 +410,7 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
-        failure, control = None if ends_well else error, self.session.engine.control
+        failure, control = None if ends_well else error, self.session.control
         if failure is not None and not control.failed:  # tells the other ranks why nothing will answer them
             control.fail(failure)
         if failure is None or self.world.is_local:

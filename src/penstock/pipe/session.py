@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from penstock._base import owner
 from penstock.errors import ArgumentError, ClosedError
@@ -19,7 +18,6 @@ from penstock.pipe.recorder import Recorder
 from penstock.pipe.steps import Steps
 from penstock.pipe.verified import fingerprint_of
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.cutting import Batch, Microbatch
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_in_glue
 from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
@@ -43,6 +41,7 @@ class Session:
         self, engine: Engine, split: SplitModel, order: Schedule, example: batches.CutBatch, options: Options
     ) -> None:
         self.engine = engine
+        self.control = engine.control
         self.split = split
         self.order = order
         self.options = options
@@ -83,16 +82,12 @@ class Session:
         """Whether the model compiled blocks of its stages itself."""
         return any(any_compiled(stage.module.modules()) for stage in self.partition.stages)
 
-    def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter of the unsplit model, each once, including those that no stage uses."""
-        return self.split.all_parameters()
-
     def ties(self) -> dict[str, str]:
         """For each further name of a tied parameter or buffer, or of a list's, its first name."""
         every = ((unwrapped(name), first) for name, first in self.split.names().items())
         return {name: first for name, first in every if name != first}
 
-    def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def default_kwargs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
         return default_kwargs(self.split.model, args, kwargs)
 
@@ -113,19 +108,6 @@ class Session:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def split_batch(self, batch: Batch, device: torch.device | None = None) -> list[Microbatch]:
-        """The microbatches of one batch, as `step` makes them: each tensor in its own memory, by default on the device
-        where this process computes."""
-        return self.steps.microbatches(batch, device or self.device)
-
-    def rehearse(self, batch: Batch, *, loss: bool) -> str | None:
-        """Raises what the first step with this batch would raise before its first forward. With `loss`, also what the
-        loss raises for any values: it is called once, with a made-up output. Involves no other process.
-
-        Returns why the loss could not be tried; None if it could.
-        """
-        return self.steps.rehearse(batch, loss=loss)
-
     @contextmanager
     def drawing(self) -> Iterator[Streams]:
         """The random streams of the present step, to run the unsplit model with the masks that the pipeline draws."""
@@ -145,21 +127,6 @@ class Session:
         """Sets the random streams to where they are after this many steps. Every rank calls it."""
         self.step_count = step_count
         self.engine.streams.seed = seed
-
-    # -- the other processes ------------------------------------------------------------------------------------------
-
-    @property
-    def control_group(self) -> ProcessGroup | None:
-        """A gloo group of the pipeline's processes, for use outside steps; None if this process is alone."""
-        return self.engine.control.control_group
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Wraps a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
-        return self.engine.control.waiting(what)
-
-    def working(self, what: str) -> AbstractContextManager[None]:
-        """Wraps this rank's own part of what all ranks do outside a step; may be used inside `waiting`."""
-        return self.engine.control.working(what)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

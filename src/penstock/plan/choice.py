@@ -11,7 +11,7 @@ from penstock._base.words import counted
 from penstock.errors import ArgumentError, check_counts
 from penstock.plan.cluster import Cluster
 from penstock.plan.sizes import Sizes
-from penstock.schedule import generator, generators
+from penstock.schedule import Placement, generator, generators
 from penstock.schedule.generators import Generator, Numbers
 
 _NEAR = 3
@@ -57,6 +57,16 @@ class Choice:
     def stages(self) -> int:
         """How many stages the model is cut into."""
         return self.ranks * self.chunks
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank has which stage, copies of the model included."""
+        return generator(self.schedule).placed(Numbers(self.ranks, self.microbatches, self.chunks))
+
+    @property
+    def splits(self) -> bool:
+        """Whether a weight gradient may come after the input gradient has left."""
+        return generator(self.schedule).splits
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ copies of one stage. So each rank's choice is the one that fits with the least e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -59,90 +58,6 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class OfRank:
-    """A stage's microbatches in its rank's row: the place of each one's forward, backward (B or I) and end (B or W)."""
-
-    stage: int
-    work: tuple[Action, ...]
-
-    @cached_property
-    def places(self) -> Mapping[int, tuple[int, int, int]]:
-        """By number of the microbatch; without a backward, the forward ends it."""
-        found: dict[int, list[int]] = {}
-        for place, action in enumerate(self.work):
-            if action.stage == self.stage and action.microbatch is not None:
-                found.setdefault(action.microbatch, []).append(place)
-        return {number: (places[0], places[min(1, len(places) - 1)], places[-1]) for number, places in found.items()}
-
-    @cached_property
-    def again(self) -> frozenset[int]:
-        """The microbatches that run again if the stage is recomputed."""
-        return run_again(lambda _: (), self.work, self.stage)
-
-    @cached_property
-    def away(self) -> frozenset[int]:
-        """The microbatches that are away for long enough if it is offloaded."""
-        return trips(self.work, self.stage).for_backward
-
-    def held(self, way: Way, cost: StageCost, input_bytes: float) -> Floats:
-        """The bytes that are there during each of the rank's actions."""
-        size, late = cost.activation_bytes, cost.weight_gradient_bytes
-        change = np.zeros(len(self.work) + 2)
-
-        def hold(first: int, last: int, amount: float) -> None:
-            change[first] += amount
-            change[last + 1] -= amount
-
-        for number, (forward, backward, end) in self.places.items():
-            if way is Way.RECOMPUTES and number in self.again:
-                hold(forward, end, input_bytes)
-                hold(forward, forward, size)
-                hold(backward, backward, size)
-                if end > backward:
-                    hold(backward + 1, end, late)
-            elif way is Way.OFFLOADS and number in self.away:
-                hold(forward, forward + 1, size)
-                hold(backward - 1, backward, size)
-                if end > backward:
-                    hold(backward + 1, end, late)
-            else:
-                hold(forward, backward, size)
-                if end > backward:
-                    hold(backward + 1, end, late)
-        return np.cumsum(change)[: len(self.work)]
-
-    def cost(self, way: Way, cost: StageCost, again: float, seconds: Floats, host: LinkCost | None) -> OfStage:
-        """The stage's cost; one for each microbatch (copies count on) if they differ.
-
-        Args:
-            again: the seconds that its forward takes when it runs again.
-            seconds: of each of the rank's actions, if nothing is recomputed or offloaded.
-        """
-        if way is Way.RECOMPUTES:
-            once_more = replace(cost, backward_input_seconds=cost.backward_input_seconds + again)
-            return [once_more if number in self.again else cost for number in self._numbers()]
-        if way is Way.OFFLOADS and host is not None:
-            trip = host.seconds(cost.activation_bytes)
-            return [self._stalled(cost, number, trip, seconds) for number in self._numbers()]
-        return cost
-
-    def _numbers(self) -> range:
-        return range(max(self.places, default=-1) + 1)
-
-    def _stalled(self, cost: StageCost, number: int, trip: float, seconds: Floats) -> StageCost:
-        """With the time that a copy takes longer than the computation beside which it travels."""
-        if number not in self.away:
-            return cost
-        forward, backward, _ = self.places[number]
-        out, back = (max(0.0, trip - float(seconds[beside])) for beside in (forward + 1, backward - 1))
-        return replace(
-            cost,
-            forward_seconds=cost.forward_seconds + out,
-            backward_input_seconds=cost.backward_input_seconds + back,
-        )
-
-
-@dataclass(frozen=True)
 class Keeping:
     """The ways of a schedule's stages.
 
@@ -163,97 +78,124 @@ def best_keeping(schedule: Schedule, demand: Demand, kept_bytes: Sequence[float]
     Args:
         kept_bytes: what each rank needs if every stage keeps its activations.
     """
-    place = schedule.placement
-    ways, peaks = [Way.KEEPS] * place.depth, [*kept_bytes]
+    place, depth = schedule.placement, schedule.placement.depth
+    ways, peaks = [Way.KEEPS] * depth, [*kept_bytes]
     costs: list[OfStage] = [*demand.costs] * place.pipelines
     for ranks in _together(schedule):
         if all(kept_bytes[rank] <= demand.limits[rank] for rank in ranks):
             continue
-        group = _Group.of(schedule, demand, ranks)
-        by_stage, needed = group.best()
+        by_stage, needed, made = _best(schedule, demand, ranks)
         for stage, way in by_stage.items():
             ways[stage] = way
         for rank, peak in needed.items():
             peaks[rank] = peak
-        for stage, part in group.parts.items():
-            costs[stage] = _padded(group.cost(part, by_stage[stage % place.depth]), schedule)
+        for stage, cost in made.items():
+            costs[stage] = _padded(cost, schedule)
     return Keeping(tuple(ways), tuple(peaks), tuple(costs))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Ranks that hold copies of the same stages; mostly one rank alone.
+def _best(
+    schedule: Schedule, demand: Demand, ranks: Sequence[int]
+) -> tuple[dict[int, Way], dict[int, float], dict[int, OfStage]]:
+    """Of ranks that hold copies of the same stages, mostly one rank alone: the way of each stage of one copy, what each
+    rank then needs, and what each stage costs."""
+    depth = schedule.placement.depth
+    on_rank = {rank: schedule.placement.stages_on(rank) for rank in ranks}
+    stages = sorted({stage % depth for own in on_rank.values() for stage in own})
+    open_ways = [way for way in Way if demand.host is not None or way is not Way.OFFLOADS]
+    done: dict[tuple[int, Way], _Done] = {}
+    always: dict[int, tuple[float, Floats]] = {}
+    for rank, own in on_rank.items():
+        costs = [demand.costs[stage % depth] for stage in own]
+        besides = running(schedule.rows[rank], demand.costs, demand.besides or [Besides(0.0, 0.0)] * depth)
+        always[rank] = sum(cost.parameter_bytes + cost.optimizer_bytes for cost in costs), besides
+        work = tuple(action for action in schedule.rows[rank] if action.op.is_compute)
+        for stage, way in product(own, open_ways):
+            done[stage, way] = _Done.of(way, work, stage, demand)
+    found = []
+    for chosen in _ways(len(stages), open_ways):
+        by_stage = dict(zip(stages, chosen, strict=True))
+        each = {rank: [done[stage, by_stage[stage % depth]] for stage in own] for rank, own in on_rank.items()}
+        needed = {}
+        for rank, (constant, besides) in always.items():
+            course = np.sum([one.held for one in each[rank]], axis=0) + besides
+            needed[rank] = constant + float(course.max(initial=0.0))
+        lacks = lacking([*needed.values()], [demand.limits[rank] for rank in ranks])
+        extra = sum(one.extra_seconds for of_rank in each.values() for one in of_rank)
+        found.append(((lacks, extra, sum(way is not Way.KEEPS for way in chosen)), by_stage, needed))
+    _, by_stage, needed = min(found, key=lambda one: one[0])
+    made = {stage: done[stage, by_stage[stage % depth]].cost for own in on_rank.values() for stage in own}
+    return by_stage, needed, made
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A stage of a rank that goes one way.
 
     Attributes:
-        stages: of one copy.
-        parts: each of their stages, copies included.
-        seconds: of each action of each rank.
-        running: what is there during each of them besides what microbatches keep.
+        held: the bytes that are there during each of the rank's actions.
+        cost: what it costs; one for each microbatch (copies count on) if they may differ.
+        extra_seconds: what the way adds to the rank's work.
     """
 
-    demand: Demand
-    stages: tuple[int, ...]
-    on_rank: Mapping[int, tuple[int, ...]]
-    parts: Mapping[int, OfRank]
-    seconds: Mapping[int, Floats]
-    running: Mapping[int, Floats]
+    held: Floats
+    cost: OfStage
+    extra_seconds: float
 
     @classmethod
-    def of(cls, schedule: Schedule, demand: Demand, ranks: Sequence[int]) -> _Group:
-        place, depth = schedule.placement, schedule.placement.depth
-        on_rank = {rank: place.stages_on(rank) for rank in ranks}
-        works = {rank: tuple(action for action in schedule.rows[rank] if action.op.is_compute) for rank in ranks}
-        parts = {stage: OfRank(stage, works[rank]) for rank, stages in on_rank.items() for stage in stages}
-        seconds = {
-            rank: np.array([demand.costs[action.stage % depth].seconds(action.op) for action in work])
-            for rank, work in works.items()
-        }
-        more = demand.besides or [Besides(0.0, 0.0)] * depth
-        besides = {rank: running(schedule.rows[rank], demand.costs, more) for rank in ranks}
-        return cls(demand, tuple(sorted({stage % depth for stage in parts})), on_rank, parts, seconds, besides)
+    def of(cls, way: Way, work: Sequence[Action], stage: int, demand: Demand) -> _Done:
+        depth = len(demand.costs)
+        cost, received, again = demand.costs[stage % depth], demand.input_bytes[stage % depth], demand.again_seconds
+        once_more = again[stage % depth] if again else cost.forward_seconds
+        trip = 0.0 if demand.host is None else demand.host.seconds(cost.activation_bytes)
+        places = _places(work, stage)
+        other = frozenset[int]()  # the microbatches that run again, or that are away for long enough
+        if way is not Way.KEEPS:
+            runs = way is Way.RECOMPUTES
+            other = run_again(lambda _: (), work, stage) if runs else trips(work, stage).for_backward
+        each, change = [cost] * (max(places, default=-1) + 1), np.zeros(len(work) + 2)
 
-    def best(self) -> tuple[dict[int, Way], dict[int, float]]:
-        """The way of each stage, and what each rank then needs."""
-        found = []
-        for chosen in _ways(len(self.stages), self.demand.host is not None):
-            by_stage = dict(zip(self.stages, chosen, strict=True))
-            needed = {rank: self._peak(rank, stages, by_stage) for rank, stages in self.on_rank.items()}
-            lacks = lacking([*needed.values()], [self.demand.limits[rank] for rank in needed])
-            extra = sum(self._extra(rank, s, by_stage) for rank, stages in self.on_rank.items() for s in stages)
-            found.append(((lacks, extra, sum(way is not Way.KEEPS for way in chosen)), by_stage, needed))
-        _, by_stage, needed = min(found, key=lambda one: one[0])
-        return by_stage, needed
+        def hold(first: int, last: int, amount: float) -> None:
+            change[first] += amount
+            change[last + 1] -= amount
 
-    def cost(self, part: OfRank, way: Way) -> OfStage:
-        """What a stage costs."""
-        rank = next(rank for rank, stages in self.on_rank.items() if part.stage in stages)
-        return self._cost(part, way, rank)
+        def stall(place: int) -> float:
+            """What a copy takes longer than the computation beside which it travels."""
+            beside = work[place]
+            return max(0.0, trip - demand.costs[beside.stage % depth].seconds(beside.op))
 
-    def _cost(self, part: OfRank, way: Way, rank: int) -> OfStage:
-        cost, again = self._plain(part.stage), self.demand.again_seconds
-        once_more = again[part.stage % len(again)] if again else cost.forward_seconds
-        return part.cost(way, cost, once_more, self.seconds[rank], self.demand.host)
-
-    def _plain(self, stage: int) -> StageCost:
-        return self.demand.costs[stage % len(self.demand.costs)]
-
-    def _peak(self, rank: int, stages: Sequence[int], ways: Mapping[int, Way]) -> float:
-        depth, costs = len(self.demand.costs), [self._plain(stage) for stage in stages]
-        constant = sum(cost.parameter_bytes + cost.optimizer_bytes for cost in costs)
-        courses = [
-            self.parts[stage].held(ways[stage % depth], cost, self.demand.input_bytes[stage % depth])
-            for stage, cost in zip(stages, costs, strict=True)
-        ]
-        return constant + float((np.sum(courses, axis=0) + self.running[rank]).max(initial=0.0))
-
-    def _extra(self, rank: int, stage: int, ways: Mapping[int, Way]) -> float:
-        """The seconds that a way adds to a rank's work."""
-        part, cost, way = self.parts[stage], self._plain(stage), ways[stage % len(self.demand.costs)]
-        each = self._cost(part, way, rank)
-        own = [] if isinstance(each, StageCost) else [each[number] for number in part.places]
-        return sum(
+        for number, (forward, backward, end) in places.items():
+            if number not in other:
+                hold(forward, backward, cost.activation_bytes)
+            elif way is Way.RECOMPUTES:
+                hold(forward, end, received)
+                hold(forward, forward, cost.activation_bytes)
+                hold(backward, backward, cost.activation_bytes)
+                each[number] = replace(cost, backward_input_seconds=cost.backward_input_seconds + once_more)
+            else:
+                hold(forward, forward + 1, cost.activation_bytes)
+                hold(backward - 1, backward, cost.activation_bytes)
+                longer, back = cost.forward_seconds + stall(forward + 1), stall(backward - 1)
+                each[number] = replace(
+                    cost, forward_seconds=longer, backward_input_seconds=cost.backward_input_seconds + back
+                )
+            if end > backward:
+                hold(backward + 1, end, cost.weight_gradient_bytes)
+        own = (each[number] for number in places) if other else ()
+        extra = sum(
             one.forward_seconds - cost.forward_seconds + one.backward_seconds - cost.backward_seconds for one in own
         )
+        return cls(np.cumsum(change)[: len(work)], cost if way is Way.KEEPS else each, extra)
+
+
+def _places(work: Sequence[Action], stage: int) -> dict[int, tuple[int, int, int]]:
+    """Where in a rank's row each microbatch of a stage has its forward, its backward (B or I) and its end (B or W);
+    without a backward, the forward ends it."""
+    found: dict[int, list[int]] = {}
+    for place, action in enumerate(work):
+        if action.stage == stage and action.microbatch is not None:
+            found.setdefault(action.microbatch, []).append(place)
+    return {number: (places[0], places[min(1, len(places) - 1)], places[-1]) for number, places in found.items()}
 
 
 def _padded(cost: OfStage, schedule: Schedule) -> OfStage:
@@ -276,12 +218,11 @@ def _together(schedule: Schedule) -> list[list[int]]:
     return [sorted(ranks) for ranks, _ in groups]
 
 
-def _ways(stages: int, can_offload: bool) -> Iterator[tuple[Way, ...]]:
+def _ways(stages: int, open_ways: Sequence[Way]) -> Iterator[tuple[Way, ...]]:
     """All ways of so many stages, keeping everything first."""
-    open_ = [way for way in Way if can_offload or way is not Way.OFFLOADS]
-    if len(open_) ** stages > MAX_WAYS:
-        return iter([(way,) * stages for way in open_])
-    return product(open_, repeat=stages)
+    if len(open_ways) ** stages > MAX_WAYS:
+        return iter([(way,) * stages for way in open_ways])
+    return product(open_ways, repeat=stages)
 
 
 def lacking(peak_bytes: Sequence[float], limits: Sequence[float]) -> float:

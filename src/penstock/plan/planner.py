@@ -6,27 +6,14 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.balance import UnitCost, variation
+from penstock.balance import variation
 from penstock.errors import ArgumentError
-from penstock.plan.bounds import Shape, least_seconds, least_seconds_anyhow
+from penstock.plan.bounds import least_seconds, least_seconds_anyhow
 from penstock.plan.choice import ANY, Choice, Wanted, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import MadeFor, Plan
-from penstock.plan.predict import (
-    Cut,
-    besides_of,
-    cut,
-    cut_at,
-    cut_within,
-    limits_of,
-    links_of,
-    order_of,
-    planned,
-    predict,
-    shape_of,
-    speeds_of,
-)
+from penstock.plan.predict import Cut, arranged, besides_of, cut, cut_within, order_of, planned, predict
 from penstock.plan.sizes import Sizes
 from penstock.plan.stage_costs import stage_cost
 from penstock.schedule import Schedule
@@ -93,26 +80,20 @@ class Candidate:
     """A choice with its cuts, and a time below which its step cannot be."""
 
     choice: Choice
-    units: tuple[UnitCost, ...]
     where: Cut
     at_least: float
 
-    def split(self, cluster: Cluster) -> Candidate:
-        """The same with the costs of split backwards, whatever its own order has."""
-        units, placement = tuple(unit.split for unit in self.units), order_of(self.choice).placement
-        return replace(self, units=units, where=cut_at(self.where.starts, units, placement, cluster, self.where.kinds))
-
-    def best(self, cluster: Cluster) -> tuple[Plan, Cut]:
+    def best(self) -> tuple[Plan, Cut]:
         """The better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with cuts that
         do not.
         """
-        plan = predict(self.choice, self.units, cluster, self.where), self.where
+        plan = predict(self.choice, self.where), self.where
         if not (plan[0].recompute or plan[0].offload or plan[0].lacking_bytes):
             return plan
-        other = cut_within(self.units, order_of(self.choice), cluster, self.where.kinds)
+        other = cut_within(self.where, order_of(self.choice))
         if other is None or other.starts == self.where.starts:
             return plan
-        return min(plan, (predict(self.choice, self.units, cluster, other), other), key=lambda one: _order(one[0]))
+        return min(plan, (predict(self.choice, other), other), key=lambda one: _order(one[0]))
 
 
 def make_plans(
@@ -143,23 +124,23 @@ def make_plans(
     lost: list[Lost] = []
     nearest: Plan | None = None
     candidates = sorted(open_candidates(sizes, cluster, global_batch, wanted), key=lambda one: one.at_least)
-    kept: dict[int, Candidate] = {}
+    kept: dict[int, Cut] = {}
     equal = min(MOST_EQUAL, max(EQUAL, OF_VARIATION * max(map(variation, sizes.profiles.values()))))
     for number, candidate in enumerate(candidates):
         times = sorted(map(_seconds, found))
         if len(found) >= best and candidate.at_least >= max((1 + equal) * times[0], times[best - 1]):
             lost += [Lost(one.choice, one.at_least) for one in candidates[number:]]
             break
-        plan, where = candidate.best(cluster)
+        plan, where = candidate.best()
         if plan.lacking_bytes:
             nearest = min((nearest or plan, plan), key=lambda one: one.lacking_bytes)
             lost.append(_as_lost(plan))
         else:
             found.append(plan)
-            kept[id(plan)] = replace(candidate, where=where)
+            kept[id(plan)] = where
     ranked = simplest_first(found, equal)
     if search_seconds > 0:
-        ranked = simplest_first([*found, *_finer(ranked, kept, cluster, search_seconds)], equal)
+        ranked = simplest_first([*found, *_finer(ranked, kept, search_seconds)], equal)
     fastest = min(ranked, key=_seconds, default=None)
     if fastest is not None and fastest not in ranked[:best]:
         ranked = [*ranked[: best - 1], fastest, *(one for one in ranked[best - 1 :] if one is not fastest)]
@@ -177,34 +158,31 @@ def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: W
     """Every choice, for every order of the devices' kinds."""
     cuts: dict[Hashable, Cut] = {}
     for choice in choices(sizes, cluster, global_batch, wanted):
-        units, shape = sizes.shared_by(choice.replicas).at(choice.rows), shape_of(choice)
-        units = tuple(unit.split for unit in units) if shape.splits else units
-        placement = shape.placement
+        units, placement = sizes.shared_by(choice.replicas).at(choice.rows), choice.placement
+        units = tuple(unit.split for unit in units) if choice.splits else units
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
             alike = placement if len(cluster.kinds) > 1 else choice.stages
-            key = (choice.rows, shape.splits, alike, kinds.shape, kinds.tobytes())
+            key = (choice.rows, choice.splits, alike, kinds.shape, kinds.tobytes())
             where = cuts.get(key) or cuts.setdefault(key, cut(units, placement, cluster, kinds))
-            yield Candidate(choice, units, where, _at_least(choice, shape, units, where, cluster))
+            yield Candidate(choice, where, _at_least(choice, where))
 
 
-def _at_least(choice: Choice, shape: Shape, units: Sequence[UnitCost], where: Cut, cluster: Cluster) -> float:
+def _at_least(choice: Choice, where: Cut) -> float:
     """What no plan with this choice is below: with these cuts, and, if memory is limited, with others, too."""
-    pipelines, speeds = shape.placement.pipelines, speeds_of(cluster, where.kinds)
+    pipelines, speeds, cluster = choice.placement.pipelines, where.rank_speeds, where.cluster
     sums = [cluster.least_ring_seconds(cost.gradient_bytes, choice.replicas) for cost in where.costs]
-    least = least_seconds(shape, [*where.costs] * pipelines, sums * pipelines)
+    least = least_seconds(choice, [*where.costs] * pipelines, sums * pipelines)
     if cluster.has_limit:
-        least = min(least, least_seconds_anyhow(shape, units, speeds))
-    updated = pipelines * stage_cost(units, 0).optimizer_bytes / sum(speeds)  # of some rank at least the mean
+        least = min(least, least_seconds_anyhow(choice, where.units, speeds))
+    updated = pipelines * stage_cost(where.units, 0).optimizer_bytes / sum(speeds)  # of some rank at least the mean
     return (least + cluster.optimizer_byte_seconds * updated) * (1 - ROUNDING)
 
 
-def _finer(
-    ranked: Sequence[Plan], candidates: Mapping[int, Candidate], cluster: Cluster, seconds: float
-) -> Iterator[Plan]:
+def _finer(ranked: Sequence[Plan], cuts: Mapping[int, Cut], seconds: float) -> Iterator[Plan]:
     """Plans whose order of work was searched for, with the sizes and cuts of the best, where that makes them faster.
 
     Args:
-        candidates: of each plan, by its id.
+        cuts: of each plan, by its id.
     """
     finalists: dict[Hashable, Plan] = {}
     for plan in ranked:
@@ -212,10 +190,11 @@ def _finer(
         if choice.ranks > 1 and placement.pipelines == 1 and len(finalists) < FINALISTS:
             finalists.setdefault((placement, choice.replicas, choice.rows), plan)
     for plan in finalists.values():
-        one = candidates[id(plan)].split(cluster)
-        order = searched(order_of(one.choice), one.units, cluster, one.where, seconds / len(finalists))
+        where = cuts[id(plan)]
+        where = replace(where, units=tuple(unit.split for unit in where.units))  # whatever its own order has
+        order = searched(order_of(plan.choice), where, seconds / len(finalists))
         if order is not None:
-            made = planned(replace(one.choice, schedule=order.name), order, one.units, cluster, one.where)
+            made = planned(replace(plan.choice, schedule=order.name), order, where)
             if not made.lacking_bytes and made.step_seconds < plan.step_seconds:
                 yield replace(made, order=str(order))
 
@@ -250,12 +229,8 @@ def simplest_first(plans: Sequence[Plan], equal: float) -> list[Plan]:
 
 def _complexity(plan: Plan) -> tuple[float, ...]:
     """Copies of the model, an order without a name, chunks, a split backward, stages that do not keep, ranks."""
-    found = plan.schedule
-    if isinstance(found, str):
-        shape = shape_of(plan.choice)
-        pipelines, splits = shape.placement.pipelines, shape.splits
-    else:
-        pipelines, splits = found.placement.pipelines, found.splits
+    known = plan.choice if isinstance(plan.schedule, str) else plan.schedule
+    pipelines, splits = known.placement.pipelines, known.splits
     more = len(plan.recompute) + len(plan.offload)
     numbers = (pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))
@@ -265,9 +240,7 @@ MAX_ACTIONS = 6000
 """Of an order worth searching: longer ones take minutes, and gain less."""
 
 
-def searched(
-    schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, where: Cut, seconds: float
-) -> Schedule | None:
+def searched(schedule: Schedule, where: Cut, seconds: float) -> Schedule | None:
     """The best order of the same stages on the same ranks that keeps all activations within memory; None if a named
     schedule is as good.
 
@@ -277,8 +250,8 @@ def searched(
     placement = schedule.placement
     if 3 * placement.stages * schedule.microbatches > MAX_ACTIONS:
         return None
-    room, (more, _, besides) = [], besides_of(schedule, units, where)
-    for rank, limit in enumerate(limits_of(cluster, where.kinds)):
+    room, (more, _, besides) = [], besides_of(schedule, where)
+    for rank, limit in enumerate(where.limits):
         own = [stage % placement.depth for stage in placement.stages_on(rank)]
         costs = [where.costs[stage] for stage in own]
         held = sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs)
@@ -291,7 +264,7 @@ def searched(
             placement,
             schedule.microbatches,
             where.costs,
-            links_of(schedule, units, cluster, where),
+            arranged(schedule, where)[1],
             memory_limit=None if min(room) == math.inf else room,
             objective="makespan",
             seconds=seconds,

@@ -5,66 +5,106 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from penstock.balance import Problem, UnitCost, best_starts, ties_of
 from penstock.errors import ArgumentError
 from penstock.plan.besides import Besides, besides, held_again, kept_peaks
-from penstock.plan.bounds import Shape
 from penstock.plan.choice import Choice
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import Cluster, Kind
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
 from penstock.plan.stage_costs import priced, problem_of
-from penstock.schedule import Op, Placement, Schedule, generate, generator, in_flight_by_stage
-from penstock.schedule.generators import Numbers
+from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, simulate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cut:
     """Units divided into stages, for devices of these kinds.
 
     Attributes:
+        cluster: whose devices they are.
+        units: of the whole model.
+        kinds: of the device of each rank of each replica: of a rank's replicas, the slowest counts.
+        speeds: how fast each stage's device is; of its replicas and copies, the slowest.
         starts: the index of the unit with which each stage begins.
-        costs: of each stage, on its device, if nothing is recomputed.
-        again_seconds: what the forward of each takes when it runs again.
-        kinds: of the device of each rank of each replica.
     """
 
-    starts: tuple[int, ...]
-    costs: tuple[StageCost, ...]
-    again_seconds: tuple[float, ...]
+    cluster: Cluster
+    units: Sequence[UnitCost]
     kinds: Grid
+    speeds: Sequence[float]
+    starts: Sequence[int] = ()
+
+    @classmethod
+    def within(cls, units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
+        """Nowhere yet. `placement`: which rank has which stage."""
+        slowest = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
+        of_stages = [slowest[rank] for rank in placement.rank_of]
+        depth = placement.depth
+        return cls(cluster, units, kinds, [min(of_stages[stage::depth]) for stage in range(depth)])
+
+    def at(self, starts: Sequence[int]) -> Cut:
+        """The same, cut at these places."""
+        return replace(self, starts=tuple(starts))
+
+    @property
+    def problem(self) -> Problem:
+        """What to balance."""
+        return problem_of(self.units, self.cluster.link, [] if {*self.speeds} == {1.0} else self.speeds)
+
+    @property
+    def pieces(self) -> list[Sequence[UnitCost]]:
+        """The units of each stage."""
+        return [self.units[start:end] for start, end in pairwise([*self.starts, len(self.units)])]
+
+    @cached_property
+    def costs(self) -> tuple[StageCost, ...]:
+        """Of each stage, on its device, if nothing is recomputed."""
+        return priced(self.units, self.starts, self.speeds, self.cluster.action_seconds)
+
+    @property
+    def again_seconds(self) -> list[float]:
+        """What the forward of each stage takes when it runs again."""
+        pairs = zip(self.pieces, self.speeds, strict=True)
+        return [sum(unit.again_seconds for unit in piece) / speed for piece, speed in pairs]
+
+    @property
+    def of_ranks(self) -> list[list[Kind]]:
+        """The kinds of the devices that run each rank."""
+        return [[self.cluster.kinds[kind] for kind in column] for column in self.kinds.T.tolist()]
+
+    @property
+    def rank_speeds(self) -> list[float]:
+        """How fast each rank's device is; of its replicas, the slowest."""
+        return [min(kind.speed for kind in column) for column in self.of_ranks]
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The memory of each rank's devices: of its replicas, the smallest counts."""
+        return tuple(min(kind.memory_bytes for kind in column) for column in self.of_ranks)
 
 
 def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
-    """Where the slowest stage is fastest, with what it sends over the cluster's link.
+    """Where the slowest stage is fastest, with what it sends over the cluster's link. Raises ArgumentError: there are
+    fewer units than stages."""
+    found = Cut.within(units, placement, cluster, kinds)
+    return found.at(best_starts(found.problem, placement.depth))
 
-    Args:
-        placement: which rank has which stage. If a stage has copies, the slowest of their devices counts.
-        kinds: of the device of each rank of each replica: of a rank's replicas, the slowest counts.
 
-    Raises:
-        ArgumentError: there are fewer units than stages.
+def cut_within(where: Cut, schedule: Schedule) -> Cut | None:
+    """Another cut within the memory of the devices, with as many microbatches in flight as the schedule has; or, if no
+    cut is, where the fullest stage is least full. None if the devices differ in memory.
     """
-    return cut_at(
-        best_starts(_problem(units, placement, cluster, kinds), placement.depth), units, placement, cluster, kinds
-    )
-
-
-def cut_within(units: Sequence[UnitCost], schedule: Schedule, cluster: Cluster, kinds: Grid) -> Cut | None:
-    """The same within the memory of the devices, with as many microbatches in flight as the schedule has; or, if no cut
-    is, where the fullest stage is least full. None if the devices differ in memory.
-    """
-    placement, limits = schedule.placement, limits_of(cluster, kinds)
+    placement, limits, units = schedule.placement, where.limits, where.units
     if len({*limits}) > 1:
         return None
     problem = replace(
-        _problem(units, placement, cluster, kinds),
+        where.problem,
         held_bytes=[unit.held_bytes + schedule.microbatches * (unit.input_bytes + unit.target_bytes) for unit in units],
         activation_bytes=[unit.in_flight_bytes for unit in units],
         working_bytes=[unit.working_bytes for unit in units],
@@ -73,62 +113,29 @@ def cut_within(units: Sequence[UnitCost], schedule: Schedule, cluster: Cluster, 
         limit_bytes=limits[0] / max(map(len, placement.by_rank)),
     )
     try:
-        starts = best_starts(problem, placement.depth)
+        return where.at(best_starts(problem, placement.depth))
     except ArgumentError:
-        starts = best_starts(replace(problem, limit_bytes=math.inf, balanced="bytes"), placement.depth)
-    return cut_at(starts, units, placement, cluster, kinds)
+        return where.at(best_starts(replace(problem, limit_bytes=math.inf, balanced="bytes"), placement.depth))
 
 
-def _problem(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Problem:
-    speeds = _speeds(placement, cluster, kinds)
-    return problem_of(units, cluster.link, [] if {*speeds} == {1.0} else speeds)
-
-
-def _speeds(placement: Placement, cluster: Cluster, kinds: Grid) -> list[float]:
-    """How fast each stage's device is; of its replicas and copies, the slowest."""
-    slowest = speeds_of(cluster, kinds)
-    of_stages = [slowest[rank] for rank in placement.rank_of]
-    return [min(of_stages[stage :: placement.depth]) for stage in range(placement.depth)]
-
-
-def speeds_of(cluster: Cluster, kinds: Grid) -> list[float]:
-    """How fast each rank's device is; of its replicas, the slowest."""
-    return [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
-
-
-def cut_at(
-    starts: Sequence[int], units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid
-) -> Cut:
-    """The units cut at these places."""
-    pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
-    speeds = _speeds(placement, cluster, kinds)
-    again = [sum(unit.again_seconds for unit in piece) / speed for piece, speed in zip(pieces, speeds, strict=True)]
-    costs = priced(units, starts, speeds, cluster.action_seconds)
-    return Cut(tuple(starts), costs, tuple(again), kinds)
-
-
-def predict(choice: Choice, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Plan:
+def predict(choice: Choice, where: Cut) -> Plan:
     """The plan by the schedule of that name."""
-    return planned(choice, order_of(choice), units, cluster, where)
+    return planned(choice, order_of(choice), where)
 
 
-def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Plan:
+def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
     """The plan with this order and these cuts, whose ranks keep what they have memory for."""
-    placement, depth = schedule.placement, schedule.placement.depth
-    devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
-    links = links_between(cluster, devices, _neighbors(placement))
-    limits = limits_of(cluster, where.kinds)
-    more, again, each = besides_of(schedule, units, where)
-    plain = [*where.costs] * placement.pipelines
-    timeline = simulate(schedule, plain, links)
-    inputs = [units[start].boundary_bytes for start in where.starts]
+    placement, depth, cluster, units = schedule.placement, schedule.placement.depth, where.cluster, where.units
+    devices, links = arranged(schedule, where)
+    more, again, each = besides_of(schedule, where)
+    timeline = simulate(schedule, [*where.costs] * placement.pipelines, links)
     keeping = best_keeping(
         schedule,
         Demand(
             where.costs,
-            inputs,
+            [units[start].boundary_bytes for start in where.starts],
             cluster.host_link,
-            [limit - one for limit, one in zip(limits, more, strict=True)],
+            [limit - one for limit, one in zip(where.limits, more, strict=True)],
             where.again_seconds,
             each,
         ),
@@ -140,7 +147,7 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
     gradients = [cost.gradient_bytes for cost in where.costs]
     end = sums_end(schedule, timeline, gradients, cluster, crossed_rings(cluster, devices), choice.replicas)
     states = [sum(where.costs[stage % depth].optimizer_bytes for stage in stages) for stages in placement.by_rank]
-    updates = [size / speed for size, speed in zip(states, speeds_of(cluster, where.kinds), strict=True)]
+    updates = [size / speed for size, speed in zip(states, where.rank_speeds, strict=True)]
     flat = devices.ravel().tolist()
     return Plan(
         choice,
@@ -151,7 +158,7 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
         end - timeline.makespan_seconds,
         _idle_shares(schedule, timeline),
         tuple(peak + one for peak, one in zip(keeping.peak_bytes, more, strict=True)),
-        limits,
+        where.limits,
         held_bytes=tuple(
             sum(_held(where.costs[stage % depth]) for stage in stages) - twice
             for stages, twice in zip(placement.by_rank, again, strict=True)
@@ -162,15 +169,12 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
     )
 
 
-def besides_of(
-    schedule: Schedule, units: Sequence[UnitCost], where: Cut
-) -> tuple[list[float], list[float], list[Besides]]:
+def besides_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[float], list[Besides]]:
     """What each rank needs of the batch, less what its stages count too often, since a tied parameter is there once;
     the latter alone; and what each stage takes while it runs.
     """
-    pieces = [units[start:end] for start, end in pairwise([*where.starts, len(units)])]
-    each = [Besides.of(piece, splits=schedule.splits) for piece in pieces]
-    again = held_again(schedule.placement, pieces)
+    each = [Besides.of(piece, splits=schedule.splits) for piece in where.pieces]
+    again = held_again(schedule.placement, where.pieces)
     of_ranks = besides(schedule.placement, schedule.microbatches, each)
     return [one.batch - twice for one, twice in zip(of_ranks, again, strict=True)], again, each
 
@@ -179,15 +183,10 @@ def _held(cost: StageCost) -> float:
     return cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
 
 
-def limits_of(cluster: Cluster, kinds: Grid) -> tuple[float, ...]:
-    """The memory of each rank's devices: of its replicas, the smallest counts."""
-    return tuple(min(cluster.kinds[kind].memory_bytes for kind in column) for column in kinds.T.tolist())
-
-
-def links_of(schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Links:
-    """What messages between two ranks cost, with the devices best arranged."""
-    devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
-    return links_between(cluster, devices, _neighbors(schedule.placement))
+def arranged(schedule: Schedule, where: Cut) -> tuple[Grid, Links]:
+    """The devices, best arranged, and what messages between two ranks then cost."""
+    devices = arrange(where.cluster, where.kinds, _traffic(schedule, where))
+    return devices, links_between(where.cluster, devices, _neighbors(schedule.placement))
 
 
 def _neighbors(placement: Placement) -> Iterator[tuple[int, int]]:
@@ -200,7 +199,7 @@ def _neighbors(placement: Placement) -> Iterator[tuple[int, int]]:
     return ((a, b) for a, b in sorted({(min(pair), max(pair)) for pair in pairs}) if a != b)
 
 
-def _traffic(schedule: Schedule, units: Sequence[UnitCost], where: Cut) -> Traffic:
+def _traffic(schedule: Schedule, where: Cut) -> Traffic:
     """What a step sends."""
     placement = schedule.placement
     messages: dict[tuple[int, int], float] = {}
@@ -210,7 +209,7 @@ def _traffic(schedule: Schedule, units: Sequence[UnitCost], where: Cut) -> Traff
         gradients[rank] += where.costs[stage % placement.depth].gradient_bytes
         if placement.is_first(stage):
             continue
-        unit = units[where.starts[stage % placement.depth]]
+        unit = where.units[where.starts[stage % placement.depth]]
         pair = placement.rank_of[stage - 1], rank
         if pair[0] != pair[1]:
             count = len(placement.microbatches_of(stage, schedule.microbatches))
@@ -238,13 +237,6 @@ def order_of_plan(plan: Plan) -> Schedule:
 def order_of(choice: Choice) -> Schedule:
     """The order of work that was chosen."""
     return generate(choice.schedule, choice.ranks, choice.microbatches, choice.chunks)
-
-
-def shape_of(choice: Choice) -> Shape:
-    """What is known of that order before it is made."""
-    entry = generator(choice.schedule)
-    numbers = Numbers(choice.ranks, choice.microbatches, choice.chunks)
-    return Shape(entry.placed(numbers), choice.microbatches, entry.splits)
 
 
 def sums_end(

@@ -12,7 +12,6 @@ from penstock.plan.choice import Choice, Wanted
 from penstock.plan.cluster import Cluster
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Candidate, open_candidates
-from penstock.plan.predict import shape_of
 from penstock.plan.sizes import Sizes
 from penstock.simulate.costs import LinkCost
 
@@ -76,7 +75,7 @@ def first_that_fits(
     for one in sorted(order, key=lambda one: one.choice != likely):
         if not _may_fit(one, cluster):
             continue
-        plan, _ = one.best(cluster)
+        plan, _ = one.best()
         if not plan.lacking_bytes:
             return plan
     return None
@@ -85,10 +84,10 @@ def first_that_fits(
 def _may_fit(one: Candidate, cluster: Cluster) -> bool:
     """Whether devices could at least hold what is there all the time, however the model is cut."""
     limit = max(kind.memory_bytes for kind in cluster.kinds)
-    pipelines = shape_of(one.choice).placement.pipelines
-    held = sum(unit.held_bytes for unit in one.units) - sum(counted_again(one.units))
+    pipelines = one.choice.placement.pipelines
+    held = sum(unit.held_bytes for unit in one.where.units) - sum(counted_again(one.where.units))
     each = pipelines * held / one.choice.ranks
-    return max(each, *(unit.held_bytes for unit in one.units)) <= limit
+    return max(each, *(unit.held_bytes for unit in one.where.units)) <= limit
 
 
 def _larger(cluster: Cluster, nearest: Plan) -> Cluster:

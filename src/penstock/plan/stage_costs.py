@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -43,31 +42,18 @@ def crossing_seconds(unit: UnitCost, link: LinkCost) -> float:
     return sum(link.seconds(size) for size in (unit.boundary_bytes, unit.boundary_gradient_bytes) if size)
 
 
-@dataclass(frozen=True, slots=True)
-class StagesOfUnits:
-    """Units divided into stages.
-
-    Attributes:
-        cuts: the unit with which each stage but the first begins.
-        costs: of each stage, for one microbatch.
-    """
-
-    cuts: tuple[str, ...]
-    costs: tuple[StageCost, ...]
-
-
 @lru_cache(maxsize=256)
 def stages_of_units(
     units: tuple[UnitCost, ...], stages: int, link: LinkCost, action_seconds: float = 0.0
-) -> StagesOfUnits:
-    """The units cut where `balance="time"` cuts them: the slowest stage is as fast as can be.
+) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
+    """The units cut where `balance="time"` cuts them, so that the slowest stage is as fast as can be: the unit with
+    which each stage but the first begins, and what each stage costs.
 
     Raises:
         ArgumentError: there are fewer units than stages.
     """
     starts = best_starts(problem_of(units, link), stages)
-    costs = priced(units, starts, [1.0] * stages, action_seconds)
-    return StagesOfUnits(tuple(units[start].name for start in starts[1:]), costs)
+    return tuple(units[start].name for start in starts[1:]), priced(units, starts, [1.0] * stages, action_seconds)
 
 
 def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> Problem:

@@ -147,7 +147,7 @@ class _Unsplit:
         )
         self.alone = build(made.model, ((), {}), World(1), generate("naive", 1, len(self._all)), given)
         self._draws = bool(self.alone.session.drawing_modules) or self.alone.session.draws_in_glue
-        self.trained = trained(self.alone.session.all_parameters(), self.alone)
+        self.trained = trained(self.alone.session.split.all_parameters(), self.alone)
         coarse = (torch.bfloat16, torch.float16)
         matrices = [n for n, p in self.trained.items() if p.requires_grad and p.dim() == 2 and rule.in_place]
         rounding = {name for name in matrices if gradient_dtype(self.trained[name]) in coarse}
@@ -216,7 +216,7 @@ class _Unsplit:
     def _run(self, *, training: bool, trail: Trail | None = None) -> dict[Key, Tensor | None]:
         """Outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""
         session, label = self.alone.session, "" if training else IN_EVALUATION
-        pieces = session.split_batch(Batch())  # on the model's device
+        pieces = session.steps.microbatches(Batch(), session.device)
         partitions = self._partitions(training=training)
         weighted = weights(self._reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
         found: dict[Key, Tensor | None] = {}
@@ -233,7 +233,8 @@ class _Unsplit:
                     trail.begin(k)
                 with own(), norms.forward(k, runs_again=False) if norms and is_first else nullcontext():
                     kwargs = dict(piece.kwargs)
-                    output = self.alone.model(*piece.args, **{**kwargs, **session.default_kwargs(piece.args, kwargs)})
+                    kwargs |= session.default_kwargs(piece.args, kwargs)
+                    output = self.alone.model(*piece.args, **kwargs)
                 streams.begin_loss(k)
                 value = self._loss_of(output, piece.target, training=training)
                 if training and value is not None:
@@ -319,7 +320,7 @@ def _pieces(pipe: Pipeline, batch: Microbatch) -> list[list[Microbatch]]:
     """The microbatches of each replica. They stay on the device of the batch."""
     leaves = flatten((batch.args, dict(batch.kwargs))).leaves
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    mine = pipe.session.split_batch(Batch(batch.args, batch.kwargs, batch.target), device)
+    mine = pipe.session.steps.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
     parts = {0: mine} if pipe.world.data_parallel == 1 else dict(pipe.gather((pipe.world.replica, mine)))
     return [parts[replica] for replica in range(pipe.world.data_parallel)]
 

@@ -339,7 +339,7 @@ def _given_to_all(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[
     """The batch of this replica, from those of its processes that read it."""
     mine = ((args, kwargs) if pipe.needs_inputs else None, target if pipe.needs_targets else None)
     there = map_tensors(lambda x: x.detach().cpu().requires_grad_(x.requires_grad), mine)
-    line = pipe.session.engine.control.gather_line(there)
+    line = pipe.session.control.gather_line(there)
     args, kwargs = next(inputs for inputs, _ in line if inputs is not None)
     return args, kwargs, next((label for _, label in line if label is not None), None)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.balance import Profile, UnitCost
 from penstock.hardware import seconds_of
 from penstock.transformer import memory, operations
-from penstock.transformer.job import Job, Recompute
+from penstock.transformer.job import Job
 from penstock.transformer.machine import Machine
 from penstock.transformer.memory import Held
 from penstock.transformer.operations import Work
@@ -55,51 +53,30 @@ def profile_of(job: Job, machine: Machine, rows: int) -> Profile:
 
 
 def _unit(name: str, work: Work, held: Held, job: Job, machine: Machine, boundary: int) -> UnitCost:
+    """On each device of a tensor-parallel group. Collectives do not overlap with anything; if everything runs again
+    before the input's gradient, they do too."""
     recompute = job.recompute if name not in (EMBEDDING, HEAD) else "none"
-    times = times_of(work, machine, job.tensor_parallel, recompute)
+    forward, inputs, weights, repeated = (
+        seconds_of(operations, machine.device, machine.efficiency)
+        for operations in (work.forward, work.input_gradient, work.weight_gradient, work.repeated)
+    )
+    sums, back = (
+        math.fsum(machine.all_reduce_seconds(size, job.tensor_parallel) for size in sizes)
+        for sizes in (work.forward_sums, work.backward_sums)
+    )
+    forward += sums
+    again = {"none": 0.0, "selective": repeated, "full": forward}[recompute]
     return UnitCost(
         name,
-        times.forward,
-        times.input_gradient + times.again,
-        times.weight_gradient,
+        forward,
+        inputs + back + again,
+        weights,
         round(held.activations),
         round(held.parameters),
         round(held.gradients),
         round(held.optimizer),
         boundary,
         boundary,
-        recompute_seconds=times.forward - times.again,
+        recompute_seconds=forward - again,
         working_bytes=held.working,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds of one microbatch: F, I and W, and what runs again before I."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-    again: float
-
-
-def times_of(work: Work, machine: Machine, devices: int, recompute: Recompute = "none") -> Times:
-    """What a part takes on each device of a tensor-parallel group. Collectives do not overlap with anything.
-
-    Args:
-        work: of one device.
-        machine: whose devices they are.
-        devices: of the group.
-        recompute: what runs again before the input's gradient; the part's collectives do too if that is all.
-    """
-    device, efficiency = machine.device, machine.efficiency
-    forward = seconds_of(work.forward, device, efficiency) + _sums(work.forward_sums, machine, devices)
-    inputs = seconds_of(work.input_gradient, device, efficiency) + _sums(work.backward_sums, machine, devices)
-    weights = seconds_of(work.weight_gradient, device, efficiency)
-    repeated = seconds_of(work.repeated, device, efficiency)
-    again = {"none": 0.0, "selective": repeated, "full": forward}[recompute]
-    return Times(forward, inputs, weights, again)
-
-
-def _sums(sizes: Sequence[float], machine: Machine, devices: int) -> float:
-    return math.fsum(machine.all_reduce_seconds(size, devices) for size in sizes)

@@ -311,7 +311,7 @@ def test_a_refusal_of_one_rank_ends_the_step_of_all(monkeypatch: pytest.MonkeyPa
     model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uneven(), nn.Linear(WIDTH, WIDTH)), batch()
     told: list[BaseException] = []
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, deferred_batch_norm=True) as pipe:
-        monkeypatch.setattr(pipe.session.engine.control, "fail", lambda error: told.append(error) or error)
+        monkeypatch.setattr(pipe.session.control, "fail", lambda error: told.append(error) or error)
         with pytest.raises(ArgumentError) as raised:
             pipe.step(x, target=y)
     assert told == [raised.value]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,10 +12,11 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.explain import Event
-from penstock.explain.traced import traced
-from penstock.schedule import Action, Op, generate
+from penstock.explain.around import PIPELINE, Among, Around, Joint, traced
+from penstock.explain.case import case_of_traced
+from penstock.explain.stragglers import slowdowns, usual
+from penstock.schedule import Action, Op, Schedule, generate
 from penstock.simulate import StageCost, simulate
-from penstock.simulate.job import PIPELINE, Among, Job, Joint, balanced, mixed, slowdowns, usual
 
 JOINTS = {"gather": Among.REPLICAS, "ends": Among.PIPELINE, "norm": Among.ALL, "optimizer": Among.NOBODY}
 
@@ -27,9 +31,14 @@ def durations(rng: np.random.Generator, replicas: int, ranks: int, microbatches:
     return found
 
 
-def job(ranks: int, microbatches: int) -> Job:
+def step(rng: np.random.Generator, replicas: int, ranks: int, microbatches: int) -> Around:
     after = tuple(Joint(name, JOINTS[name]) for name in ("ends", "norm", "optimizer"))
-    return Job(generate("1f1b", ranks, microbatches), (Joint("gather", Among.REPLICAS),), after)
+    return Around((Joint("gather", Among.REPLICAS),), after, durations(rng, replicas, ranks, microbatches))
+
+
+def seconds(schedule: Schedule, one: Around, **other: np.ndarray) -> float:
+    """How long the step takes, with other durations of some ops."""
+    return case_of_traced(schedule, replace(one, durations={**one.durations, **other})).step_seconds
 
 
 def event(replica: int, rank: int, done: str | Op, number: int | None, start: float, end: float) -> Event:
@@ -37,7 +46,7 @@ def event(replica: int, rank: int, done: str | Op, number: int | None, start: fl
     return Event((replica, rank), str(action or done), start, end, action, 0, rank, replica)
 
 
-def events_of(one: Job, took: dict[str, np.ndarray], rest: float) -> list[Event]:
+def events_of(schedule: Schedule, took: Mapping[str, np.ndarray], rest: float) -> list[Event]:
     """What a trace of the step would show, one rank's collectives at a time; `rest` is idle before the optimizer."""
     replicas, ranks, _ = took["forward"].shape
     gathered = took["gather"]
@@ -47,7 +56,7 @@ def events_of(one: Job, took: dict[str, np.ndarray], rest: float) -> list[Event]
         both = [np.nan_to_num(took[f"{way}-message"][d]) + took[way][d] for way in ("forward", "backward")]
         costs = [[StageCost(f, b, 0) for f, b in zip(*pair, strict=True)] for pair in zip(*both, strict=True)]
         begin = gathered[d].tolist()
-        timeline = simulate(one.schedule, costs, begin=begin)
+        timeline = simulate(schedule, costs, begin=begin)
         for rank in range(ranks):
             before = begin[rank]
             for span in timeline.spans(rank):
@@ -82,82 +91,64 @@ def events_of(one: Job, took: dict[str, np.ndarray], rest: float) -> list[Event]
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 4), st.integers(1, 5))
 def test_a_trace_gives_back_what_its_ops_took(seed: int, replicas: int, ranks: int, microbatches: int) -> None:
-    one, took = job(ranks, microbatches), durations(np.random.default_rng(seed), replicas, ranks, microbatches)
-    found = traced(one.schedule, events_of(one, took, 0.0), JOINTS)
-    assert found.job == one
-    for name, expected in took.items():
+    schedule = generate("1f1b", ranks, microbatches)
+    one = step(np.random.default_rng(seed), replicas, ranks, microbatches)
+    events = events_of(schedule, one.durations, 0.0)
+    found = traced(schedule, events, JOINTS)
+    assert (found.before, found.after) == (one.before, one.after)
+    for name, expected in one.durations.items():
         np.testing.assert_allclose(found.durations[name], expected)
-    assert found.job.seconds(found.durations) == pytest.approx(found.seconds)
-    alone = one.spans(took)
-    assert alone.shape == (replicas,)
+    whole = max(each.end_seconds for each in events) - min(each.start_seconds for each in events)
+    assert seconds(schedule, found) == pytest.approx(whole)
 
 
-def test_gaps_are_parts_of_the_step_if_asked_for() -> None:
-    one, took = job(3, 2), durations(np.random.default_rng(1), 2, 3, 2)
-    events = events_of(one, took, 4.0)
-    without, with_gaps = (traced(one.schedule, events, JOINTS, gaps=gaps) for gaps in (False, True))
-    assert without.job.seconds(without.durations) == pytest.approx(without.seconds - 4)
-    assert (with_gaps.durations["before optimizer"] == 4).all()
-    assert Joint("before optimizer") in with_gaps.job.after
+def test_what_is_lost_in_between_is_left_out() -> None:
+    schedule, one = generate("1f1b", 3, 2), step(np.random.default_rng(1), 2, 3, 2)
+    found = traced(schedule, events_of(schedule, one.durations, 4.0), JOINTS)
+    whole = traced(schedule, events_of(schedule, one.durations, 0.0), JOINTS)
+    assert seconds(schedule, found) == pytest.approx(seconds(schedule, whole))
 
 
 def test_what_ranks_do_together_waits_for_the_last_of_them() -> None:
     """Two replicas of one rank: forwards of 1 and 5 seconds, backwards of 2."""
+    schedule = generate("1f1b", 1, 1)
     took = {"forward": np.array([[[1.0]], [[5.0]]]), "backward": np.full((2, 1, 1), 2.0)}
     took |= {name: np.full((2, 1, 1), np.nan) for name in PIPELINE[2:]}
     took |= {"sum": np.array([[10.0], [1.0]]), "optimizer": np.array([[0.5], [20.0]])}
+    slow_first = np.array([[20.0], [0.5]])
     for among, expected in ((Among.REPLICAS, 7 + 21), (Among.NOBODY, 7 + 21), (Among.ALL, 28), (Among.PIPELINE, 28)):
-        one = Job(generate("1f1b", 1, 1), (), (Joint("sum", among), Joint("optimizer")))
-        assert one.seconds(took) == expected
-        slow_first = took | {"optimizer": np.array([[20.0], [0.5]])}
-        assert one.seconds(slow_first) == {Among.REPLICAS: 37, Among.ALL: 37}.get(among, 33)
-    before = Job(generate("1f1b", 1, 1), (Joint("sum", Among.REPLICAS),), ())
-    assert before.seconds(took | {"sum": np.array([[10.0], [1.0]])}) == 13
+        one = Around((), (Joint("sum", among), Joint("optimizer")), took)
+        assert seconds(schedule, one) == expected
+        assert seconds(schedule, one, optimizer=slow_first) == {Among.REPLICAS: 37, Among.ALL: 37}.get(among, 33)
+    before = Around((Joint("sum", Among.REPLICAS),), (), took)
+    assert seconds(schedule, before, sum=np.array([[10.0], [1.0]])) == 13
 
 
 def test_whose_slowness_costs_what() -> None:
     """Rank 1 of replica 0 has forwards of 3 in place of 1; everything else is even."""
-    one = Job(generate("1f1b", 2, 4), (), (Joint("sum", Among.REPLICAS),))
+    schedule = generate("1f1b", 2, 4)
     even = {name: np.full((2, 2, 4), 1.0) for name in PIPELINE} | {"sum": np.full((2, 2), 1.0)}
     even |= {name: np.full((2, 2, 4), np.nan) for name in PIPELINE[2:]}
     real = even | {"forward": even["forward"].copy()}
     real["forward"][0, 1] = 3.0
-    found = slowdowns(one, real, even)
-    slow = one.seconds(real) / one.seconds(even)
+    one = Around((), (Joint("sum", Among.REPLICAS),), real)
+    found = slowdowns(schedule, one, dict.fromkeys(real, 1.0))
+    slow = seconds(schedule, one) / seconds(schedule, one, **even)
     assert slow > 1.5
     assert found.step == found.by_rank[1] == found.by_replica[0] == found.by_op["forward"] == slow
     assert found.by_rank[0] == found.by_replica[1] == found.by_op["sum"] == found.by_op["backward"] == 1
-    where = mixed(real, even, np.array([[True, True], [False, True]]), ["forward"])
-    assert (where["forward"] == real["forward"]).all()
-    seconds = usual([real], one)
-    assert seconds["forward"] == 1.5
-    assert seconds["sum"] == 1
-    assert (balanced(real, seconds)["forward"] == 1.5).all()
-
-
-def test_ranks_that_begin_later() -> None:
-    schedule, cost = generate("1f1b", 2, 2), StageCost(1, 1, 1)
-    plain = simulate(schedule, cost)
-    later = simulate(schedule, cost, begin=[5, 5])
-    assert [span.start_seconds for span in later] == [5 + span.start_seconds for span in plain]
-    assert simulate(schedule, cost, begin=[0, 1]) == plain
-    assert next(simulate(schedule, cost, begin=[0, 10]).spans(1)).start_seconds == 10
-    for wrong in ([1.0], [0.0, -1.0], [0.0, float("nan")]):
-        with pytest.raises(ArgumentError, match="a time of 0 or more for each of 2 ranks"):
-            simulate(schedule, cost, begin=wrong)
+    known = usual([real], one)
+    assert known["forward"] == 1.5
+    assert known["sum"] == 1
 
 
 def test_what_is_missing_is_named() -> None:
-    one, took = job(2, 2), durations(np.random.default_rng(1), 2, 2, 2)
-    events = events_of(one, took, 0.0)
+    schedule, one = generate("1f1b", 2, 2), step(np.random.default_rng(1), 2, 2, 2)
+    events = events_of(schedule, one.durations, 0.0)
     with pytest.raises(ArgumentError, match="an op 'norm'; say in `among`"):
-        traced(one.schedule, events, {name: among for name, among in JOINTS.items() if name != "norm"})
+        traced(schedule, events, {name: among for name, among in JOINTS.items() if name != "norm"})
     few = [each for each in events if (each.replica, each.name) != (1, "0B1")]
     with pytest.raises(ArgumentError, match="no backward of replica 1, rank 0, microbatch 1"):
-        traced(one.schedule, few, JOINTS)
+        traced(schedule, few, JOINTS)
     with pytest.raises(ArgumentError, match="forward of rank 0, microbatch 7, is not in the schedule"):
-        traced(one.schedule, [*events, event(1, 0, Op.F, 7, 0, 0)], JOINTS)
-    with pytest.raises(ArgumentError, match="durations have no 'norm'"):
-        one.seconds({name: each for name, each in took.items() if name != "norm"})
-    with pytest.raises(ArgumentError, match=r"'optimizer' have the shape \(2,\); expected \(2, 2\): replicas, ranks"):
-        one.seconds(took | {"optimizer": np.zeros(2)})
+        traced(schedule, [*events, event(1, 0, Op.F, 7, 0, 0)], JOINTS)

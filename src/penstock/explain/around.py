@@ -1,4 +1,4 @@
-"""From the ops of a traced step to its durations: when each began and ended, of all ranks and replicas.
+"""What ranks do before and after their pipelines, alone or together, and how long all ops of a traced step took.
 
 An op that several ranks do together lasts, on each, as long as it waits for the others. What it costs is the time from
 when the last of them has begun: the rest is somebody else's slowness.
@@ -7,8 +7,9 @@ when the last of them has begun: the rest is somebody else's slowness.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -16,7 +17,26 @@ from penstock.errors import ArgumentError
 from penstock.explain.event import Event
 from penstock.schedule import Op, Schedule
 from penstock.simulate.columns import Floats
-from penstock.simulate.job import BACKWARD, BACKWARD_MESSAGE, FORWARD, FORWARD_MESSAGE, Among, Job, Joint, together
+
+FORWARD, BACKWARD = "forward", "backward"
+FORWARD_MESSAGE, BACKWARD_MESSAGE = "forward-message", "backward-message"
+PIPELINE = (FORWARD, BACKWARD, FORWARD_MESSAGE, BACKWARD_MESSAGE)
+"""The names of what a pipeline does: a message is its sender's, which waits until it has arrived."""
+
+Durations = Mapping[str, Floats]
+"""How long each op takes, in seconds, by name: those of `PIPELINE` by replica, rank and microbatch, those of a `Joint`
+by replica and rank. NaN where there is none: a message from the first or last rank, a rank that takes no part.
+"""
+
+
+class Among(Enum):
+    """Which ranks wait for each other before they begin a `Joint`."""
+
+    NOBODY = "each rank for itself"
+    REPLICAS = "the same rank of all replicas"
+    PIPELINE = "the ranks of a replica"
+    ALL = "all ranks of all replicas"
+
 
 KNOWN: Mapping[str, Among] = {
     "params-all-gather": Among.REPLICAS,
@@ -31,33 +51,46 @@ KNOWN: Mapping[str, Among] = {
 GAP = "before "
 """Before the name of an op: the time between what its rank did before, and the op."""
 
-
 START = "start"
 """By how much later than the first a rank begins its step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
-    """A traced step: what it consists of, what each part took, and how long all of it lasted.
+class Joint:
+    """What ranks do before or after their pipeline's actions: a collective, or an optimizer's step."""
 
-    Attributes:
-        seconds: from the first start to the last end.
-        spans: of each replica, from the first start of its forwards and backwards to their last end.
-    """
-
-    job: Job
-    durations: Mapping[str, Floats]
-    seconds: float
-    spans: Floats
+    name: str
+    among: Among = Among.NOBODY
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What each rank does before and after its pipeline's actions, in order, and how long that takes, [R, P]."""
+    """What each rank does before and after its pipeline's actions, in order, and how long ops take."""
 
     before: tuple[Joint, ...]
     after: tuple[Joint, ...]
-    durations: Mapping[str, Floats]
+    durations: Durations
+
+
+def together(among: Among, reached: Floats) -> Floats:
+    """When each rank begins what it does with others, if they reach it then; NaN where a rank takes no part."""
+    if among is Among.NOBODY:
+        return reached
+    axis = {Among.REPLICAS: 0, Among.PIPELINE: 1}.get(among)
+    latest = np.where(np.isnan(reached), -np.inf, reached).max(axis=axis, keepdims=True)
+    return np.where(np.isnan(reached), np.nan, latest)
+
+
+def done(joints: Sequence[Joint], durations: Durations, now: Floats) -> Floats:
+    """When each rank has done one joint after the other, the first of which it reaches `now`; by replica and rank."""
+    for joint in joints:
+        seconds = durations[joint.name]
+        begun = together(joint.among, np.where(np.isnan(seconds), np.nan, now))
+        now = np.where(np.isnan(begun), now, begun + seconds)
+    return now
+
+
+# -- from a trace -----------------------------------------------------------------------------------------------------
 
 
 def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
@@ -65,31 +98,28 @@ def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, 
 
     Args:
         shape: how many replicas and ranks.
-        events, among: as for `traced`.
+        events: of one step, each with its rank and replica, on one clock.
+        among: who does an op together, by its name.
 
     Raises:
         ArgumentError: an op is unknown.
     """
     work, joint = _by_op(events)
-    extent = _extent(shape, [times for op, times in work.items() if op.is_compute])
-    before, after, durations = _around(joint, extent, among, _own)
-    if before:
-        start, _ = _once(shape, joint[before[0].name])
-        durations[START] = np.nan_to_num(start - np.nanmin(start))
-        before = (Joint(START), *before)
-    return Around(before, after, durations)
+    computed = [times for op, times in work.items() if op.is_compute]
+    found = _around(joint, _extent(shape, computed), among, gaps=True)
+    if not found.before:
+        return found
+    start, _ = _once(shape, joint[found.before[0].name])
+    more = {START: np.nan_to_num(start - np.nanmin(start))}
+    return Around((Joint(START), *found.before), found.after, {**found.durations, **more})
 
 
-def traced(
-    schedule: Schedule, events: Iterable[Event], among: Mapping[str, Among] = KNOWN, *, gaps: bool = False
-) -> Traced:
-    """The step that these events are.
+def traced(schedule: Schedule, events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
+    """What each op of a step took, those of `PIPELINE` among them; time that ranks lose in between is left out.
 
     Args:
         schedule: what every replica ran; one stage a rank, backwards not split.
-        events: of one step, each with its rank and replica, on one clock.
-        among: who does an op together, by its name.
-        gaps: whether the least time between such ops is a part of the step, too: a host's delay.
+        events, among: as for `around`.
 
     Raises:
         ArgumentError: an op is unknown, or missing for a replica, rank or microbatch.
@@ -98,22 +128,15 @@ def traced(
     work, joint = _by_op(events)
     replicas = 1 + max((event.replica or 0 for event in events), default=0)
     shape = (replicas, schedule.ranks, schedule.numbers)
-    first, last = _extent(shape[:2], work.values())
-    begun, ended = _extent(shape[:2], [work.get(Op.F, {}), work.get(Op.B, {})])
+    found = _around(joint, _extent(shape[:2], work.values()), among)
     durations = {
         FORWARD: _computed(shape, work, Op.F),
         BACKWARD: _computed(shape, work, Op.B),
         FORWARD_MESSAGE: _messages(shape, work, Op.SEND_F, Op.RECV_F, 1),
         BACKWARD_MESSAGE: _messages(shape, work, Op.SEND_B, Op.RECV_B, -1),
     }
-    opening, closing, more = _around(joint, (first, last), among, _least if gaps else None)
-    seconds = max(event.end_seconds for event in events) - min(event.start_seconds for event in events)
-    spans = ended.max(axis=1) - begun.min(axis=1)
-    return Traced(Job(schedule, opening, closing), durations | more, seconds, spans)
+    return Around(found.before, found.after, {**durations, **found.durations})
 
-
-_Gap = Callable[[Floats, Floats], Floats]
-"""What counts as a part of the step, of the gaps between when ranks had done what came before, and an op's starts."""
 
 _Times = dict[tuple[int, int, int | None], tuple[float, float]]
 """When an op started and ended, by replica, rank and microbatch."""
@@ -167,23 +190,32 @@ def _messages(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, r
 
 
 def _around(
-    joint: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], gap: _Gap | None
-) -> tuple[tuple[Joint, ...], tuple[Joint, ...], dict[str, Floats]]:
+    joint: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], *, gaps: bool = False
+) -> Around:
     """What ranks did before and after their pipelines' actions, whose first start and last end are given."""
     if unknown := joint.keys() - among.keys():
         raise ArgumentError(f"the trace has an op {min(unknown)!r}; say in `among` which ranks do it together")
     first, last = pipeline
     times = {name: _once(first.shape, found) for name, found in joint.items()}
-    order = _in_order(times)
-    before = [name for name in order if np.nanmax(times[name][0] - first) <= 0]
-    after = [name for name in order if name not in before]
     durations: dict[str, Floats] = {}
-    opening, now = _joints(before, times, among, None, durations, gap)
-    if gap is not None and now is not None:
-        durations[GAP + FORWARD] = _least(first, now)  # later ranks wait for the first one's output
-        opening = (*opening, Joint(GAP + FORWARD))
-    closing, _ = _joints(after, times, among, last, durations, gap)
-    return opening, closing, durations
+    parts: tuple[list[Joint], list[Joint]] = [], []
+    now: list[Floats | None] = [None, last]
+    for name in _in_order(times):
+        start, end = times[name]
+        later = int(np.nanmax(start - first) > 0)
+        reached = now[later]
+        if gaps and reached is not None:
+            durations[GAP + name] = _own(start, reached)
+            parts[later].append(Joint(GAP + name))
+        durations[name] = np.maximum(end - together(among[name], start), 0.0)
+        parts[later].append(Joint(name, among[name]))
+        now[later] = end if reached is None else np.where(np.isnan(end), reached, end)
+    before = now[0]
+    if gaps and before is not None:
+        gap = first - before  # later ranks wait for the first one's output, so the least counts
+        durations[GAP + FORWARD] = np.where(np.isnan(gap), np.nan, max(float(np.nanmin(gap)), 0.0))
+        parts[0].append(Joint(GAP + FORWARD))
+    return Around(tuple(parts[0]), tuple(parts[1]), durations)
 
 
 def _once(shape: tuple[int, ...], times: _Times) -> tuple[Floats, Floats]:
@@ -201,33 +233,8 @@ def _in_order(times: Mapping[str, tuple[Floats, Floats]]) -> list[str]:
     return sorted(times, key=before.__getitem__)
 
 
-def _least(start: Floats, now: Floats) -> Floats:
-    """The least gap, wherever there is one: longer ones may be waits for what a trace does not show."""
-    return np.where(np.isnan(start - now), np.nan, max(float(np.nanmin(start - now)), 0.0))
-
-
 def _own(start: Floats, now: Floats) -> Floats:
     """Each rank's own gap, but no longer than that of the rank that comes last, as only that waits for nobody."""
     gaps: Floats = np.maximum(start - now, 0.0)
     last = gaps.ravel()[np.argmax(np.where(np.isnan(gaps), -np.inf, now))]
     return np.asarray(np.minimum(gaps, last))
-
-
-def _joints(
-    names: Sequence[str], times: Mapping[str, tuple[Floats, Floats]], among: Mapping[str, Among], now: Floats | None,
-    durations: dict[str, Floats], gap: _Gap | None,
-) -> tuple[tuple[Joint, ...], Floats | None]:  # fmt: skip
-    """What ranks did one after the other, with durations added to `durations`; and when each had done all.
-
-    `now` is when each rank had done what came before; None at the start of a step.
-    """
-    joints = []
-    for name in names:
-        start, end = times[name]
-        if gap is not None and now is not None:
-            durations[GAP + name] = gap(start, now)
-            joints.append(Joint(GAP + name))
-        durations[name] = np.maximum(end - together(among[name], start), 0.0)
-        joints.append(Joint(name, among[name]))
-        now = end if now is None else np.where(np.isnan(end), now, end)
-    return tuple(joints), now
