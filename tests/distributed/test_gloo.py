@@ -51,14 +51,10 @@ def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
 
 SHORT_SCHEDULES = [
     ("interleaved-1f1b", 2, "auto"),
-    ("zb-h1", 4, "auto"),
     ("zb-v", 4, "distributed"),
-    ("v-half", 2, "distributed"),
-    ("hanayo", 2, "distributed"),
     ("chimera", 2, "auto"),
-    ("dualpipe", 4, "distributed"),
 ]
-"""One of each family; `test_nccl_rules.py` always runs all."""
+"""`test_nccl_rules.py` always runs all."""
 
 
 @pytest.mark.parametrize(
@@ -132,10 +128,10 @@ SHORT_TRAINED = [
         for case in product(["mlp", "skips", "convnet", "frozen_first_stage"], CLASSIC, TRANSPORTS)
     ],
 )
-def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: str, transport: str) -> None:
+def test_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: str, transport: str) -> None:
     options = {"schedule": schedule, "microbatches": 5, "transport": transport}
-    trained = ranks3.run(jobs.train_here, name, 5, options)
-    weights, buffers, losses = train_by_hand(name, 5, 5)
+    trained = ranks3.run(jobs.train_here, name, 3, options)
+    weights, buffers, losses = train_by_hand(name, 3, 5)
     got = merged(trained, "weights")
     assert set(got) == set(weights)
     assert all(torch.equal(got[key], weights[key]) for key in weights)
@@ -249,11 +245,10 @@ def test_share_loss(ranks2: Ranks) -> None:
     assert first["loss"] == "result.loss: there is no loss on this rank; pass loss_fn=..., and keep share_loss=True"
 
 
-@pytest.mark.parametrize("reader", [0, 1])
-def test_trap_23_reading_the_loss_on_one_rank_waits_for_nobody(ranks2: Ranks, reader: int) -> None:
-    read = ranks2.run(jobs.read_on_one_rank, reader)
-    assert len(read[reader]) == 6
-    assert read[1 - reader] == []
+def test_trap_23_reading_the_loss_on_one_rank_waits_for_nobody(ranks2: Ranks) -> None:
+    mine, others = ranks2.run(jobs.read_on_one_rank, 0)
+    assert len(mine) == 6
+    assert others == []
 
 
 def test_wrong_arguments_are_refused_on_every_rank(ranks4: Ranks) -> None:

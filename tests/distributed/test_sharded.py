@@ -113,10 +113,9 @@ def test_a_rank_holds_its_share_of_its_stage_between_steps(ranks4: Ranks) -> Non
         assert mine <= stage / 2 + 8
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_mixed_precision_of_fsdp(ranks4: Ranks, schedule: str) -> None:
+def test_mixed_precision_of_fsdp(ranks4: Ranks) -> None:
     """FSDP takes a gradient away, to add it up in the reduction's dtype, after each backward that does not reduce."""
-    options = {"schedule": schedule, "dropout": 0.0, "microbatches": 4}
+    options = {"schedule": "1f1b", "dropout": 0.0, "microbatches": 6}
     plain, half = run(ranks4, DP, "", **options), run(ranks4, DP, "half_precision", **options)
     expected = together(plain, "gradients")
     for name, gradient in together(half, "gradients").items():

@@ -162,7 +162,7 @@ def test_some_stages_split_and_others_not() -> None:
     assert verify("mlp", order).ok
 
 
-@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1), (3,)])
+@pytest.mark.parametrize("frozen", [(0,), (0, 1), (3,)])
 def test_frozen_stages_and_stages_without_parameters(frozen: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
