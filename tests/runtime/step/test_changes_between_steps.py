@@ -60,6 +60,8 @@ def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
 class Reader(nn.Module):
     """Reads attributes of all kinds in a forward that is recorded call by call."""
 
+    of_class = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
@@ -81,7 +83,7 @@ class Reader(nn.Module):
         for block in self.blocks:
             x = block.strengthened(block(x) * block.scale)
         x = x * float(self.array[0]) * self.of_property
-        factor = self.number * self.table["a"][0] * self.config.inner.t
+        factor = self.number * self.table["a"][0] * self.config.inner.t * self.of_class
         bonus = getattr(self, "bonus", 1.0) * (1.0 if options is None else options.t)
         return torch.tanh(x) * float(factor) * self.tensor * bonus
 
@@ -151,6 +153,13 @@ def test_a_change_counts_from_the_next_step_on(name: str) -> None:
     got = trained(change, 2)
     assert len(expected) == len(got)
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_an_attribute_of_the_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(reader: Reader, step: int) -> None:
+        monkeypatch.setattr(Reader, "of_class", 1.0 + step)
+
+    assert all(map(torch.equal, trained(change, 0), trained(change, 2)))
 
 
 def test_dropout_that_is_switched_on_later_draws_alike_for_any_number_of_ranks() -> None:
