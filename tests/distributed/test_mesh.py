@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.schedule import generate, reduce_replicas
 from scaffolding.ranks import Ranks
-from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +26,7 @@ def close(one: Tensor, other: Tensor) -> bool:
     [
         *(("deep_with_dropout", s) for s in SHORT),
         *(pytest.param("deep_with_dropout", s, marks=pytest.mark.long) for s in LONG),
-        *(pytest.param("deep_gpt_with_dropout", s, marks=pytest.mark.long) for s in (*SHORT, *LONG)),
+        pytest.param("deep_gpt_with_dropout", "zb-v", marks=pytest.mark.long),
         ("frozen_first_stage", "zb-h1"),
     ],
 )
@@ -42,20 +41,20 @@ def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: st
 
 @pytest.mark.parametrize(
     ("name", "shape", "transport"),
-    representatives(
-        4,
-        ["convnet", "tied_gpt_with_dropout", "skips", "dicts_between_stages"],
-        [(4, 1), (1, 4), (2, 2)],
-        ["auto", "distributed"],
-    ),
+    [
+        ("convnet", (4, 1), "auto"),
+        ("tied_gpt_with_dropout", (2, 2), "distributed"),
+        ("skips", (1, 4), "distributed"),
+        ("dicts_between_stages", (2, 2), "auto"),
+    ],
 )
 def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int], transport: str) -> None:
     seen = ranks4.run(mesh_jobs.verify, name, shape, {"microbatches": 3, "transport": transport})
     assert seen[0].ok, seen[0].summary
 
 
-@pytest.mark.parametrize("name", ["deep_with_dropout", pytest.param("deep_gpt_with_dropout", marks=pytest.mark.long)])
-def test_training_is_that_of_one_pipeline_with_the_whole_batch(ranks4: Ranks, name: str) -> None:
+def test_training_is_that_of_one_pipeline_with_the_whole_batch(ranks4: Ranks) -> None:
+    name = "deep_with_dropout"
     whole = ranks4.run(mesh_jobs.train, name, None, 4, {"microbatches": 4})
     for shape, microbatches in (((2, 2), 2), ((4, 1), 1)):
         parts = ranks4.run(mesh_jobs.train, name, shape, 4, {"microbatches": microbatches})
