@@ -144,13 +144,10 @@ class Theirs(NamedTuple):
 
 THEIRS = [
     Theirs("Interleaved1F1B", Placement.loop(3), 6),  # with one stage a rank, 1F1B
-    Theirs("Interleaved1F1B", Placement.loop(2, 2), 4),
     Theirs("Interleaved1F1B", Placement.loop(2, 5), 4),
     Theirs("LoopedBFS", Placement.loop(2, 2), 3),
     Theirs("InterleavedZeroBubble", Placement.loop(2, 2), 4),
-    Theirs("ZBVZeroBubble", Placement.v(2), 5),
     Theirs("ZBVZeroBubble", Placement.v(4), 8),
-    Theirs("DualPipeV", Placement.v(2), 4),
     Theirs("DualPipeV", Placement.v(4), 10),
 ]
 SHARDING = (Op.UNSHARD, Op.RESHARD)
