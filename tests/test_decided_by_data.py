@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -62,15 +61,7 @@ class Seen:
 CHANGING = {
     "number": (positive, lambda x, n: x * (n / 10), r"returned \d+ where the recording has \d+"),
     "counter": (lambda block, x: block.calls, lambda x, n: x * n, "returned 2 where the recording has 1"),
-    "numbers": (lambda _, x: {"mean": [x.mean().item()]}, lambda x, d: x * d["mean"][0], r"returned -?0\.\d+ where"),
-    "number of numpy's": (lambda _, x: x.numpy().mean(), lambda x, n: x * float(n), r"returned np\.float32\("),
-    "fraction": (lambda _, x: Fraction(x.mean().item()), lambda x, n: x * float(n), r"returned Fraction\("),
     "under tuples": (lambda _, x: {("mean", 0): x.mean().item()}, lambda x, d: x * d["mean", 0], r"returned -?0\."),
-    "tuples": (
-        lambda _, x: {(positive(_, x), 0): x},
-        lambda x, d: x * next(iter(d))[0],
-        r"returned keys \(\(\d+, 0\),\)",
-    ),
     "length": (lambda _, x: [x] * positive(_, x), lambda x, y: x + sum(y) * 0.1, r"returned \d+ items where"),
     "none": (
         lambda _, x: None if x.sum() > 0 else x,
@@ -134,10 +125,9 @@ UNCHANGING = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", UNCHANGING)
-def test_what_does_not_change_is_kept_equal(case: str, ranks: int) -> None:
-    check(UNCHANGING[case](), ranks=ranks)
+def test_what_does_not_change_is_kept_equal(case: str) -> None:
+    check(UNCHANGING[case](), ranks=2)
 
 
 def check(model: nn.Module, rows: int = 7, **options: Any) -> None:
@@ -189,13 +179,13 @@ def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("made_up")
-@pytest.mark.parametrize("options", [{"recompute": "always"}, {"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
+@pytest.mark.parametrize("options", [{"recompute": "always"}, {"recompute": 1}], ids=str)
 def test_a_buffer_that_is_updated_for_some_values_is_updated_once(options: dict[str, Any]) -> None:
     check(doing("update"), ranks=2, **options)
 
 
 @pytest.mark.usefixtures("made_up")
-@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
+@pytest.mark.parametrize("options", [{"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
 def test_draws_made_for_some_values_do_not_depend_on_the_stages(options: dict[str, Any]) -> None:
     losses = []
     for ranks, given in ((1, {}), (3, options)):

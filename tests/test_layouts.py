@@ -62,7 +62,7 @@ def recurrent() -> Recurrent:
     return Recurrent()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "chimera"])
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
 def test_a_batch_in_dimension_1_is_verified(schedule: str) -> None:
     args, kwargs, target = batch()
     counts = {**M, "ranks": 2} if schedule == "chimera" else M
@@ -146,14 +146,10 @@ def test_the_most_particular_statement_holds() -> None:
     ("dims", "words"),
     [
         ("first", r"batch_dims='first': expected a dimension for all, or a dict"),
-        ((1, 0), r"batch_dims=\(1, 0\): expected a dimension for all, or a dict"),
         ({"inputs": 1}, r"batch_dims speaks of input\[1\]\['inputs'\], but there is only input\[0\]\[0\]"),
         ({"kwargs": 1, "scale": None}, "expected a dimension for all, or a dict with any of 'args'"),
-        ({1: 1}, "expected a dimension for all, or a dict with any of 'args'"),
         ({"args": ("one",)}, r"batch_dims\['args'\]\[0\] is 'one'; expected a dimension, or None"),
-        ({"args": True}, r"batch_dims\['args'\] is True; expected a dimension"),
         ({"kwargs": {"x": "mean"}}, r"batch_dims\['kwargs'\]\['x'\] is 'mean'; expected a dimension"),
-        ({"args": (1, 1), "kwargs": {"scal": None}}, r"speaks of input\[1\]\['scal'\], but there is only input\[0\]"),
         ({"args": 3}, r"example\[0\]\[0\] has shape \[6, 11, 5\], but .* in its dimension 3"),
         ({"args": (1, 0), "kwargs": None}, r"disagree on the number of rows: .*along dimension 1.*batch_dims="),
     ],
@@ -278,9 +274,7 @@ def test_merge_makes_the_output_of_the_whole_batch() -> None:
     ("function", "words"),
     [
         (lambda *_: None, "split= returned a NoneType; expected a list of penstock.Microbatch"),
-        (lambda args, *_: [args, args], "split= returned a list of tuple; expected a list of penstock.Microbatch"),
         (lambda args, *_: [Microbatch(args, rows=1)] * 5, "5 microbatches were given, but the schedule is for 4"),
-        (lambda args, *_: [], "0 microbatches were given, but the schedule is for 4"),
         (lambda args, *_: [Microbatch(args)] * 4, r"microbatch 0 of split= does not say how many rows it counts for"),
         (lambda args, *_: [Microbatch(args, rows=0)] * 4, "microbatch 0 of split=: rows=0; expected an integer"),
         (lambda args, *_: [Microbatch(args[0], rows=1)] * 4, "args is a Tensor and kwargs a mappingproxy; expected"),

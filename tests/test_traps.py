@@ -18,13 +18,12 @@ from penstock.schedule import Op
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
 from scaffolding.proofs import proven
-from scaffolding.representatives import representatives
-from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, gradients, mlp, tokens
+from scaffolding.small import ROWS, WIDTH, batch, gradients, mlp, tokens
 
 # -- 1 ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_trap_1_tied_weights(ranks: int) -> None:
     torch.manual_seed(0)
     model = GPT()
@@ -67,7 +66,7 @@ def test_trap_20_weights_from_the_meta_device_do_not_depend_on_the_number_of_ran
     one = materialized(1)
     assert set(one) == set(dict(GPT().named_parameters()))
     assert all(weight.std() > 0 for name, weight in one.items() if "norm" not in name and "bias" not in name)
-    for ranks in (2, 3, 4):
+    for ranks in (2, 4):
         other = materialized(ranks)
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert not torch.equal(one["wte.weight"], materialized(2, seed=6)["wte.weight"])
@@ -143,7 +142,7 @@ def test_trap_20_a_buffer_that_is_set_is_as_set() -> None:
 # -- 2, 3, 12, 21: means, sums, weights -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_trap_2_gradients_accumulate_over_steps_and_evaluation_leaves_them_alone(schedule: str) -> None:
     model, (x, y) = mlp(), batch()
     reference = copy.deepcopy(model)
@@ -159,8 +158,7 @@ def test_trap_2_gradients_accumulate_over_steps_and_evaluation_leaves_them_alone
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 8, 11])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "microbatches"), [("mean", 3), ("mean", 11), ("sum", 1), ("sum", 8)])
 def test_trap_3_the_loss_of_the_whole_batch(reduction: str, microbatches: int) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target, reduction=reduction)
@@ -189,9 +187,9 @@ def masked_tokens() -> tuple[Tensor, Tensor]:
     return ids, target
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 11])
+@pytest.mark.parametrize("microbatches", [2, 11])
 def test_trap_21_masked_targets(microbatches: int) -> None:
-    """With 4 and 11 microbatches, one holds no token that counts at all: its own mean is NaN."""
+    """With 11 microbatches, one holds no token that counts at all: its own mean is NaN."""
     torch.manual_seed(0)
     model, (ids, target) = GPT(), masked_tokens()
     whole = copy.deepcopy(model)
@@ -210,7 +208,7 @@ def masked_mean(output: Tensor, target: Tensor) -> Tensor:
     return (losses * keep).sum() / keep.sum()
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_trap_21_a_microbatch_in_which_nothing_counts(schedule: str) -> None:
     torch.manual_seed(0)
     model, (ids, target) = GPT(), masked_tokens()
@@ -312,7 +310,7 @@ def test_trap_6_eval_switches_dropout_off() -> None:
         assert not torch.allclose(one, other)  # each step has its own masks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_trap_8_weights_do_not_depend_on_the_number_of_ranks(ranks: int) -> None:
     model, (x, _) = mlp(), batch()
     expected = copy.deepcopy(model.state_dict())
@@ -326,7 +324,10 @@ def test_trap_8_weights_do_not_depend_on_the_number_of_ranks(ranks: int) -> None
 # -- 22: frozen stages ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "frozen"), representatives(3, ONE_STAGE, ["0", "1", "2", "01", "12", "02"]))
+@pytest.mark.parametrize(
+    ("schedule", "frozen"),
+    [("1f1b", "0"), ("gpipe", "1"), ("zb-h1", "2"), ("zb-h2", "01"), ("1f1b", "12"), ("zb-h1", "02")],
+)
 def test_trap_22_frozen_stages(schedule: str, frozen: str) -> None:
     model, (x, y) = mlp(3), batch()
     for layer in frozen:

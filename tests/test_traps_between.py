@@ -18,19 +18,18 @@ from penstock.schedule import Action, Op, Placement, Schedule
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import InPlace, OneLayer, SkipsTwice, squared_error
 from scaffolding.proofs import after_each_step, proven
-from scaffolding.representatives import representatives
-from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, mlp
+from scaffolding.small import ROWS, WIDTH, batch, mlp
 
 # -- 5, 10, 18: what is between stages --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
 def test_trap_5_batches_of_other_sizes_run_as_they_are(schedule: str) -> None:
     """Larger, smaller, one row alone; each to the bit, with nothing of the one before in it."""
     model = mlp()
     reference = copy.deepcopy(model)
     with pipeline(model, batch()[:1], ranks=3, schedule=schedule, microbatches=3, loss=squared_error) as pipe:
-        for rows in (11, 1, 10, 12, 2, 11, 1):
+        for rows in (11, 1, 12, 2, 11):
             x, y = batch(rows)
             model.zero_grad()
             reference.zero_grad()
@@ -101,7 +100,7 @@ def test_trap_5_the_sender_refuses_a_value_that_has_changed(
         assert any("0SEND_F" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_trap_10_at_most_two_receives_of_a_link_are_posted(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     open_now: Counter[int] = Counter()
     most: defaultdict[int, int] = defaultdict(int)
@@ -128,17 +127,16 @@ def test_trap_10_at_most_two_receives_of_a_link_are_posted(schedule: str, monkey
     assert set(open_now.values()) == {0}
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), representatives(3, ONE_STAGE, [2, 3, 4]))
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 4), ("zb-h1", 3)])
 def test_trap_18_updates_in_place_of_what_was_received(schedule: str, ranks: int) -> None:
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
     proven(InPlace(), x, y, ranks=ranks, microbatches=3, schedule=schedule, exact=True)
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_trap_18_updates_in_place_of_what_a_stage_of_the_same_rank_made(chunks: int) -> None:
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2)])
+def test_trap_18_updates_in_place_of_what_a_stage_of_the_same_rank_made(ranks: int, chunks: int) -> None:
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    for ranks in (1, 2):
-        proven(InPlace(), x, y, ranks=ranks, chunks=chunks, microbatches=3, schedule="gpipe", exact=True)
+    proven(InPlace(), x, y, ranks=ranks, chunks=chunks, microbatches=3, schedule="gpipe", exact=True)
 
 
 # -- 7, 9, 13: schedules ----------------------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ def backwards_first_last(ranks: int, microbatches: int) -> Schedule:
     return Schedule("descending", Placement.loop(ranks), microbatches, rows)
 
 
-@pytest.mark.parametrize("schedule", [*ONE_STAGE, backwards_first_last(3, 5)], ids=[*ONE_STAGE, "descending"])
+@pytest.mark.parametrize("schedule", ["1f1b", backwards_first_last(3, 5)], ids=["1f1b", "descending"])
 def test_trap_7_losses_and_outputs_in_order_of_microbatch(schedule: str | Schedule) -> None:
     model, (x, y) = mlp(), batch()
     expected = step_by_hand(copy.deepcopy(model), (x,), y, squared_error, 5)
@@ -189,7 +187,7 @@ def test_trap_9_illegal_schedules_are_refused(rows: list[list[Action]], words: s
         pipeline(mlp(), (x,), ranks=2, microbatches=2, schedule=schedule, loss=squared_error)
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), representatives(3, ONE_STAGE, [4, 2, 3]))
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb-h2", 3)])
 def test_trap_13_skips_over_several_cuts(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, 7), torch.randn(ROWS, 7)
@@ -214,7 +212,7 @@ def dict_loss(output: dict[str, Any], target: dict[str, Any]) -> Tensor:
     return (output["x"] - target["a"]["b"]).abs().pow(target["power"]).mean() + output["nested"][0].mean()
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), representatives(3, ONE_STAGE, [3, 2, 1]))
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 3), ("zb-h1", 2)])
 def test_trap_14_dicts_numbers_and_text_between_stages_and_in_targets(schedule: str, ranks: int) -> None:
     x, y = batch()
     values = {"x": x, "factor": 2, "flag": False, "text": "word", "offset": torch.tensor(0.5)}

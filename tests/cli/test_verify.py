@@ -116,24 +116,16 @@ class Ends(nn.Module):
         self.end(0)
         return self.head(self.body(x))
 
-class EndsAsText(Exception):
-    def __str__(self): sys.exit(0)
-
 def exits(): sys.exit(0)
 def interrupts(): raise KeyboardInterrupt
 def exits_in_forward(): return Ends(sys.exit), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
-def exits_in_loss(): return *good()[:3], lambda *_: sys.exit()
-def exits_while_its_error_is_described(): raise EndsAsText
 def raises_much(): raise ValueError("\\x1b[31m" + "y" * 10_000)
 def exits_the_second_time(): return good() if next(calls) == 1 else sys.exit(0)
 
 def raises_on_rank_1():
     return good() if os.environ["RANK"] == "0" else raises()
 
-def three(): return 1, 2, 3
 def no_model(): return "x", (), None, None
-def no_tuple(): return mlp(), torch.randn(12, 5), None, None
-def no_loss(): return mlp(), (torch.randn(12, 5),), None, "mse"
 nothing = None
 '''
 
@@ -202,9 +194,8 @@ def test_what_cannot_be_followed_runs_as_a_whole_with_leaves() -> None:
     assert verify("cases.py:branching", "--leaves", "inner").exit_code == 0
 
 
-@pytest.mark.parametrize("policy", ["always", "2"])
-def test_recompute(policy: str) -> None:
-    done = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", policy)
+def test_recompute() -> None:
+    done = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", "2")
     assert done.exit_code == 0, done.output
     wrong = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", "sometimes")
     assert wrong.exit_code == 2
@@ -247,13 +238,9 @@ def test_json_is_strict_where_numbers_are_undefined() -> None:
     assert "nothing is proven, since on one device, too, the loss is not finite" in last_line(done.stderr)
 
 
-@pytest.mark.parametrize(("option", "exact"), [([], True), (["--exact"], True), (["--no-exact"], False)])
+@pytest.mark.parametrize(("option", "exact"), [([], True), (["--no-exact"], False)])
 def test_every_bit_is_demanded_unless_told_otherwise(option: list[str], exact: bool) -> None:
     assert json.loads(verify("cases.py:good", "--json", "--microbatches", "2", *option).stdout)["exact"] is exact
-
-
-def test_no_exact_does_not_hide_a_difference() -> None:
-    assert verify("cases.py:drifting", "--no-exact", "--microbatches", "4").exit_code == 1
 
 
 def test_chunks_and_cuts_reach_the_pipeline() -> None:
@@ -337,22 +324,15 @@ def test_a_script_without_make_is_not_run(folder: Path) -> None:
 
 BAD = [
     ("cases.py", "TARGET 'cases.py': it has no function make; add one that returns a case, such as 'def make(): "),
-    ("cases.py:", "expected a colon between a module and a function"),
     ("missing.py:good", "there is no file 'missing.py'"),
-    ("no_such_module:good", "there is no module 'no_such_module'"),
     ("cases.py:goood", "cases.py has no function 'goood'; it has "),
     ("cases.py:nothing", "cases.py has no function 'nothing'"),
     ("cases.py:raises", "raised ValueError: boom (cases.py:"),
-    ("cases.py:three", "returned 3 values; expected (model, args, target, loss)"),
     ("cases.py:mlp", "returned a Sequential; expected (model, args, target, loss)"),
     ("cases.py:no_model", "returned a str as the model"),
-    ("cases.py:no_tuple", "returned a Tensor as args"),
-    ("cases.py:no_loss", "returned a str as the loss"),
     ("cases.py:exits", "TARGET 'cases.py:exits' raised SystemExit: 0 (cases.py:"),
     ("cases.py:exits_in_forward", "the model or the loss of cases.py:exits_in_forward raised SystemExit: 0 (cases.py:"),
-    ("cases.py:exits_in_loss", "raised SystemExit (cases.py:"),
     ("cases.py:exits_the_second_time", "raised SystemExit: 0 (cases.py:"),
-    ("cases.py:exits_while_its_error_is_described", "user code exited before the command finished (SystemExit)"),
     ("cases.py:raises_much", "TARGET 'cases.py:raises_much' raised ValueError: \N{REPLACEMENT CHARACTER}[31myyyyy"),
     ("exits.py:good", "TARGET 'exits.py:good' raised SystemExit: 0 (exits.py:"),
     ("cases.py:failing_loss", "raised ZeroDivisionError: no such loss (cases.py:"),
@@ -369,9 +349,8 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["inspect", "profile", "simulate", "plan --devices 2 --global-batch 12"])
-@pytest.mark.parametrize("target", ["cases.py:exits", "cases.py:exits_in_forward"])
-def test_no_command_ends_well_when_its_target_ends_the_process(verb: str, target: str) -> None:
-    done = CliRunner().invoke(app, [*verb.split(), target])
+def test_no_command_ends_well_when_its_target_ends_the_process(verb: str) -> None:
+    done = CliRunner().invoke(app, [*verb.split(), "cases.py:exits_in_forward"])
     assert (done.exit_code, done.stdout) == (2, "")
     assert "raised SystemExit: 0 (cases.py:" in last_line(done.stderr)
 
@@ -382,17 +361,15 @@ def test_an_interrupt_is_one_line() -> None:
     assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]
 
 
-@pytest.mark.parametrize("reports", [0, 1])
-def test_every_process_has_to_report(reports: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_has_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(arguments: list[str], ranks: int, threads: int | None) -> int:
-        for rank in range(reports):
-            (Path(arguments[-1]) / f"rank-{rank}.json").write_text('{"report": {"ok": true}}')
+        (Path(arguments[-1]) / "rank-0.json").write_text('{"report": {"ok": true}}')
         return 0
 
     monkeypatch.setattr(sys.modules["penstock.cli.verify"], "launch", launch)
     done = verify("cases.py:good", "--transport", "distributed")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert f"ended with exit status 0, and {reports} of 2 compared anything" in last_line(done.stderr)
+    assert "ended with exit status 0, and 1 of 2 compared anything" in last_line(done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +378,6 @@ def test_every_process_has_to_report(reports: int, monkeypatch: pytest.MonkeyPat
         (["--schedule", "1f1"], "did you mean '1f1b'"),
         (["--ranks", "0"], "--ranks 0: expected an integer >= 1"),
         (["--ranks", "2", "--cuts", "7"], "7"),
-        (["--replicas", "0"], "--replicas 0: expected an integer >= 1"),
         (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),
         (["--transport", "shm"], "--transport shm: expected local, distributed, staged, or a factory of your own"),
         (["--transport", "cases.py:nothing"], "--transport 'cases.py:nothing': cases.py has no function 'nothing'"),

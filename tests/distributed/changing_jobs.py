@@ -18,7 +18,7 @@ from scaffolding.models import Block, squared_error, token_error
 
 MICROBATCHES = 4
 
-BATCHES = ((11, 6), (5, 6), (11, 4), (3, 6), (2, 9), (11, 6), (5, 6), (3, 6), (5, 6), (1, 3))
+BATCHES = ((11, 6), (5, 6), (3, 6), (2, 9), (11, 6), (5, 6), (5, 6), (1, 3))
 """Rows and length of each step's batch. Fewer rows than microbatches, fewer microbatches than stages; and kinds that
 come a second time (which over shared memory is another way) and a third."""
 

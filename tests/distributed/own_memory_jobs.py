@@ -60,15 +60,6 @@ class Out(Block):
         return torch.addmm(self.line.bias, x, self.line.weight.t(), out=self.kept(x))
 
 
-class Late(Block):
-    """Warms up first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.line(x)
-        self.calls.append(len(x))
-        return self.kept(h).copy_(h) if len(self.calls) > 20 else h.tanh()
-
-
 class Turns(Block):
     """Two buffers, in turn."""
 
@@ -115,28 +106,8 @@ class OwnGradient(Block):
         return self.line(Scratch.apply(x, self.kept(x.detach()), self.kept(x.detach(), "gradient")))  # type: ignore[no-untyped-call]
 
 
-class Pairs(Block):
-    """Two results, one of which is new in each call."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.line(x)
-        return self.kept(h).copy_(h), h.sin()
-
-
-class OfPairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = Pairs(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = self.first(x)
-        return self.last(self.second(left).relu() * right)
-
-
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    if name == "OfPairs":
-        return OfPairs()
     kind: Callable[[], nn.Module] = globals()[name]
     if name == "OwnGradient":
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -147,8 +118,6 @@ def same_as_by_hand(rank: int, name: str, options: dict[str, Any]) -> list[str]:
     """What differs from plain torch after each of some steps and predictions, as far as this rank knows."""
     model = model_of(name)
     reference = copy.deepcopy(model)
-    if name == "OfPairs":
-        options = {**options, "leaves": ["first"], "cuts": ["second"]}
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     found = []
     with penstock.pipeline(model, (x,), loss=squared_error, ranks=2, **{"cuts": ["1"], **options}) as pipe:

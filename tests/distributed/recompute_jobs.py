@@ -11,7 +11,7 @@ import penstock
 from scaffolding.everything import ROWS, WIDTH, Layer, everything, everything_goes
 from scaffolding.models import squared_error
 
-STEPS = 50
+STEPS = 20
 
 
 class Untied(nn.Module):
@@ -29,8 +29,8 @@ class Untied(nn.Module):
 
 
 @everything_goes
-def curve(rank: int, clip: float | None, options: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The losses of the steps, the norms of their gradients if they are clipped, and what the rank then holds."""
+def curve(rank: int, clip: float, options: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The losses of the steps, the norms of their gradients, and what the rank then holds."""
     torch.manual_seed(0)
     model = Untied()
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -40,8 +40,7 @@ def curve(rank: int, clip: float | None, options: dict[str, Any]) -> tuple[list[
         for step in range(STEPS):
             optimizer.zero_grad()
             losses.append(float(pipe.step(x * (1 + step % 5), target=y).loss))
-            if clip is not None:
-                norms.append(float(pipe.clip_grad_norm_(clip)))
+            norms.append(float(pipe.clip_grad_norm_(clip)))
             optimizer.step()
         held = {name: p.detach().clone() for name, p in (*pipe.named_parameters(), *pipe.named_buffers())}
     return losses, norms, held

@@ -9,7 +9,6 @@ import jobs
 import torch
 from mesh_jobs import mesh_of, part
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -246,8 +245,6 @@ def refused(rank: int, case: str) -> str:
             mesh = mesh_of((2, 2, 1), ("dp_replicate", "dp_shard", "pp"))
             options["mesh"] = mesh
             shard = whole_stage(mesh["dp_shard"])
-        case "replicated":
-            shard = replicate
         case "replicated by FSDP":
 
             def shard(stage: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from checkpoint_jobs import Trained
 
 from penstock import checkpoint
 from scaffolding.ranks import Ranks
-from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -47,18 +45,14 @@ def train(ranks2: Ranks, ranks4: Ranks) -> Callable[..., Trained]:
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    representatives(
-        3,
-        ["dropout", "convnet", "tied_gpt_with_dropout"],
-        [
-            ("four ranks", "one device"),
-            ("one device", "four ranks"),
-            ("four ranks", "two ranks"),
-            ("two ranks", "two ranks"),
-            ("two ranks, interleaved", "two ranks, zero-bubble V"),
-            ("two ranks, zero-bubble V", "four ranks in one process"),
-        ],
-    ),
+    [
+        ("dropout", ("four ranks", "one device")),
+        ("convnet", ("one device", "four ranks")),
+        ("tied_gpt_with_dropout", ("four ranks", "two ranks")),
+        ("tied_gpt_with_dropout", ("two ranks", "two ranks")),
+        ("convnet", ("two ranks, interleaved", "two ranks, zero-bubble V")),
+        ("dropout", ("two ranks, zero-bubble V", "four ranks in one process")),
+    ],
 )
 def test_training_goes_on(train: Callable[..., Trained], tmp_path: Path, name: str, change: tuple[str, str]) -> None:
     saves, loads = change
@@ -78,15 +72,7 @@ def test_training_goes_on(train: Callable[..., Trained], tmp_path: Path, name: s
             assert torch.equal(again[key], tensor), key
 
 
-def test_a_file_of_the_whole_model_can_be_made_of_it(train: Callable[..., Trained], tmp_path: Path) -> None:
-    """The names are those of the unsplit model."""
-    _, held = train("two ranks", "convnet", SAVED, tmp_path, SAVED)
-    model = jobs.TASKS["convnet"]().model
-    assert isinstance(model, torch.nn.Module)
-    model.load_state_dict(held)
-
-
-@pytest.mark.parametrize(("keep", "left"), [(1, [3]), (2, [2, 3]), (None, [1, 2, 3])])
+@pytest.mark.parametrize(("keep", "left"), [(2, [2, 3]), (None, [1, 2, 3])])
 def test_the_last_ones_are_kept(ranks2: Ranks, tmp_path: Path, keep: int | None, left: list[int]) -> None:
     names = [f"step-{step:08d}" for step in left]
     assert ranks2.run(jobs.save_twice, tmp_path / "new folder", keep)[0] == names
@@ -116,16 +102,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
     assert all("has no optimizer" in said for said in said_by)
 
 
-def test_a_checkpoint_can_be_moved(train: Callable[..., Trained], tmp_path: Path) -> None:
-    train("one device", "dropout", SAVED, tmp_path / "a", SAVED)
-    shutil.copytree(tmp_path / "a" / f"step-{SAVED:08d}", tmp_path / "b")
-    losses, _ = train("one device", "dropout", STEPS, tmp_path / "b")
-    assert len(losses) == STEPS - SAVED
-
-
-@pytest.mark.parametrize(
-    "change", [("two ranks", "two ranks"), ("two ranks", "one device"), ("one device", "two ranks")]
-)
+@pytest.mark.parametrize("change", [("two ranks", "one device"), ("one device", "two ranks")])
 def test_several_optimizers_and_averages_go_on(ranks2: Ranks, tmp_path: Path, change: tuple[str, str]) -> None:
     """Each rank saves its own part of them, in whatever form the averages are kept."""
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from scaffolding.ranks import Ranks, RanksError
-from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -15,12 +14,8 @@ DP, TP = ((2, 2), ("dp", "pp")), ((2, 2), ("pp", "tp"))
 CHANGING = [[8, 8], [8, 1], [2, 8], [1, 1], [8, 8]]
 
 
-@pytest.mark.parametrize(
-    "schedule",  # that of zb-v has two chunks, as interleaved-1f1b's, and splits the backward, as zb-h1's
-    ["zb-v", *(pytest.param(name, marks=pytest.mark.long) for name in ("1f1b", "zb-h1", "interleaved-1f1b"))],
-)
-def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks, schedule: str) -> None:
-    options = {"microbatches": 4, "schedule": schedule, "chunks": 2 if schedule == "interleaved-1f1b" else None}
+def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks) -> None:
+    options = {"microbatches": 4, "schedule": "zb-v"}
     for rank in ranks4.run(combined_jobs.train, "every_block", *DP, CHANGING, options):
         assert rank.weights < 1e-6
         assert rank.losses < 1e-5
@@ -28,16 +23,11 @@ def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks,
 
 @pytest.mark.parametrize(
     ("divided", "options"),
-    representatives(
-        2,
-        [("every_block", DP), ("by_sequence", TP)],
-        [
-            {"offload": True},
-            {"offload": True, "recompute": "except_last", "schedule": "zb-h1"},
-            {"offload": True, "recompute": 1},
-            {"check_finite": True, "recompute": "always", "schedule": "zb-h1"},
-        ],
-    ),
+    [
+        (("every_block", DP), {"offload": True, "recompute": 1}),
+        (("every_block", DP), {"check_finite": True, "recompute": "always", "schedule": "zb-h1"}),
+        (("by_sequence", TP), {"offload": True, "recompute": "except_last", "schedule": "zb-h1"}),
+    ],
     ids=str,
 )
 def test_memory_of_divided_stages(ranks4: Ranks, divided: tuple[str, Any], options: dict[str, Any]) -> None:
@@ -56,16 +46,8 @@ def test_sequence_parallelism_with_replicas(ranks4: Ranks) -> None:
         assert rank.losses < 1e-5
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"schedule": "zb-h1", "recompute": "always"},
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"recompute": 1}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_sharded_stages_under_autocast(ranks4: Ranks, options: dict[str, Any]) -> None:
+def test_sharded_stages_under_autocast(ranks4: Ranks) -> None:
+    options = {"schedule": "zb-h1", "recompute": "always"}
     plain = ranks4.run(combined_jobs.autocast, "", {})
     sharded = ranks4.run(combined_jobs.autocast, "every_block", options)
     for one, other in zip(plain, sharded, strict=True):
@@ -85,9 +67,8 @@ def test_verify_compares_shards_as_a_whole(ranks4: Ranks, how: str, names: Any) 
         assert ok, summary
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_deferred_batch_norm_has_the_first_replicas_statistics(ranks4: Ranks, replicas: int) -> None:
-    for ok, summary in ranks4.run(combined_jobs.verify_deferred, replicas):
+def test_deferred_batch_norm_has_the_first_replicas_statistics(ranks4: Ranks) -> None:
+    for ok, summary in ranks4.run(combined_jobs.verify_deferred, 2):
         assert ok, summary
 
 

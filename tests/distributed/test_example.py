@@ -33,7 +33,7 @@ def test_the_first_rank_alone_has_the_inputs(ranks2: Ranks, given: What) -> None
         assert has_gradients
 
 
-@pytest.mark.parametrize(("other", "at"), [("shape", 0), ("dtype", 0), ("dtype", 1), ("mask", 1), ("strides", 0)])
+@pytest.mark.parametrize(("other", "at"), [("shape", 0), ("dtype", 1), ("mask", 1), ("strides", 0)])
 def test_both_copies_get_the_same_batch(ranks2: Ranks, tmp_path: Path, other: str, at: int) -> None:
     with pytest.raises(RanksError) as failure:
         ranks2.run(both, other, at, tmp_path / "said")

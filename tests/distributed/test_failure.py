@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.process import Process, ProcessState
-from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, long_action, wait_chain
+from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import FailureDetector, Patience
 from penstock.distributed.heartbeat_server import Connection, HeartbeatServer
 from penstock.distributed.joining import Meeting, Missing, place_of
@@ -82,11 +82,6 @@ def test_wait_chain_ends_at_the_rank_that_does_not_wait() -> None:
     )
 
 
-def test_wait_chain_prefers_the_peer_that_does_not_wait() -> None:
-    together = Position("REDUCE_GRAD", (0, 1))
-    assert wait_chain(2, [Sighting(together), Sighting(), Sighting(together)])[0] == 1
-
-
 def test_wait_chain_names_those_that_have_not_come() -> None:
     gather = Sighting(Position("gather", tuple(range(1, 8))), 31)
     working = Sighting(Position("2F0"), 3)
@@ -118,10 +113,6 @@ def test_silent_rank_is_lost_when_another_waits_for_it() -> None:
 
 def test_silent_rank_that_nobody_waits_for_is_left_alone() -> None:
     assert World([OUTSIDE, OUTSIDE]).pass_time(60, silent=(0,)) is None
-
-
-def test_rank_that_beats_is_never_lost() -> None:
-    assert World([Position("0F0"), RECEIVE]).pass_time(3600) is None
 
 
 def test_silent_rank_whose_process_runs_is_not_lost() -> None:
@@ -209,15 +200,6 @@ def test_a_rank_of_another_machine_has_a_minute() -> None:
     assert world.pass_time(3, silent=(0,)) == Failure(0, None, "no sign of life for 60 s", "lost")
     here = World([OUTSIDE, Position("0RECV_F0", (0,))], "stopped", away)
     assert here.pass_time(6, silent=(0,)) is not None
-
-
-def test_detector_waits_for_ranks_that_have_not_joined() -> None:
-    clock = Clock()
-    detector = FailureDetector(2, Patience(), clock, lambda process: "unknown")
-    for _ in range(20):
-        clock.now += 0.5
-        detector.judge()
-    assert detector.remaining
 
 
 def test_ranks_that_fell_silent_do_not_need_the_detector() -> None:
@@ -357,11 +339,6 @@ def test_long_action_is_told_every_half_minute_and_is_no_failure(
     assert capsys.readouterr().err == "", "the caller's code may take its time"
 
 
-def test_partners_in_the_same_action_are_not_told_apart() -> None:
-    running = Sighting(Position("1F0"), 31.0)
-    assert long_action(0, [running, running], (1,)) == "rank 0 runs 1F0 (31 s so far)"
-
-
 def test_rank_whose_agent_is_gone_ends_and_tells_the_others(
     monkeypatch: pytest.MonkeyPatch, bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -445,19 +422,6 @@ def test_one_rank_has_nothing_to_watch() -> None:
     dog.check()
     assert dog.cause() is None
     dog.close()
-
-
-def test_server_drops_those_who_do_not_know_the_token() -> None:
-    server = HeartbeatServer(2, Patience())
-    try:
-        with socket.create_connection(("127.0.0.1", server.address["port"]), timeout=10) as link:
-            stranger = Connection(link)
-            stranger.send({"rank": 0, "token": "guess", "failure": BOOM.to_list()})
-            with pytest.raises(OSError, match=r"closed|reset"):
-                stranger.receive()
-    finally:
-        server.stop()
-        assert server.join(10)
 
 
 class GivenUp(socket.socket):

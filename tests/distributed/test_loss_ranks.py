@@ -33,9 +33,8 @@ def same(every: list[jobs.Trained], expected: jobs.Trained, *, exactly: bool = T
             torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
-def test_a_loss_with_parameters_trains_as_in_plain_torch(schedule: str) -> None:
-    same([jobs.train(0, jobs.Centers, {"ranks": 3, "schedule": schedule})], jobs.by_hand())
+def test_a_loss_with_parameters_trains_as_in_plain_torch() -> None:
+    same([jobs.train(0, jobs.Centers, {"ranks": 3, "schedule": "zb-h1"})], jobs.by_hand())
 
 
 def test_in_several_processes_the_last_stages_rank_holds_them(ranks2: Ranks) -> None:
@@ -71,7 +70,7 @@ def test_verify_compares_them(make: Callable[[], Any], schedule: str, mesh: bool
         assert {*names} == (OWN if make is jobs.Centers else {"loss.temperature"})
 
 
-@pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", False), ("dualpipe", False), ("1f1b", True)])
+@pytest.mark.parametrize(("schedule", "mesh"), [("dualpipe", False), ("1f1b", True)])
 def test_parts_of_the_loss_are_on_every_rank(schedule: str, mesh: bool, ranks2: Ranks, ranks4: Ranks) -> None:
     x, y = jobs.data()
     output = mlp()(x).detach()

@@ -4,7 +4,6 @@ predicts, and a plan, also of a model whose logits are larger than all else, wit
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ pytestmark = pytest.mark.distributed
 BOUND = 0.10
 
 SCHEDULES: dict[str, dict[str, Any]] = {"gpipe": {}, "1f1b": {}, "interleaved-1f1b": {"chunks": 2}, "zb-h1": {}}
-SAMPLE = {("1f1b", "never", "float32"), ("1f1b", "always", "gradients in float32"), ("zb-h1", "never", "bfloat16")}
+SAMPLE = [("1f1b", "always", "gradients in float32"), ("zb-h1", "never", "bfloat16")]
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {}),
     "gradients in float32": (torch.bfloat16, {"gradient_dtype": torch.float32}),
 }
-CASES = [each for each in product(SCHEDULES, ("never", "always"), KINDS) if each[:2] != ("zb-h1", "always")]
+CASES = [*SAMPLE, ("gpipe", "always", "float32"), ("interleaved-1f1b", "never", "gradients in float32")]
 
 
 @pytest.mark.parametrize(
@@ -41,10 +40,7 @@ def test_a_rank_needs_what_was_predicted(ranks2: Ranks, case: tuple[str, str, st
         assert abs(one / other - 1) <= BOUND, f"rank {rank}: predicted {one:,}, measured {other:,}"
 
 
-PLANNED = [
-    *product(("gpipe", "1f1b", "zb-h1"), (1,), ("", "untied", "tied")),
-    *product(("interleaved-1f1b", "zb-v"), (2,), ("", "untied", "tied")),
-]
+PLANNED = [("gpipe", 1, "untied"), ("zb-h1", 1, ""), ("interleaved-1f1b", 2, "untied"), ("zb-v", 2, "tied")]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +64,7 @@ def test_a_rank_needs_what_its_plan_says(ranks2: Ranks, case: tuple[str, int, st
 
 OTHER_KINDS = [
     ("1f1b", "convolutions"),
-    ("1f1b", "lstm"),
     ("gpipe", "lstm"),
-    ("zb-h1", "convolutions"),
     ("interleaved-1f1b", "convolutions"),
 ]
 """With GPipe, convolutions need 12% less: a plan counts a loss like cross entropy, and this one keeps nothing more."""

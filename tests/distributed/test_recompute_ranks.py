@@ -9,7 +9,6 @@ import recompute_jobs
 import torch
 
 from scaffolding.ranks import Ranks
-from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -18,23 +17,13 @@ TWO = {"schedule": "interleaved-1f1b", "chunks": 2}
 FOUR = {"schedule": "1f1b"}
 
 
-@pytest.mark.parametrize(
-    ("clip", "options"),
-    [
-        pytest.param(None, {}, marks=pytest.mark.long),
-        pytest.param(0.5, {}, marks=pytest.mark.long),
-        pytest.param(None, {"recompute": "always"}, marks=pytest.mark.long),
-        (0.5, {"recompute": {0: "always", 1: 1, 2: "except_last"}, "offload": {3: True}, "deferred_batch_norm": True}),
-    ],
-    ids=["plain", "clipped", "recomputed", "all at once"],
-)
-def test_one_curve_of_losses_at_one_two_and_four_ranks(
-    ranks2: Ranks, ranks4: Ranks, clip: float | None, options: dict[str, Any]
-) -> None:
+def test_one_curve_of_losses_at_one_two_and_four_ranks(ranks2: Ranks, ranks4: Ranks) -> None:
+    clip, recompute = 0.5, {0: "always", 1: 1, 2: "except_last"}
+    options: dict[str, Any] = {"recompute": recompute, "offload": {3: True}, "deferred_batch_norm": True}
     losses, norms, held = recompute_jobs.curve(0, clip, {**HERE, **options})
     assert len(set(losses)) == recompute_jobs.STEPS
     assert losses[-5] < losses[0]
-    assert clip is None or max(norms) > clip
+    assert max(norms) > clip
     for ranks, how in ((ranks2, TWO), (ranks4, FOUR)):
         parts = ranks.run(recompute_jobs.curve, clip, {**how, **options})
         assert all(part[:2] == (losses, norms) for part in parts)
@@ -45,15 +34,10 @@ def test_one_curve_of_losses_at_one_two_and_four_ranks(
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    representatives(
-        3,
-        ["gpipe", "1f1b", "zb-h1", "zb-v"],
-        [
-            {"recompute": "always"},
-            {"recompute": {0: 2, 1: "except_last"}, "transport": "distributed"},
-            {"recompute": "always", "offload": True, "deferred_batch_norm": True},
-        ],
-    ),
+    [
+        ("zb-h1", {"recompute": {0: 2, 1: "except_last"}, "transport": "distributed"}),
+        ("1f1b", {"recompute": "always", "offload": True, "deferred_batch_norm": True}),
+    ],
     ids=str,
 )
 def test_bits_of_one_device(ranks2: Ranks, schedule: str, options: dict[str, Any]) -> None:

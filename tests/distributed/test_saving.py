@@ -130,7 +130,7 @@ def test_groups_by_name_schedules_scalers_and_generators_go_on(
     assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"
 
 
-@pytest.mark.parametrize(("how", "stuck"), [("save", 2), ("save", 0), ("in the background", 2), ("export", 0)])
+@pytest.mark.parametrize(("how", "stuck"), [("save", 2), ("in the background", 2), ("export", 0)])
 def test_a_rank_that_is_stuck_on_the_disk_is_the_one_that_the_others_name(
     ranks3: Ranks, tmp_path: Path, how: str, stuck: int
 ) -> None:

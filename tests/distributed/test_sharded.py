@@ -12,7 +12,6 @@ from torch import Tensor
 
 from penstock.schedule import Op, check, generate, generators, whole_last_backward
 from scaffolding.ranks import Ranks, RanksError
-from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -48,13 +47,8 @@ def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> li
         ("1f1b", "every_block"),
         ("zb-h1", "every_block"),
         ("interleaved-1f1b", "whole_stage"),
-        *(
-            pytest.param(schedule, how, marks=pytest.mark.long)
-            for schedule in ("gpipe", "zb-v")
-            for how in ("every_block", "whole_stage")
-        ),
-        *(pytest.param(schedule, "whole_stage", marks=pytest.mark.long) for schedule in ("1f1b", "zb-h1")),
-        pytest.param("interleaved-1f1b", "every_block", marks=pytest.mark.long),
+        pytest.param("zb-v", "every_block", marks=pytest.mark.long),
+        pytest.param("gpipe", "whole_stage", marks=pytest.mark.long),
     ],
 )
 def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how: str) -> None:
@@ -113,10 +107,9 @@ def test_a_rank_holds_its_share_of_its_stage_between_steps(ranks4: Ranks) -> Non
         assert mine <= stage / 2 + 8
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_mixed_precision_of_fsdp(ranks4: Ranks, schedule: str) -> None:
+def test_mixed_precision_of_fsdp(ranks4: Ranks) -> None:
     """FSDP takes a gradient away, to add it up in the reduction's dtype, after each backward that does not reduce."""
-    options = {"schedule": schedule, "dropout": 0.0, "microbatches": 4}
+    options = {"schedule": "1f1b", "dropout": 0.0, "microbatches": 6}
     plain, half = run(ranks4, DP, "", **options), run(ranks4, DP, "half_precision", **options)
     expected = together(plain, "gradients")
     for name, gradient in together(half, "gradients").items():
@@ -135,7 +128,7 @@ def test_weight_gradients_add_up_in_the_dtype_of_the_reduction(ranks4: Ranks) ->
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize(("schedule", "how"), representatives(2, ["1f1b", "zb-h1"], ["by_plan", "by_sequence"]))
+@pytest.mark.parametrize(("schedule", "how"), [("1f1b", "by_plan"), ("zb-h1", "by_sequence")])
 def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
     dropout = 0.1 if how == "by_plan" else 0.0  # on activations that are divided, masks would be others
     plain = run(ranks4, ((4,), ("pp",)), "", steps=3, dropout=dropout)
@@ -163,7 +156,6 @@ def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
         ("narrow window", "OVERLAP_F_B, which needs 2 stages at once; pass at least 2"),
         ("nothing to gather", "unshard_window=1: parallelize= applied fully_shard to no stage; leave"),
         ("no names", "over a mesh without mesh_dim_names"),
-        ("replicated", "parallelize applied torch's replicate to stage 0 (DDPFrame), which averages gradients"),
         ("replicated by FSDP", "parallelize applied torch's replicate to stage 0 (module"),
         ("sharded before", "model: fully_shard or replicate was applied before the pipeline was made (FSDPBlocks)"),
     ],

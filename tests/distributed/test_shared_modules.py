@@ -10,10 +10,12 @@ from scaffolding.ranks import Ranks
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("first", ["judging", "judged"])
 @pytest.mark.parametrize(
-    ("cut", "schedule"),
-    [("critic.0", "1f1b"), ("generator.2", "zb-h1"), ("generator.2 generator.4 critic.0", "interleaved-1f1b")],
+    ("first", "cut", "schedule"),
+    [
+        ("judging", "generator.2", "zb-h1"),
+        ("judged", "generator.2 generator.4 critic.0", "interleaved-1f1b"),
+    ],
 )
 def test_a_generator_and_a_discriminator_train_as_in_plain_torch(
     ranks2: Ranks, first: str, cut: str, schedule: str

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
 import os
 import resource
@@ -16,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from penstock._base.process import Process
 from penstock.distributed import heartbeat_server
@@ -79,16 +75,12 @@ def served() -> Iterator[Served]:
 
 
 BEFORE_THE_TOKEN = {
-    "deep": DEEP + b"\n",
     "long": b"x" * 513,
-    "NUL": bytes(600),
-    "empty line": b"\n",
     "JSON": b'{"rank": 0, "token": "guess", "beat": 1}\n',
     "other token": b"0" * 32 + b" 0\n",
-    "web": b"GET / HTTP/1.1\r\n\r\n",
     "not text": b"\xff\xfe\x00\xd8 0\n",
 }
-RANKS_THERE_ARE_NOT = ("", " 0", "-1", "2", "1e0", "0x1", "9" * 400, "\N{SUPERSCRIPT TWO}", "1" + " " * 600, "0\0")
+RANKS_THERE_ARE_NOT = ("", "-1", "2", "9" * 400, "\N{SUPERSCRIPT TWO}")
 
 
 @pytest.mark.parametrize("sent", BEFORE_THE_TOKEN.values(), ids=BEFORE_THE_TOKEN.keys())
@@ -116,25 +108,12 @@ def beat(*words: Any) -> dict[str, Any]:
 
 FROM_A_RANK = {
     "deep": DEEP,
-    "deep within": b'{"beat": ' + DEEP[:300_000] + b"}",
     "long": b'"' + b"x" * (1 << 20) + b"y" * (1 << 17),
-    "list": b"[1]",
-    "number": b"9" * 5000,
     "half": b'{"beat": [',
     "infinite asked": {"asked": float("inf")},
-    "no numbers": {"asked": "soon"},
-    "endless peers": beat("", [float("inf")], 0, False, None),
     "strange peers": beat("", [7], 0, False, None),
-    "negative peers": beat("", [-1], 0, False, None),
-    "many peers": beat("", [0] * 99, 0, False, None),
     "short": beat(""),
-    "device": beat("", [], 0, False, 3),
-    "join": {"join": 5},
     "no pid": {"join": ["m", "../../../proc/self", "1"]},
-    "NUL pid": {"join": ["m", "\0", "1"]},
-    "machine": {"join": [["m"], 1, "1"]},
-    "failure": {"failure": 3},
-    "deep failure": {"failure": "[" * 100_000},
     "whose failure": {"failure": Failure(7, None, "x").to_list()},
     "kind": {"failure": [0, None, "x", ["raised"]]},
 }
@@ -145,50 +124,6 @@ def test_what_a_rank_should_not_send_ends_its_connection_only(served: Served, se
     line = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
     assert served.drops(f"{served.token} 0\n".encode() + line + b"\n")
     assert served.serves()
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-keys = st.sampled_from(["beat", "join", "asked", "noted", "rank", "token"])
-messages = st.dictionaries(keys, plain, max_size=3).map(lambda message: json.dumps(message).encode())
-
-
-@pytest.fixture(scope="module")
-def fuzzed() -> Iterator[Served]:
-    one = Served()
-    yield one
-    one.server.stop()
-    assert one.server.join(10)
-    one.rank.close()
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.booleans(), st.lists(st.binary(max_size=40) | messages, max_size=4), st.sampled_from([b"\n", b"\0", b""]))
-@example(True, [b'{"join": [true, false, null]}'], b"\n")
-def test_no_bytes_end_the_detector(fuzzed: Served, known: bool, lines: list[bytes], end: bytes) -> None:
-    with fuzzed.stranger() as link, suppress(ConnectionError):
-        link.sendall((f"{fuzzed.token} 0\n".encode() if known else b"") + end.join([*lines, b""]))
-        link.shutdown(socket.SHUT_WR)
-        while link.recv(1 << 16):
-            pass
-    assert fuzzed.serves(well=False), "a rank may say that it fails"
-
-
-def test_a_guest_that_is_slow_to_send_the_token_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat_server, "_GREETING_SECONDS", 0.2)
-    with served.stranger() as silent, served.stranger() as slow:
-        with suppress(ConnectionError):  # closed before the kernel tells
-            while True:
-                slow.sendall(b"0")
-                slow.settimeout(0.01)
-                with suppress(TimeoutError):
-                    assert slow.recv(1) == b""
-                    break
-        assert silent.recv(1) == b""
-    assert served.serves(), "a rank may be silent for longer"
 
 
 def test_hundreds_of_guests_keep_no_rank_out(served: Served) -> None:
@@ -226,34 +161,6 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
     assert watchdog.failure is None
     assert served.serves()
     watchdog.close()
-
-
-def test_a_rank_whose_connection_breaks_while_another_is_absent_is_back_before_it_counts_as_gone() -> None:
-    patience = Patience(beat_seconds=2.0)
-    server, joined = HeartbeatServer(2, patience), list[Watchdog]()
-    take, beats = server._take, list[Connection]()
-
-    def second_breaks(connection: Connection, message: dict[str, Any]) -> None:
-        take(connection, message)
-        if connection.rank == 1 and "beat" in message:
-            beats.append(connection)
-            if len(beats) == 2:
-                connection.link.shutdown(socket.SHUT_RDWR)
-
-    server._take = second_breaks  # type: ignore[method-assign]
-    arrive = (server.address, 1, 2, patience, Missing(1, 2, patience))
-    waiting = threading.Thread(target=lambda: joined.append(Watchdog.join(*arrive)))
-    waiting.start()
-    while len(beats) < 3:
-        assert waiting.is_alive()
-        time.sleep(0.05)
-    late = connect(server.address, 0, 10)
-    waiting.join(10)
-    assert server._detector.failure is None
-    joined[0].close()
-    late.close()
-    server.stop()
-    assert server.join(10)
 
 
 def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() -> None:
@@ -300,26 +207,6 @@ def test_a_rank_has_at_most_four_connections_and_the_last_ones_stay(served: Serv
             link.close()
 
 
-def test_without_file_descriptors_it_goes_on_and_does_not_spin(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[float] = []
-
-    def accept(listener: socket.socket) -> None:
-        tried.append(time.monotonic())
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as full:
-        full.setattr(socket.socket, "accept", accept)
-        waiting = served.stranger()
-        for _ in range(3):
-            assert served.serves()
-    assert len(tried) >= 2
-    assert min(later - before for before, later in itertools.pairwise(tried)) >= PATIENCE.beat_seconds / 2
-    waiting.close()
-    late = served.join(0)
-    assert served.serves(late)
-    late.close()
-
-
 def test_without_file_descriptors_nobody_is_taken_to_be_gone() -> None:
     here, limits = Process.here(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
@@ -347,17 +234,7 @@ def test_what_a_rank_says_is_one_line_without_orders_for_the_terminal() -> None:
     assert len(Failure.from_list([1, None, "x" * 99_999, "raised"]).error) < 5000
 
 
-FROM_RANK_0: list[bytes] = [
-    DEEP,
-    b"[]",
-    b'{"clock": [1]}',
-    b'{"clock": [1e999, 0]}',
-    b'{"sightings": [3]}',
-    b'{"sightings": []}',
-    b'{"sightings": [["1RECV", [5], 0, false, null], ["", [], 0, false, null]]}',
-    b'{"failure": "[]"}',
-    b'{"failure": null}',
-]
+FROM_RANK_0 = [DEEP, b'{"clock": [1]}', b'{"sightings": [3]}', b'{"failure": null}']
 
 
 def pair() -> tuple[Connection, socket.socket]:
@@ -388,7 +265,7 @@ def send(link: socket.socket, sent: bytes) -> None:
         link.sendall(sent)
 
 
-@pytest.mark.parametrize("sent", [b"[" * 30_000, b"[]", b'{"failure": "[]"}', b'{"absent": 5}', b'{"failure": 1}'])
+@pytest.mark.parametrize("sent", [b"[" * 30_000, b'{"absent": 5}'])
 def test_whatever_answers_in_place_of_rank_0_at_the_start_is_said_in_a_line(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

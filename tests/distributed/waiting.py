@@ -115,10 +115,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "recording": (build, "_recorder"),
     "ties": (TieReducer, "start_equal"),
     "neighbors": (Neighbors, "__init__"),
-    "binding": (Engine, "_agree"),
     "connecting": (Engine, "_connect"),
     "saving": (checkpoint.saving, "_write"),
-    "loading": (checkpoint.loading, "_check_model"),
 }
 """What the victim calls in each phase; the others are called by `train` itself."""
 
@@ -167,7 +165,6 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
     )
     here("stepping", here("collective", nothing))()
     pipe.step(ids, target=ids)
-    here("gather", nothing)()
     pipe.gather(rank)
     checkpoint.save(folder / f"{case}.saved", pipe)
     checkpoint.load(folder / f"{case}.saved", pipe)

@@ -12,12 +12,11 @@ import pytest
 import torch
 from chained import NoStreams
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock import inspect, verify
-from penstock.errors import ArgumentError, PartitionError, ShapeError
+from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import Partition, Partitioner
-from scaffolding.models import gpt, in_place, mlp, skips
+from scaffolding.models import gpt, mlp, skips
 
 
 class Layers(nn.Module):
@@ -75,21 +74,11 @@ def _one_normal() -> float:
     return np.random.randn()  # which uses up the second of a pair
 
 
-def _seeded() -> float:
-    np.random.seed(7)  # leaves the state of the recording before, if that is what is compared
-    return np.random.random()
-
-
-def _seeded_python() -> float:
-    random.seed(7)
-    return random.random()
-
-
 def _held() -> float:
     return random._inst.random()  # a name that nobody replaces
 
 
-@pytest.mark.parametrize("draw", [_held, _seeded_python, _one_normal, _seeded])
+@pytest.mark.parametrize("draw", [_held, _one_normal])
 def test_draws_that_are_not_seen_are_refused_whatever_was_drawn_before(draw: Callable[[], float]) -> None:
     for _ in range(2):
         draw()
@@ -102,11 +91,11 @@ def test_draws_that_are_not_seen_are_refused_whatever_was_drawn_before(draw: Cal
     assert np.random.random_sample(2).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("read", ["item", "tolist", "numpy", "nonzero", "__bool__", "__array__"])
+@pytest.mark.parametrize("read", ["item", "tolist", "nonzero", "__array__"])
 def test_reading_values_is_refused(read: str) -> None:
     def between(self: Layers, index: int, x: Tensor) -> Tensor:
         with torch.no_grad():
-            getattr(x.detach().sum() if read in ("item", "__bool__") else x.detach(), read)()
+            getattr(x.detach().sum() if read == "item" else x.detach(), read)()
         return x
 
     assert_refused(between, r"depends on the values of a tensor at .*test_errors.py")
@@ -118,7 +107,6 @@ def test_reading_values_is_refused(read: str) -> None:
         (lambda x: (x + 1, x.register_hook(lambda g: g)), "registers a hook on an activation that was used before"),
         (lambda x: x.register_hook(lambda g: g * x), "passes on a function"),
         (lambda x: x.sum().backward(), "runs a backward"),
-        (lambda x: torch.autograd.grad(x.sum(), x), "runs a backward"),
         (lambda x: x.detach().requires_grad_().requires_grad_(False), "changes whether an activation takes a gradient"),
         (lambda x: setattr(x, "data", x * 2), r"assigns to `\.data`"),
         (lambda x: x.retain_grad(), "retains the gradient"),
@@ -219,18 +207,6 @@ def test_a_block_that_fails_for_real_too_is_named() -> None:
     assert str(refused.value).count("RuntimeError") == 1
 
 
-def test_what_fake_tensors_say_follows_only_if_it_is_another_kind_of_error() -> None:
-    class Fussy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            fake = isinstance(x, FakeTensor)
-            raise (ValueError if fake else RuntimeError)(f"on a {'fake' if fake else 'real'} tensor")
-
-    model = nn.Sequential(nn.Linear(3, 3), Fussy(3, 3))
-    with pytest.raises(PartitionError, match=r"'1' fails .*: RuntimeError: on a real tensor") as refused:
-        partition(model)
-    assert "on fake tensors: RuntimeError" not in str(refused.value)
-
-
 # -- cuts -------------------------------------------------------------------------------------------------------------
 
 
@@ -300,14 +276,6 @@ def test_models_must_be_modules() -> None:
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_result_of_more_tensors_than_were_recorded() -> None:
-    case = in_place()
-    made = Partitioner(case.model, 2, streams=NoStreams())(case.args)
-    (x,) = case.args
-    with pytest.raises(ShapeError, match="1 tensors, not 2"):
-        made.build_output([x, x])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

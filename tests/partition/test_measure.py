@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -162,42 +161,6 @@ def test_measuring_leaves_no_trace() -> None:
     assert model[3].calls == 0
 
 
-class WritesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, state: Tensor) -> Tensor:
-        ctx.state = state
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.state.data.add_(1)
-        return grad, None
-
-
-class Writing(nn.Module):
-    """Its backward writes to a frozen parameter, and a hook on it to a trained one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.state = nn.Linear(8, 8), nn.Parameter(torch.zeros(1), requires_grad=False)
-        self.register_full_backward_hook(lambda module, *_: module.clamp())
-
-    def clamp(self) -> None:
-        self.linear.weight.data.clamp_(-0.01, 0.01)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return WritesInBackward.apply(self.linear(x), self.state)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def test_what_a_backward_writes_is_written_to_copies() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Writing() for _ in range(3)))
-    before = copy.deepcopy(model.state_dict())
-    found = profile_of(model, torch.randn(2, 8))
-    assert found.source == "measured"
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 def test_weights_on_the_meta_device_cannot_be_measured() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -346,23 +309,6 @@ def test_stages_begin_before_modules_of_a_class() -> None:
     assert weighed(model, 4, "type:^Linear$").cuts == ("3", "6", "9")
     with pytest.raises(ArgumentError, match=r"'type:Conv'.* there are LayerNorm, Linear, Tanh"):
         weighed(model, 2, "type:Conv")
-
-
-def test_recordings_are_kept_until_the_cuts_are_decided() -> None:
-    class Kept(Partitioner):
-        """Says how many recordings it still holds."""
-
-        @property
-        def count(self) -> int:
-            return len(self._weighable)
-
-    partitioner = Kept(waiting([]), 2, streams=Silent())
-    partitioner((X,))
-    partitioner((X[:3],))
-    assert partitioner.count == 2
-    partitioner.weigh((X,))
-    partitioner((X[:2],))
-    assert partitioner.count == 0
 
 
 def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None) -> None:

@@ -87,45 +87,6 @@ def test_without_time_or_memory_one_of_each_kind_is_run(monkeypatch: pytest.Monk
     assert forwards(profile_of(model(), LONG)) == [0.001] * LAYERS
 
 
-def test_units_that_do_not_run_on_what_others_made_are_run_alone() -> None:
-    class Once(nn.Module):
-        """Refuses to run in a second copy."""
-
-        copies = 0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def __deepcopy__(self, memo: object) -> Once:
-            made = Once()
-            Once.copies += 1
-            made.refuses = Once.copies > 1
-            return made
-
-        def forward(self, x: Tensor) -> Tensor:
-            if type(x) is Tensor and self.refuses:
-                raise RuntimeError("only once")
-            return self.layer(x)
-
-        refuses = False
-
-    found = profile_of(nn.Sequential(nn.Linear(8, 8), Once(), Once(), Once()), LONG)
-    assert found.units[-1].like == "1"
-    assert found.runs > 1
-
-
-def test_the_model_is_the_same_to_the_bit() -> None:
-    torch.manual_seed(0)
-    layers = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()) for _ in range(3))
-    whole = nn.Sequential(nn.Linear(8, 8), *layers)
-    before, drawn = {name: value.clone() for name, value in whole.state_dict().items()}, torch.get_rng_state()
-    assert profile_of(whole, LONG).runs > 1
-    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
-    assert all(parameter.grad is None for parameter in whole.parameters())
-    assert torch.equal(torch.get_rng_state(), drawn)
-
-
 class Slowly(SplitBackward):
     """Takes 3 ms more for a forward, 5 ms for the first part of a backward, and 7 ms for the second."""
 

@@ -46,9 +46,8 @@ def assert_same(seen: list[Seen], expected: dict[str, torch.Tensor], steps: int 
         assert one.options == [(decay, pytest.approx(rate * 0.5**steps)) for decay, rate in KINDS]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_training_in_groups_is_that_of_one_device(ranks: int) -> None:
-    assert_same([train(0, ranks)], by_hand())
+def test_training_in_groups_is_that_of_one_device() -> None:
+    assert_same([train(0, 4)], by_hand())
 
 
 @pytest.mark.distributed

@@ -17,7 +17,6 @@ from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_
 from penstock import checkpoint
 from penstock.errors import ArgumentError
 from penstock.pipe.scaler import _next
-from penstock.schedule import generators
 from scaffolding.models import CASES
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import representatives
@@ -30,14 +29,17 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "order"),
-    representatives(3, ["skips", "gpt", "convnet", "unet", "in_place"], HALF, [(2, "1f1b"), (4, "zb-h1")]),
-    ids=str,
+    ("name", "dtype", "ranks", "schedule"),
+    [
+        ("gpt", torch.bfloat16, 2, "zb-h1"),
+        ("convnet", torch.float16, 2, "1f1b"),
+        ("in_place", torch.bfloat16, 4, "zb-h1"),
+        ("skips", torch.float16, 4, "1f1b"),
+    ],
 )
 def test_a_step_under_autocast_gives_the_bits_of_one_device(
-    name: str, dtype: torch.dtype, order: tuple[int, str]
+    name: str, dtype: torch.dtype, ranks: int, schedule: str
 ) -> None:
-    ranks, schedule = order
     case = CASES[name]()
     with torch.autocast("cpu", dtype=dtype):
         report = penstock.verify(
@@ -79,8 +81,7 @@ class Twice(nn.Module):
         return self.b(h.float())
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-@pytest.mark.parametrize("keeps_casts", [True, False])
+@pytest.mark.parametrize(("keeps_casts", "schedule"), [(True, "zb-h1"), (False, "gpipe")])
 def test_an_autocast_keeps_casts_as_the_forward_says(keeps_casts: bool, schedule: str) -> None:
     torch.manual_seed(0)
     batch = torch.randn(8, 16), torch.randn(8, 4)
@@ -105,8 +106,7 @@ class PartlyFull(nn.Module):
             return self.layers[3](x).float()
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (4, "zb-h1")])
+@pytest.mark.parametrize(("inside", "ranks", "schedule"), [(False, 2, "1f1b"), (True, 4, "zb-h1")])
 def test_what_is_kept_out_of_autocast_has_gradients_in_full_precision(inside: bool, ranks: int, schedule: str) -> None:
     x, y = batch(8, 64)
     torch.manual_seed(0)
@@ -209,7 +209,7 @@ def test_a_scaler_goes_into_checkpoints(tmp_path: Path) -> None:
     assert other.state_dict()["_growth_tracker"] == 1
 
 
-@pytest.mark.parametrize("found", ["0010000", "0100100000", "1100", "000000000"])
+@pytest.mark.parametrize("found", ["0100100000", "1100"])
 def test_the_scale_follows_torchs_rule(found: str) -> None:
     """After a step that is skipped it takes as many good ones as ever until the scale grows."""
     scale, tracker = torch.tensor(2.0**10), torch.tensor(1, dtype=torch.int32)
@@ -274,7 +274,7 @@ def test_what_a_scaler_refuses() -> None:
             scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, "2", True, None])
+@pytest.mark.parametrize("scale", [0.0, math.nan, "2"])
 def test_a_scale_is_a_positive_number(scale: Any) -> None:
     x, y = batch(8)
     with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
@@ -285,16 +285,12 @@ def test_a_scale_is_a_positive_number(scale: Any) -> None:
 # -- models in half precision -----------------------------------------------------------------------------------------
 
 
-SHORT = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo", "chimera", "dualpipe-v"]
-"""One of each family."""
+SHORT = ["interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *representatives(2, SHORT, HALF),
-        *representatives(0, [g.name for g in generators() if g.slices == 1 and g.name not in SHORT], HALF),
-    ],
+    representatives(2, SHORT, HALF),
     ids=str,
 )
 def test_half_models_through_every_schedule(name: str, dtype: torch.dtype) -> None:
@@ -336,10 +332,9 @@ class TwoInputs(nn.Module):
         return made.float()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_bilinear_layers_under_autocast_give_the_bits_of_one_device(schedule: str) -> None:
+def test_bilinear_layers_under_autocast_give_the_bits_of_one_device() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
-    options = {"ranks": 2, "microbatches": 4, "schedule": schedule, "balance": "flops", "exact": True}
+    options = {"ranks": 2, "microbatches": 4, "schedule": "zb-h1", "balance": "flops", "exact": True}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         penstock.verify(TwoInputs, (x,), target=y, loss_fn=nn.functional.mse_loss, **options).check()

@@ -52,10 +52,10 @@ class Everything(nn.Module):
         return F.linear(y, self.layers[0].linear.weight)
 
 
-def everything(*, norm: bool = True) -> tuple[nn.Module, Tensor, Tensor]:
+def everything(layers: int = 8, *, norm: bool = True) -> tuple[nn.Module, Tensor, Tensor]:
     """The model, a batch that does not divide evenly, and a target."""
     torch.manual_seed(0)
-    return Everything(norm=norm), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    return Everything(layers, norm=norm), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
 
 
 def inputs_alive(layers: int, ranks: int, **options: Any) -> list[int]:

@@ -15,9 +15,9 @@ def mlp() -> Case:
     return Case(nn.Sequential(*layers, nn.Linear(33, 5)), _noise(33), {}, torch.randn(ROWS, 5), squared_error)
 
 
-def tied_gpt_with_dropout() -> Case:
+def tied_gpt_with_dropout(layers: int = 8) -> Case:
     ids = torch.randint(0, 37, (ROWS, 8))
-    model = GPT(vocabulary=37, width=24, layers=8, dropout=0.1)
+    model = GPT(vocabulary=37, width=24, layers=layers, dropout=0.1)
     return Case(model, (ids[:, :-1],), {}, ids[:, 1:], token_error)
 
 

@@ -127,21 +127,16 @@ def made(model: nn.Module | list[nn.Module], ranks: int, cuts: list[str] | None 
     ("model", "ranks", "cuts", "expected"),
     [
         (Bare, 2, None, ["matmul#3"]),
-        (Bare, 4, None, ["matmul#2", "matmul#3", "matmul#4"]),
         (Bare, 3, ["relu#1", "matmul#3"], ...),
         (Shared, 3, ["layers.0:2", "layers.0:4"], ...),
         (Shared, 5, None, ["layers.0:2", "layers.0:3", "layers.0:4", "head"]),
-        (Shared, 2, None, ["layers.0:3"]),  # head alone would leave the other stage 80% of the work
-        (Twice, 2, ["encoder:2"], ...),
         (Twice, 3, ["encoder.1", "encoder.1:2"], ...),
         (Marked, 2, None, ["cut#1"]),
         (lambda: Marked(pipe_split), 2, None, ["cut#1"]),
         (Marked, 2, ["lin"], ...),
-        (Marked, 1, None, []),
         (blocks, 3, None, ["0.cut#1", "1.cut#1"]),
         (blocks, 2, None, ["1.cut#1"]),  # the more even of two
         (blocks, 4, None, ["0.cut#1", "1.a", "1.cut#1"]),  # too few marks: besides modules
-        (blocks, 2, ["1"], ...),
         (lambda: blocks(marks=False), 3, ["0.relu#2", "1.relu#1"], ...),
         (Loop, 4, None, ["cut#2", "cut#4", "cut#6"]),  # one without calls between is none
     ],
@@ -210,7 +205,6 @@ def test_the_names_round_trip_through_checkpoints_plans_and_inspect() -> None:
         (Shared, ["layers.0:5"], "'layers.0:5' never runs for these inputs"),
         (Bare, ["add#1"], "'add#1' never runs for these inputs. Name a call"),
         (Marked, ["cut#2"], "'cut#2' never runs"),
-        (Marked, ["line#1.x"], "no module named 'line#1.x'"),
         (Marked, ["line.relu#1"], "no module named 'line'; the nearest is 'lin'"),
         (blocks, ["0.a.linear#2"], "'0.a.linear#2' never runs"),
         (Loop, ["cut#3"], None),

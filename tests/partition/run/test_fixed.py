@@ -70,26 +70,6 @@ def test_what_is_only_read_is_passed_on() -> None:
     proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
 
 
-class Shares(Model):
-    """Passes on what the model keeps: a module, and itself."""
-
-    def __init__(self) -> None:
-        super().__init__(Counter, lambda given: 2.0)
-        self.counter = Closing()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, (self, self.linear, self.counter))
-        return x
-
-
-def test_what_the_model_keeps_may_be_passed_on() -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    proven(Shares(), x, y, ranks=2, microbatches=2, schedule="gpipe")
-
-
 def test_the_generators_of_the_libraries_have_streams() -> None:
     """They are objects, too, and may be passed on (as scikit-learn's `check_random_state(None)` gives them)."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from penstock import PartitionError, pipeline
 from penstock.partition import partitioner
@@ -65,11 +65,8 @@ def spread(model: Any, h: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
 ACTS: dict[str, Callable[..., Tensor]] = {
     "rows": lambda model, h, lengths, mask: h[mask],
     "size": lambda model, h, lengths, mask: h * (h[mask].numel() / 10),
-    "integers": lambda model, h, lengths, mask: h[mask.long().bool()] * mask.sum().item(),
     "and back": spread,
-    "masked_select": lambda model, h, lengths, mask: h.masked_select(mask[..., None]).view(-1, WIDTH),
     "nonzero": lambda model, h, lengths, mask: h.flatten(0, 1)[mask.flatten().nonzero().squeeze(-1)],
-    "again": lambda model, h, lengths, mask: h[mask][(torch.arange(LENGTH).expand_as(mask) % 2 == 0)[mask]],
     "repeated": lambda model, h, lengths, mask: h[:, 0].repeat_interleave(lengths, 0),
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -127,10 +124,6 @@ UNKNOWN: dict[str, Callable[..., Tensor]] = {
     "activations": lambda model, h, lengths, mask: h[h.sum(-1) > 0],
     "a buffer": lambda model, h, lengths, mask: h[:, model.picked],
     "activations, packed": lambda model, h, lengths, mask: pack_padded_sequence(h, h[:, :, 0].sum(1), True, False)[0],
-    "activations, padded": lambda model, h, lengths, mask: pad_packed_sequence(
-        PackedSequence(h.flatten(0, 1), h[0, :, 0].argsort())
-    )[0],
-    "both": lambda model, h, lengths, mask: h[mask & (h.sum(-1) > 0)],
 }
 
 

@@ -97,10 +97,6 @@ def reads_a_unit(model: Any, x: Tensor) -> Tensor:
     return y * torch.arange(y.shape[1])[:, None] + y.shape[1]
 
 
-def windows(model: Any, x: Tensor) -> Tensor:
-    return x.flip(1) if x.shape[1] % 4 == 0 else x
-
-
 def positions(model: Any, x: Tensor) -> Tensor:
     return x + torch.arange(x.shape[1])[:, None] / (2 * x.shape[1] + 1)
 
@@ -110,9 +106,7 @@ KINDS: list[tuple[Callable[..., Any], type[nn.Module] | None, bool]] = [
     (reads_a_unit, nn.Identity, True),
     (lambda model, x: x * 2 if x.shape[1] > 11 else x, None, False),
     (lambda model, x: x * model.shared[x.shape[1]], None, False),
-    (lambda model, x: sum((x[:, : n + 1].mean() for n in range(x.shape[1])), x), None, False),
     (lambda model, x: torch.cat([part * 2 for part in x.split(5, 1)], 1), None, False),
-    (windows, None, False),
     (padded, None, False),
     (reads_a_unit, Pads, False),
     (reads_a_unit, Halves, False),

@@ -6,13 +6,9 @@ More changes: tests/runtime/step/test_changes_between_steps.py.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
-from decimal import Decimal
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,18 +46,6 @@ def plain_gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor 
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-class Numbers(deque[float]):
-    pass
-
-
-class Floats(list[float]):
-    pass
-
-
-class Words(set[str]):
-    pass
-
-
 def first_of(held: Any) -> float:
     return float(held[0])
 
@@ -71,23 +55,14 @@ def set_first(held: Any) -> Any:
     return held
 
 
-VIEWED = {0: 1.0}
-
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], float]]] = {
-    "a list subclass": (lambda: Floats([1.0]), set_first, first_of),
-    "a deque subclass": (lambda: Numbers([1.0]), set_first, first_of),
     "a long list": (lambda: [1.0] * 1000, set_first, first_of),
-    "a long dict": (lambda: dict.fromkeys(range(99, -1, -1), 1.0), set_first, first_of),
-    "an array": (lambda: np.ones(2000), set_first, first_of),
-    "a set subclass": (lambda: Words(["on"]), lambda held: held.clear() or held, lambda held: 1.0 if held else 3.0),
     "a long set": (
         lambda: {*range(99)},
         lambda held: held.discard(0) or held.add(99) or held,
         lambda held: 1.0 if 0 in held else 3.0,
     ),
-    "True for 1": (lambda: {1}, lambda _: {True}, lambda held: 3.0 if True is next(iter(held)) else 1.0),
     "a sign of zero": (lambda: 0.0, lambda _: -0.0, lambda held: 1.0 if math.copysign(1, held) > 0 else 3.0),
-    "a view of a dict": (lambda: MappingProxyType(VIEWED), lambda held: VIEWED.update({0: 3.0}) or held, first_of),
 }
 
 
@@ -143,13 +118,12 @@ def test_a_rate_that_is_no_longer_0_draws_from_keyed_streams() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("make", [torch.tensor, Decimal], ids=["tensor", "without weak references"])
-def test_objects_that_take_the_place_of_others_in_memory_are_told_apart(make: Callable[[float], Any]) -> None:
+def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> None:
     model = Model()
     given = Assumptions({"": model})
     seen = set()
     for value in range(20):
-        model.factor = make(float(value))  # often where the one before it was
+        model.factor = torch.tensor(float(value))  # often where the one before it was
         seen.add(given.read())
     assert len(seen) == 20
 
@@ -166,12 +140,6 @@ class Noisy(Model):
 def seeded(x: Tensor) -> Tensor:
     torch.manual_seed(0)
     return torch.randn(x.shape)
-
-
-def forked(x: Tensor) -> Tensor:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.randn(x.shape)
 
 
 def own_generator() -> Callable[[Tensor], Tensor]:
@@ -198,7 +166,6 @@ def with_backward_hook(where: str) -> nn.Module:
     ("make", "match"),
     [
         (lambda: Noisy(seeded), "seeded torch's generator"),
-        (lambda: Noisy(forked), "seeded torch's generator"),
         (lambda: Noisy(own_generator()), r"a torch\.Generator of its own"),
         (make_shared_generator, r"the same torch\.Generator as '0'"),
         (lambda: with_backward_hook(""), "the model has a backward hook"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,15 +38,12 @@ def sets(make: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], None]:
     return leave
 
 
-LEFT: dict[str, Callable[[Any, Tensor], None]] = {
-    "number": sets(lambda g: float(g.max())),
-    "list": sets(lambda g: [int(g.argmax(-1).eq(k).sum()) for k in range(6)]),
-    "tensor": sets(lambda g: g.detach().max()),
-}
+NUMBER = sets(lambda g: float(g.max()))
+COUNTS = sets(lambda g: [int(g.argmax(-1).eq(k).sum()) for k in range(6)])
 
 
 def test_a_loss_that_reads_a_number_which_a_mixture_has_found_from_values_is_refused() -> None:
-    model = nn.Sequential(Mixture(LEFT["number"]), nn.Linear(6, 6), nn.Linear(6, 6))
+    model = nn.Sequential(Mixture(NUMBER), nn.Linear(6, 6), nn.Linear(6, 6))
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target) * (1 + model[0].load)
@@ -59,20 +55,9 @@ def test_a_loss_that_reads_a_number_which_a_mixture_has_found_from_values_is_ref
         pipe.step(X, target=TARGET)
 
 
-@pytest.mark.parametrize("kind", LEFT)
-def test_a_loss_that_does_not_read_it_is_not(kind: str) -> None:
-    model = nn.Sequential(Mixture(LEFT[kind]), nn.Linear(6, 6), nn.Linear(6, 6))
+@pytest.mark.parametrize("leave", [NUMBER, COUNTS])
+def test_a_loss_that_does_not_read_it_is_not(leave: Callable[[Any, Tensor], None]) -> None:
+    model = nn.Sequential(Mixture(leave), nn.Linear(6, 6), nn.Linear(6, 6))
     with pipeline(model, (X,), loss=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe") as pipe:
         for _ in range(2):
             assert torch.isfinite(pipe.step(X, target=TARGET).loss)
-
-
-def test_an_object_that_reaches_itself_through_a_list_ends() -> None:
-    def leave(mixture: Any, gate: Tensor) -> None:
-        mixture.node = SimpleNamespace(most=1.0)
-        mixture.node.peers = [mixture.node]
-
-    model = nn.Sequential(nn.Linear(6, 6), Mixture(leave), nn.Linear(6, 6))
-    expected = F.mse_loss(model(X), TARGET)
-    with pipeline(model, (X,), ranks=2, microbatches=2, loss=F.mse_loss) as pipe:
-        torch.testing.assert_close(pipe.step(X, target=TARGET).loss, expected.detach())

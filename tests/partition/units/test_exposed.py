@@ -68,12 +68,11 @@ def both(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return (output[0] - target).square().mean() + output[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_blocks_inner_result_is_used_by_the_model(ranks: int) -> None:
+def test_a_blocks_inner_result_is_used_by_the_model() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
     model = Collecting()
-    report = verify(model, (x,), target=y, loss_fn=both, ranks=ranks, microbatches=2, schedule="zb-h1", exact=True)
+    report = verify(model, (x,), target=y, loss_fn=both, ranks=4, microbatches=2, schedule="zb-h1", exact=True)
     assert report.ok, report.summary()
     assert sum(row.kind == "gradient" for row in report.rows) == 5 * 4
 

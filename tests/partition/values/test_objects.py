@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, UserDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,13 +64,6 @@ class Named(NamedTuple):
     depth: int = 0
 
 
-class Subclass(Named):
-    """As torch's PackedSequence: its `__new__` takes something else."""
-
-    def __new__(cls, **values: Any) -> Subclass:
-        return super().__new__(cls, **values)
-
-
 class Output(OrderedDict):  # type: ignore[type-arg]
     """As the outputs of `diffusers` and `transformers`: a dict, the items of which are attributes."""
 
@@ -94,25 +87,6 @@ _pytree.register_pytree_node(
 )
 
 
-class Mapping(UserDict):  # type: ignore[type-arg]
-    def __init__(self, **items: Any) -> None:
-        super().__init__(items)
-        self.calls = 0
-
-    x, skip, depth = (property(lambda self, name=name: self.data[name]) for name in ("x", "skip", "depth"))
-
-
-class Private:
-    __slots__ = ("__x", "depth", "skip")
-
-    def __init__(self, x: Tensor, skip: Tensor | None = None, depth: int = 0) -> None:
-        self.__x, self.skip, self.depth = x, skip, depth
-
-    @property
-    def x(self) -> Tensor:
-        return self.__x
-
-
 class Nested:
     """Holds itself, and another value twice."""
 
@@ -131,7 +105,7 @@ class Nested:
     depth = property(lambda self: self.inner.depth)
 
 
-KINDS = [Both, Frozen, Counted, Named, Subclass, Output, Registered, Mapping, Private, Nested, SimpleNamespace]
+KINDS = [Both, Frozen, Counted, Named, Output, Registered, Nested, SimpleNamespace]
 
 
 class Block(nn.Module):
@@ -201,12 +175,6 @@ class Cache:
         self.seen = 0
 
 
-class ByAttribute(dict[str, Any]):
-    """A dict whose attributes are its items: a missing one raises KeyError, whatever asks."""
-
-    __getattr__ = dict.__getitem__
-
-
 class CacheBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -237,8 +205,8 @@ class WithCache(nn.Module):
 
 @pytest.mark.parametrize(
     "make",
-    [Cache, list, lambda: {"keys": []}, lambda: ByAttribute(keys=[])],
-    ids=["object", "list", "dict", "dict with attributes"],
+    [Cache, list, lambda: {"keys": []}],
+    ids=["object", "list", "dict"],
 )
 def test_what_every_block_writes_into_crosses_cuts(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)

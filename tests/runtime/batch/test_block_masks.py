@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -113,14 +112,8 @@ class Mask:
         return k < self.lengths[b]
 
 
-def within(lengths: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return k < lengths[b]
-
-
 MASKS: dict[str, Callable[[Tensor], Any]] = {
     "closure": lambda lengths: and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < lengths[b]),
-    "default": lambda lengths: lambda b, h, q, k, lengths=lengths: k < lengths[b],
-    "partial": lambda lengths: partial(within, lengths),
     "object": Mask,
 }
 
@@ -207,11 +200,3 @@ def test_cond_trains(in_block: bool) -> None:
     x = torch.randn(3, WIDTH)
     options = {"ranks": 2, "microbatches": 3, "whole_batch": False}
     proven(Branches(in_block), x, x, **options)
-
-
-@pytest.mark.parametrize("in_block", [True, False])
-def test_cond(in_block: bool) -> None:
-    model, x = Branches(in_block).requires_grad_(False), torch.randn(3, WIDTH)
-    with penstock.pipeline(model, (x,), ranks=2, microbatches=3, balance="layers") as pipe:
-        expected = torch.cat([model(row) for row in x.split(1)])
-        torch.testing.assert_close(pipe.predict(x), expected, rtol=0, atol=1e-6)

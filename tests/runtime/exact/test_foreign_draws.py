@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ def noises(*draws: Callable[[], float]) -> list[nn.Module]:
 held = random._inst.random  # not replaced by a recording
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
+@pytest.mark.parametrize("options", [{"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
 def test_inside_of_blocks(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     # Functions of ours: a copy of `np.random.rand`, as in the reference, draws from a generator of its own.
@@ -105,8 +104,7 @@ def with_a_hook() -> nn.Module:
     return loss
 
 
-@pytest.mark.parametrize("loss", [mixed_up, partial(mixed_up), with_a_hook()], ids=["function", "partial", "hook"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipe"])
+@pytest.mark.parametrize(("schedule", "loss"), [("gpipe", mixed_up), ("dualpipe", with_a_hook())])
 def test_a_loss_draws_the_same_under_every_schedule_and_leaves_the_generators_alone(schedule: str, loss: Any) -> None:
     x, target = torch.randn(2, 8, 7, generator=torch.Generator().manual_seed(1))
     losses = []
@@ -122,7 +120,7 @@ def test_a_loss_draws_the_same_under_every_schedule_and_leaves_the_generators_al
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(), partial(F.mse_loss, reduction="mean")])
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss()])
 def test_only_torchs_generator_is_set_for_a_loss_of_torchs_own(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Setting numpy's takes as long as a small loss."""
     x = torch.ones(4, 7)
@@ -151,16 +149,8 @@ def dropped_by_numpy(self: Dropping, number: int, block: nn.Module, x: Tensor) -
     return x
 
 
-def dropped_by_integer(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
-    return x if random.randint(0, 2) == 0 else x + block(x)
-
-
 def tensor(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
     return block(x) + torch.tensor(np.random.randn(7), dtype=torch.float32)
-
-
-def from_array(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
-    return block(x) * torch.from_numpy(np.random.rand(7).astype(np.float32))
 
 
 def masked(size: int) -> np.ndarray:
@@ -176,7 +166,7 @@ def by_function(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Ten
     return x
 
 
-WAYS = [scaled, dropped, dropped_by_numpy, dropped_by_integer, tensor, from_array, by_function]
+WAYS = [scaled, dropped, dropped_by_numpy, tensor, by_function]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,7 +174,7 @@ def test_between_blocks(way: Callable[..., Tensor]) -> None:
     check(way)
 
 
-@pytest.mark.parametrize("way", [scaled, tensor, from_array, by_function])
+@pytest.mark.parametrize("way", [scaled, tensor, by_function])
 def test_nothing_is_frozen(way: Callable[..., Tensor]) -> None:
     """Every microbatch and every step has numbers of its own."""
     torch.manual_seed(0)
@@ -215,13 +205,9 @@ def test_a_number_of_the_stream() -> None:
 def test_what_a_recording_cannot_follow_is_refused_by_module_and_line() -> None:
     ways: list[Callable[[Tensor], Any]] = [
         lambda x: x[:, : random.randint(1, 7)],
-        lambda x: x * int(random.random() * 3),
         lambda x: x * float(np.random.rand()),
-        lambda x: x * np.random.rand(7).mean(),
         lambda x: x * np.asarray(np.random.rand(7))[0],
         lambda x: x * random.choice([nn.ReLU(), nn.Tanh()])(x),
-        lambda x: x * np.random.default_rng().random(),
-        lambda x: x * [1, 2, 3][random.randrange(3)],
     ]
     for way in ways:
         with pytest.raises(PartitionError, match=r"test_foreign_draws.py:\d+, in .*a recording cannot follow"):
@@ -260,8 +246,7 @@ def test_verify_sees_draws_from_a_generator_of_the_models_own(where: str) -> Non
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_bigbird(ranks: int) -> None:
+def test_bigbird() -> None:
     """It chooses its sparse blocks with numpy, inside of its attention."""
     torch.manual_seed(0)
     config = transformers.BigBirdConfig(
@@ -269,12 +254,11 @@ def test_bigbird(ranks: int) -> None:
     )
     ids = torch.randint(3, 60, (4, 32))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    verify(transformers.BigBirdForMaskedLM(config).train(), (), kwargs=inputs, ranks=ranks, microbatches=2).check()
+    verify(transformers.BigBirdForMaskedLM(config).train(), (), kwargs=inputs, ranks=2, microbatches=2).check()
 
 
 @pytest.mark.long  # test_bigbird draws with numpy inside of a model, test_layer_drop.py drops layers of this one
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_spec_augment_and_layer_drop(ranks: int) -> None:
+def test_spec_augment_and_layer_drop() -> None:
     """Wav2Vec2 as it comes: masks of numpy over time and features, layers dropped by torch."""
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(
@@ -285,7 +269,7 @@ def test_spec_augment_and_layer_drop(ranks: int) -> None:
     model = transformers.Wav2Vec2ForSequenceClassification(config).train()
     model.freeze_feature_encoder()
     inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
-    verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).check()
+    verify(model, (), kwargs=inputs, ranks=4, microbatches=2).check()
 
 
 def test_a_drawn_number_holds_no_tensors() -> None:

@@ -14,8 +14,7 @@ from penstock.runtime.execute import program
 from scaffolding.small import batch, mlp
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb-h1", 2)])
 def test_a_profile_names_each_action_once(schedule: str, ranks: int) -> None:
     x, y = batch(8)
     with penstock.pipeline(mlp(), (x,), ranks=ranks, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:

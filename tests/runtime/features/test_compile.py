@@ -52,7 +52,7 @@ class Counting:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "schedule"),
-    [pytest.param("convnet", 2, "zb-h1", marks=pytest.mark.long), ("in_place", 4, "1f1b"), ("gpt", 2, "zb-h1")],
+    [pytest.param("convnet", 2, "zb-h1", marks=pytest.mark.long), ("in_place", 2, "1f1b"), ("gpt", 2, "zb-h1")],
 )
 def test_compiled_stages_give_the_bits_of_one_device(name: str, ranks: int, schedule: str) -> None:
     case = gpt(0.2) if name == "gpt" else CASES[name]()
@@ -63,7 +63,7 @@ def test_compiled_stages_give_the_bits_of_one_device(name: str, ranks: int, sche
 def test_a_compiler_may_add_in_another_order_and_verify_allows_that() -> None:
     case = CASES["skips"]()
     report = penstock.verify(
-        case.model, case.args, target=case.target, loss_fn=case.loss, ranks=4, microbatches=2, compile=SAME_BITS
+        case.model, case.args, target=case.target, loss_fn=case.loss, ranks=2, microbatches=2, compile=SAME_BITS
     ).check()
     assert not report.exact
     assert all(row.max_difference <= 1e-6 * row.max_reference for row in report.rows)
@@ -120,11 +120,10 @@ class Sliced(nn.Module):
         return self.head(x + self.all).sum(1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_gradients_that_share_memory_are_accumulated_apart(schedule: str) -> None:
+def test_gradients_that_share_memory_are_accumulated_apart() -> None:
     x, y = batch(4)  # a row a microbatch: more rows are summed, each gradient into memory of its own
     torch.manual_seed(0)
-    proven(Sliced(), x, y, microbatches=4, ranks=1, schedule=schedule, compile=SAME_BITS, exact=True)
+    proven(Sliced(), x, y, microbatches=4, ranks=1, schedule="zb-h1", compile=SAME_BITS, exact=True)
 
 
 class Half(nn.Module):
@@ -132,7 +131,7 @@ class Half(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -172,7 +171,7 @@ class Block(nn.Module):
 
 def compiled_blocks(in_place: bool) -> Case:
     torch.manual_seed(0)
-    blocks: list[Any] = [Block() for _ in range(4)]
+    blocks: list[Any] = [Block() for _ in range(2)]
     if in_place:
         for block in blocks:
             block.compile(**SAME_BITS)
@@ -181,9 +180,7 @@ def compiled_blocks(in_place: bool) -> Case:
     return Case(nn.Sequential(*blocks), batch(8)[:1], {}, batch(8)[1], F.mse_loss)
 
 
-@pytest.mark.parametrize(
-    ("in_place", "schedule", "called"), [(True, "1f1b", False), (False, "zb-h1", False), (True, "zb-h1", True)]
-)
+@pytest.mark.parametrize(("in_place", "schedule", "called"), [(False, "1f1b", False), (True, "zb-h1", True)])
 def test_a_model_with_compiled_blocks_runs_unedited(in_place: bool, schedule: str, called: bool) -> None:
     """Also where a call has compiled them without the hooks that set streams: they draw the pipeline's masks."""
     case = compiled_blocks(in_place)
@@ -275,8 +272,8 @@ def test_a_stage_whose_compiled_weights_cannot_wait_says_so() -> None:
 
 @pytest.mark.distributed
 def test_compiled_stages_train_alike_on_real_ranks(ranks2: Ranks) -> None:
-    expected = train("dropout", 3, ranks=1, microbatches=3)
-    trained = ranks2.run(train_here, "dropout", 3, {"microbatches": 3, "schedule": "zb-h1", "compile": SAME_BITS})
+    expected = train("dropout", 2, ranks=1, microbatches=3)
+    trained = ranks2.run(train_here, "dropout", 2, {"microbatches": 3, "schedule": "zb-h1", "compile": SAME_BITS})
     weights = {name: tensor for one in trained for name, tensor in one.weights.items()}
     assert weights.keys() == expected.weights.keys()
     for name, tensor in weights.items():
@@ -329,10 +326,9 @@ def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> No
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing inductor uses what torch deprecates
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_inductor_is_close_and_draws_the_same_masks(schedule: str) -> None:
+def test_inductor_is_close_and_draws_the_same_masks() -> None:
     case = gpt(0.2)
-    options = {"microbatches": 2, "ranks": 2, "schedule": schedule, "compile": True}
+    options = {"microbatches": 2, "ranks": 2, "schedule": "zb-h1", "compile": True}
     report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).check()
     assert not report.exact  # other masks would differ by far more than rounding
     assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")
@@ -341,15 +337,13 @@ def test_inductor_is_close_and_draws_the_same_masks(schedule: str) -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_inductor_leaves_most_of_a_transformer_to_w(name: str) -> None:
+def test_inductor_leaves_most_of_a_transformer_to_w() -> None:
     """Another backend, in the short tests: `test_most_of_a_transformer_waits` of `test_compiled_products.py`."""
-    case = TRANSFORMERS[name]()
+    case = TRANSFORMERS["gpt2"]()
     assert isinstance(case.model, nn.Module)
-    kwargs = {key: value for key, value in case.kwargs.items() if key != "attention_mask"}
     options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": "zb-h1", "compile": True}
-    with penstock.pipeline(case.model, case.args, kwargs, loss_fn=case.loss, **options) as pipe:
-        pipe.step(*case.args, **kwargs)
+    with penstock.pipeline(case.model, case.args, case.kwargs, loss_fn=case.loss, **options) as pipe:
+        pipe.step(*case.args, **case.kwargs)
         assert len(pipe.split_share) == 2
         assert min(pipe.split_share.values()) > 0.8, pipe.split_share
 
@@ -375,13 +369,12 @@ def test_averages_that_a_checkpoint_would_update_once_more_are_refused() -> None
         penstock.pipeline(Checkpoints(), (x,), compile=SAME_BITS, **options)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_hooks_that_come_and_go_between_steps_have_their_effect(schedule: str) -> None:
+def test_hooks_that_come_and_go_between_steps_have_their_effect() -> None:
     def losses(compile: Any) -> list[float]:
         torch.manual_seed(0)
         model, (x, y) = mlp(), batch(6)
         with penstock.pipeline(
-            model, (x,), ranks=2, microbatches=3, schedule=schedule, loss=F.mse_loss, compile=compile
+            model, (x,), ranks=2, microbatches=3, schedule="zb-h1", loss=F.mse_loss, compile=compile
         ) as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from penstock import ArgumentError, pipeline
 from scaffolding.everything import everything
-from scaffolding.models import ConvNet, squared_error
+from scaffolding.models import squared_error
 from scaffolding.proofs import proven
 from scaffolding.small import WIDTH, batch, mlp
 
 ROWS = 11
-SCHEDULES = [("gpipe", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-v", 2, 2)]
 
 
 def normed(**options: Any) -> nn.Sequential:
@@ -42,7 +41,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int = 3, **options: Any
     return loss, buffers(model)
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+@pytest.mark.parametrize("momentum", [0.1, None])
 def test_the_statistics_are_those_of_the_whole_batch(momentum: float | None) -> None:
     model, (x, y) = normed(momentum=momentum), batch()
     whole = copy.deepcopy(model)
@@ -60,39 +59,29 @@ def test_the_statistics_are_those_of_the_whole_batch(momentum: float | None) -> 
     assert not torch.allclose(plain["1.running_var"], expected["1.running_var"], rtol=1e-3)
 
 
-def assert_as_one_forward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+def assert_as_one_forward(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> dict[str, Tensor]:
     """One step leaves the buffers that one forward of the whole batch leaves."""
     whole = copy.deepcopy(model)
     whole(x)
-    _, found = train(model, x, y, steps=1)
+    _, found = train(model, x, y, steps=1, **options)
     for name, expected in whole.named_buffers():
         torch.testing.assert_close(found[name], expected)
+    return found
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_images_and_volumes(dims: int) -> None:
+def test_images() -> None:
     torch.manual_seed(0)
-    conv, norm = (getattr(nn, f"{kind}{dims}d") for kind in ("Conv", "BatchNorm"))
-    model = nn.Sequential(conv(2, 5, 3), norm(5), conv(5, 2, 3))
-    x, y = torch.randn(ROWS, 2, *([6] * dims)), torch.randn(ROWS, 2, *([2] * dims))
-    assert_as_one_forward(model, x, y)
+    model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 3))
+    assert_as_one_forward(model, torch.randn(ROWS, 2, 6, 6), torch.randn(ROWS, 2, 2, 2))
 
 
-def test_neither_schedule_nor_recomputation_changes_a_bit() -> None:
-    found = []
-    for (schedule, ranks, chunks), recompute in zip(SCHEDULES, ("never", "always", 1), strict=True):
-        model, x, y = everything()
-        options = {"schedule": schedule, "ranks": ranks, "chunks": chunks, "recompute": recompute}
-        found.append(train(model, x, y, 2, **options))
-    for loss, statistics in found[1:]:
-        assert torch.equal(loss, found[0][0])
-        assert all(torch.equal(statistics[name], found[0][1][name]) for name in statistics)
-
-
-@pytest.mark.parametrize(("schedule", "ranks", "chunks"), SCHEDULES, ids=[name for name, *_ in SCHEDULES])
-def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int) -> None:
-    model, x, y = everything()
-    options: Any = {"microbatches": 5, "deferred_batch_norm": True, "recompute": {1: "always"}, "exact": True}
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "chunks", "recompute"),
+    [("gpipe", 2, 1, "always"), ("interleaved-1f1b", 2, 2, {1: "always"}), ("zb-v", 2, 2, 1)],
+)
+def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, recompute: Any) -> None:
+    model, x, y = everything(layers=4)
+    options: Any = {"microbatches": 5, "deferred_batch_norm": True, "recompute": recompute, "exact": True}
     proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
 
 
@@ -108,15 +97,11 @@ class Twice(nn.Module):
         return self.norm(x) + self.norm(input=x * 2)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always", 1])
+@pytest.mark.parametrize("recompute", ["never", 1])
 def test_a_norm_that_is_used_twice_is_updated_twice(recompute: Any) -> None:
     torch.manual_seed(0)
     (x, y), model = batch(), nn.Sequential(Twice(), nn.Linear(WIDTH, WIDTH))
-    whole = copy.deepcopy(model)
-    whole(x)
-    _, found = train(model, x, y, steps=1, recompute=recompute)
-    for name, expected in whole.named_buffers():
-        torch.testing.assert_close(found[name], expected)
+    found = assert_as_one_forward(model, x, y, recompute=recompute)
     assert found["0.norm.num_batches_tracked"] == 2
 
 
@@ -249,13 +234,6 @@ def test_a_compiled_norm_is_refused() -> None:
         pipeline(model, batch()[:1], microbatches=2, loss=squared_error, deferred_batch_norm=True)
 
 
-def test_batch_norm_in_blocks_is_seen() -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(ROWS, 3, 6, 6), torch.randn(ROWS, 3)
-    _, found = train(ConvNet(), x, y, steps=2)
-    assert all(count == 2 for name, count in found.items() if name.endswith("num_batches_tracked"))
-
-
 class Splitting(nn.BatchNorm1d):
     """As timm's SplitBatchNorm2d: another norm takes a part of the batch."""
 
@@ -268,11 +246,6 @@ class Splitting(nn.BatchNorm1d):
         return torch.cat([super().forward(own), self.aux_bn[0](other)])
 
 
-class Watching(nn.BatchNorm1d):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).clone()
-
-
 def test_a_norm_that_gives_a_part_to_another_is_refused() -> None:
     model = normed()
     model[1] = Splitting(WIDTH)
@@ -280,26 +253,11 @@ def test_a_norm_that_gives_a_part_to_another_is_refused() -> None:
         train(model, *batch(), microbatches=2)
 
 
-def test_a_class_with_a_forward_of_its_own_may_be_deferred() -> None:
-    (model, same), (x, y) = (normed(), normed()), batch()
-    model[1] = Watching(WIDTH)
-    found, expected = train(model, x, y)[1], train(same, x, y)[1]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def _untracked(norm: nn.Module) -> None:
-    norm.track_running_stats = False
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_norm_that_stops_tracking_keeps_its_statistics(early: bool) -> None:
+def test_a_norm_that_stops_tracking_keeps_its_statistics() -> None:
     model, (x, y) = nn.Sequential(*normed(), nn.BatchNorm1d(WIDTH)), batch()
-    if early:
-        _untracked(model[1])
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
-        if not early:
-            pipe.step(x, target=y)
-            _untracked(model[1])
+        pipe.step(x, target=y)
+        model[1].track_running_stats = False  # type: ignore[assignment]
         before, last = buffers(model[1]), buffers(model[-1])
         pipe.step(x, target=y)
         assert all(map(torch.equal, before.values(), buffers(model[1]).values()))

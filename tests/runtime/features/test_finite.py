@@ -16,7 +16,7 @@ import penstock
 from penstock.errors import ArgumentError, NonFiniteError
 from penstock.runtime.features import finite
 from penstock.schedule import Action
-from scaffolding.models import CASES, Layers, gpt
+from scaffolding.models import CASES, gpt
 from scaffolding.small import batch, mlp
 
 
@@ -80,7 +80,7 @@ def step(
     return str(error.value)
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), [(1, "naive"), (2, "1f1b"), (2, "zb-h1"), (4, "zb-h1")])
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (4, "zb-h1")])
 def test_the_module_inside_of_a_block_is_named(ranks: int, schedule: str) -> None:
     model = Glue()
     model.blocks[2].offset = -1.0
@@ -90,21 +90,16 @@ def test_the_module_inside_of_a_block_is_named(ranks: int, schedule: str) -> Non
     assert said.endswith("made by module 'blocks.2.root'")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_call_of_the_models_own_is_named_by_its_line(ranks: int) -> None:
+def test_a_call_of_the_models_own_is_named_by_its_line() -> None:
     model = Glue()
     model.bad = True
-    said = step(model, ranks)
-    stage = ranks // 2 - 1
-    assert said.startswith(
-        f"rank {stage}, action {stage}F0, microbatch 0: value 'log' (made by {__file__}:{LINE}), which"
-    )
+    said = step(model, 4)
+    assert said.startswith(f"rank 1, action 1F0, microbatch 0: value 'log' (made by {__file__}:{LINE}), which")
     assert f"made by log() at {__file__}:{LINE} in the model's own forward" in said
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_gradient_names_parameters_values_and_the_module(ranks: int, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb-h1", 2)])
+def test_a_gradient_names_parameters_values_and_the_module(schedule: str, ranks: int) -> None:
     model = Glue()
     model.blocks[3].offset = 0.0
     stage = 3 * ranks // 4
@@ -213,8 +208,9 @@ class Masked(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name", ["convnet", "in_place", "gpt", "masked"])
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "zb-h1"), (4, "1f1b")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "schedule"), [("in_place", 4, "1f1b"), ("gpt", 2, "zb-h1"), ("masked", 2, "zb-h1")]
+)
 def test_looking_changes_nothing(name: str, ranks: int, schedule: str) -> None:
     case = gpt(0.2) if name == "gpt" else CASES["mlp"]() if name == "masked" else CASES[name]()
     if name == "masked":
@@ -262,19 +258,6 @@ def test_what_the_model_raises_keeps_its_text() -> None:
         with pytest.raises(ValueError, match="too large") as error:
             pipe.step(x, target=y)
     assert error.value.args == ("too large",)
-
-
-def test_a_value_of_which_the_loss_uses_a_part_has_no_gradient_for_the_rest() -> None:
-    class Halves(Layers):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                first, _ = layer(x).chunk(2, -1)
-                x = first.repeat(1, 2)
-            return x
-
-    x = torch.randn(8, 8)
-    with penstock.pipeline(Halves(8, 4), (x,), ranks=2, microbatches=4, loss=F.mse_loss, check_finite=True) as pipe:
-        assert pipe.step(x, target=x).loss.isfinite()
 
 
 def test_off_it_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,9 @@ from penstock.errors import ArgumentError
 from penstock.runtime.features import offload
 from penstock.runtime.features.offload import Away, Offload
 from penstock.schedule import generate, split_backward
-from scaffolding import models
 from scaffolding.everything import WIDTH, everything, everything_goes, inputs_alive
 from scaffolding.models import ConvNet, squared_error
 from scaffolding.proofs import proven
-from scaffolding.representatives import representatives
 from scaffolding.small import batch, mlp, training_runners
 
 
@@ -29,15 +27,17 @@ def _everything_goes() -> Iterator[None]:
         yield
 
 
-SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
+CASES = [
+    ("gpipe", 4, 1, "never"),
+    ("1f1b", 4, 1, "always"),
+    ("interleaved-1f1b", 2, 2, 2),
+    ("zb-v", 2, 2, "except_last"),
+]
 
 
-@pytest.mark.parametrize(
-    ("order", "recompute"), representatives(4, SCHEDULES, ["never", "except_last", "always", 2]), ids=str
-)
-def test_the_result_is_that_of_one_device(order: tuple[str, int, int], recompute: Any) -> None:
-    schedule, ranks, chunks = order
-    model, x, y = everything()
+@pytest.mark.parametrize(("schedule", "ranks", "chunks", "recompute"), CASES)
+def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, recompute: Any) -> None:
+    model, x, y = everything(ranks * chunks)
     options: dict[str, Any] = {"microbatches": 5, "offload": True, "recompute": recompute, "exact": True}
     proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
 
@@ -144,21 +144,6 @@ def test_a_split_backward_stays_split() -> None:
             shares.append(pipe.split_share)
     assert shares[0] == shares[1] == shares[2]
     assert min(shares[0].values()) > 0.8
-
-
-def test_the_split_of_a_gpt_is_what_it_is_without() -> None:
-    shares, found = [], []
-    for choice in (False, True):
-        case = models.gpt(0.1)
-        rows = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "seed": 3, "offload": choice}
-        with pipeline(case.model, case.args, case.kwargs, loss=case.loss, **rows) as pipe:
-            for _ in range(2):
-                pipe.step(*case.args, **case.kwargs, target=case.target)
-            shares.append(pipe.split_share)
-            found.append([parameter.grad for parameter in pipe.parameters()])
-    assert shares[0] == shares[1]
-    assert min(shares[0].values()) > 0.3
-    assert all(map(torch.equal, *found))
 
 
 def test_what_cannot_go_stays() -> None:

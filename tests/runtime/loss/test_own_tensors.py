@@ -31,9 +31,6 @@ class Plain:
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output * self.scale, target)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self(output, target)
-
 
 def scaled(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:
     return F.mse_loss(output * scale, target)
@@ -57,10 +54,8 @@ def in_an_object() -> Callable[[Tensor, Tensor], Tensor]:
     ("make", "name"),
     [
         (in_an_object, "loss.holder.losses.main.0.scale"),
-        (Scaled, "loss.scale"),
         (lambda: Scaled().forward, "loss.scale"),
         (Plain, "loss.scale"),
-        (lambda: Plain().loss, "loss.scale"),
         (lambda: partial(scaled, scale=torch.tensor(0.5, requires_grad=True)), "loss.scale"),
         (in_closure, "loss.inner.scale"),
     ],
@@ -142,20 +137,5 @@ def test_a_discriminator_that_a_loss_names_is_trained_with_a_warning() -> None:
         assert any("loss_fn calls D," in str(note) for note in pipe.notes)
     D.requires_grad_(False)
     with penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=fooled) as pipe:
-        assert len(list(pipe.parameters())) == 12
-    D.requires_grad_(True)
-
-
-inner = Scaled()
-
-
-def names_an_attribute(output: Tensor, target: Tensor) -> Tensor:
-    """`inner` is an attribute here, and no global."""
-    return F.mse_loss(output, target) * len(D.__class__.__name__) / len(AGuess().inner.bias)
-
-
-def test_an_attribute_of_the_name_of_a_global_is_not_that_global() -> None:
-    D.requires_grad_(False)
-    with penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=names_an_attribute) as pipe:
         assert len(list(pipe.parameters())) == 12
     D.requires_grad_(True)

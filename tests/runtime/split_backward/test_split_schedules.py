@@ -20,7 +20,7 @@ from scaffolding.representatives import representatives
 from scaffolding.small import WIDTH, batch, mlp
 
 MICROBATCHES = 3
-SHORT = [("zb-h1", 2), ("zb-v", 4), ("v-min", 2)]
+SHORT = [("zb-h1", 2), ("zb-v", 2), ("v-min", 2)]
 """`test_verify_matrix.py` always runs the others, too."""
 
 
@@ -58,7 +58,8 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, float]]:
 
 def verify(name: str, schedule: Schedule) -> penstock.Report:
     torch.manual_seed(0)
-    model, args, kwargs, target, loss = EXAMPLES[name]() if name in EXAMPLES else TINY[name]()
+    sizes = {"layers": max(4, schedule.placement.stages)} if name == "tied_gpt_with_dropout" else {}
+    model, args, kwargs, target, loss = (EXAMPLES | TINY)[name](**sizes)
     if name in TINY:
         loss = None  # these compute their own
     return penstock.verify(
@@ -162,7 +163,7 @@ def test_some_stages_split_and_others_not() -> None:
     assert verify("mlp", order).ok
 
 
-@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1), (3,)])
+@pytest.mark.parametrize("frozen", [(0,), (0, 1), (3,)])
 def test_frozen_stages_and_stages_without_parameters(frozen: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]

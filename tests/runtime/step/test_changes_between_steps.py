@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +18,6 @@ from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
 
 STEPS = 3
-
-
-class Slotted:
-    """An object without a `__dict__`."""
-
-    __slots__ = ("t",)
-
-    def __init__(self) -> None:
-        self.t = 1.0
 
 
 class Block(nn.Module):
@@ -76,12 +67,10 @@ class Reader(nn.Module):
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.nested, self.tower = nn.ModuleDict({"h": nn.ModuleList([Block()])}), Tower()
         self.number: Any = 1.0
-        self.items, self.table, self.pair = [1.0], {"a": {"b": 1.0}}, (1.0, 2.0)
+        self.table = {"a": [1.0]}
         self.config = SimpleNamespace(inner=SimpleNamespace(t=1.0))
         self.tensor = torch.tensor(1.0)
-        self.function = torch.tanh
-        self.slotted, self.doubled, self.array = Slotted(), set[int](), np.ones(2)
-        self.multiply = partial(torch.mul, other=1.0)
+        self.array = np.ones(2)
 
     @property
     def of_property(self) -> float:
@@ -91,12 +80,12 @@ class Reader(nn.Module):
     def forward(self, x: Tensor, options: Any = None) -> Tensor:
         for layer in (*self.nested.h, *self.tower.layers):
             x = x if getattr(layer, "left_out", False) else layer(x) * layer.scale
-        for i, block in enumerate(self.blocks):
-            x = block.strengthened(block(x) * block.scale) * (1.0 + (i in self.doubled))
-        x = self.multiply(x) * self.slotted.t * float(self.array[0]) * self.of_property
-        factor = self.number * self.items[0] * self.table["a"]["b"] * self.pair[0] * self.config.inner.t * self.of_class
+        for block in self.blocks:
+            x = block.strengthened(block(x) * block.scale)
+        x = x * float(self.array[0]) * self.of_property
+        factor = self.number * self.table["a"][0] * self.config.inner.t * self.of_class
         bonus = getattr(self, "bonus", 1.0) * (1.0 if options is None else options.t)
-        return self.function(x) * float(factor) * self.tensor * bonus
+        return torch.tanh(x) * float(factor) * self.tensor * bonus
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -139,26 +128,17 @@ def patch_forward(reader: Reader) -> None:
 
 CHANGES: dict[str, Callable[[Reader], object]] = {
     "number": lambda m: setattr(m, "number", 2.0),
-    "number of numpy": lambda m: setattr(m, "number", np.float32(2.0)),
-    "item of a list": lambda m: m.items.__setitem__(0, 2.0),
-    "item of a dict in a dict": lambda m: m.table["a"].__setitem__("b", 2.0),
-    "tuple": lambda m: setattr(m, "pair", (2.0, 2.0)),
+    "item of a list in a dict": lambda m: m.table["a"].__setitem__(0, 2.0),
     "field of an object": lambda m: setattr(m.config.inner, "t", 2.0),
     "another tensor": lambda m: setattr(m, "tensor", torch.tensor(2.0)),
     "a tensor's value": lambda m: m.tensor.fill_(2.0),
-    "function": lambda m: setattr(m, "function", torch.sigmoid),
     "attribute that was not there": lambda m: setattr(m, "bonus", 2.0),
-    "attribute of a block": lambda m: [setattr(block, "scale", 2.0) for block in m.blocks],
     "attribute of a block in nested containers": lambda m: setattr(m.nested.h[0], "scale", 2.0),
     "attribute that a block gets": lambda m: setattr(m.tower.layers[0], "left_out", True),
     "hook on the model": lambda m: m.register_forward_hook(doubled),
-    "hook before the model": lambda m: m.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
     "forward of the model": patch_forward,
     "attribute that a method of a block reads": lambda m: setattr(m.blocks[1], "strength", 2.0),
-    "object with slots": lambda m: setattr(m.slotted, "t", 2.0),
-    "set": lambda m: m.doubled.add(2),
     "array": lambda m: m.array.fill(2.0),
-    "keywords of a partial": lambda m: m.multiply.keywords.update(other=2.0),
     "module without parameters": lambda m: setattr(m.blocks[1].linear, "extra", nn.Identity()),
 }
 
@@ -204,7 +184,6 @@ def test_fields_of_an_input_count() -> None:
     ("change", "words"),
     [
         (lambda m: m.blocks.__setitem__(1, Block()), "'blocks.1.linear.weight' is new"),
-        (lambda m: m.blocks.append(Block()), "'blocks.3.linear.weight' is new"),
         (
             lambda m: setattr(m.blocks[1].linear, "weight", nn.Parameter(torch.eye(5))),
             "'blocks.1.linear.weight' is new",

@@ -21,15 +21,15 @@ from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pi
 from penstock.runtime.step.results import code_of, words
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
-from scaffolding.small import ONE_STAGE, WIDTH, Retrieval, batch, mlp, retrieval_error, tokens
+from scaffolding.small import WIDTH, Retrieval, batch, mlp, retrieval_error, tokens
 
 # -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [*ONE_STAGE, "interleaved-1f1b", "zb-v", "hanayo", "chimera", "dualpipe"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b", "zb-v", "chimera"])
 def test_trap_12_a_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
-    chunks = 2 if schedule in ("interleaved-1f1b", "zb-v", "hanayo") else 1
-    copies = schedule in ("chimera", "dualpipe")
+    chunks = 2 if schedule in ("interleaved-1f1b", "zb-v") else 1
+    copies = schedule == "chimera"
     model = mlp(8)
     reference, names = copy.deepcopy(model), [name for name, _ in model.named_parameters()]
     options = {"ranks": 2, "microbatches": 8, "loss": squared_error, "schedule": schedule, "chunks": chunks}
@@ -48,13 +48,12 @@ def test_trap_12_a_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
                 pipe.step(x[:1], target=y[:1])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_first_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
+def test_a_first_batch_of_fewer_rows_than_microbatches() -> None:
     model = mlp(8)
     reference = copy.deepcopy(model)
     for_two = Microbatches([batch(3)[0][:1], batch(3)[0][1:]])
     for example, first in ((batch(3)[0], 3), (for_two, 2)):
-        with pipeline(model, (example,), ranks=2, microbatches=4, loss=squared_error, schedule=schedule) as pipe:
+        with pipeline(model, (example,), ranks=2, microbatches=4, loss=squared_error) as pipe:
             assert pipe.schedule.microbatches == first
             for rows in (3, 11, 2):
                 x, y = batch(rows)
@@ -65,7 +64,7 @@ def test_a_first_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
                 assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("first", [8, 7, 3, 2])
+@pytest.mark.parametrize("first", [8, 3])
 def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> None:
     """The last one of an epoch, or the example itself."""
     torch.manual_seed(0)
@@ -145,7 +144,7 @@ def pieces(*lengths: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "schedule",
-    ["naive", "1f1b", "zb-h1", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "zb-h2"))],
+    ["1f1b", "zb-h1"],
 )
 def test_microbatches_that_are_cut_already(schedule: str) -> None:
     """Each of its own length and rows; the mean is that of the rows."""
@@ -215,12 +214,6 @@ def test_microbatches_that_do_not_fit_are_refused() -> None:
         assert piece.grad is not None
 
 
-def test_a_batch_that_is_cut_already_can_be_verified() -> None:
-    given = Microbatches(pieces(3, 5, 2))
-    report = verify(GPT(), (given,), target=given, loss_fn=token_error, ranks=2, microbatches=3)
-    assert report.ok, report.summary()
-
-
 # -- any structure, plain values --------------------------------------------------------------------------------------
 
 
@@ -265,13 +258,12 @@ def pair_loss(output: Pair, target: Pair) -> Tensor:
     return (output.value - target.value).square().mean() * target.scale
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_trap_14_dataclasses_and_plain_values_that_change_between_steps(ranks: int) -> None:
+def test_trap_14_dataclasses_and_plain_values_that_change_between_steps() -> None:
     """A number, a text: constants of a recording, so that each new one is a new kind of batch. A tensor is not."""
     torch.manual_seed(0)
     model, (x, y) = OfPairs(), batch()
     reference, half, third = copy.deepcopy(model), torch.tensor(0.5), torch.tensor(1 / 3)
-    with pipeline(model, (Pair(x, 1.0, "plus"),), ranks=ranks, microbatches=3, loss=pair_loss) as pipe:
+    with pipeline(model, (Pair(x, 1.0, "plus"),), ranks=3, microbatches=3, loss=pair_loss) as pipe:
         for scale, name in ((1.0, "plus"), (2.0, "plus"), (2, "minus"), (1.0, "plus"), (half, "plus"), (third, "plus")):
             model.zero_grad()
             reference.zero_grad()
@@ -360,7 +352,7 @@ class Answers(nn.Module):
         return {"y": y, "pair": (y[:, 0], "text", None), "other": self.answer(y)}
 
 
-@pytest.mark.parametrize("wanted", ["all", 0, 1, 3])
+@pytest.mark.parametrize("wanted", ["all", 1])
 def test_who_wants_outputs_is_told_in_the_words_of_the_call(wanted: Any) -> None:
     assert words(code_of(wanted, 4)) == f"outputs={wanted!r}"
     assert words(code_of(True, 4)) == words(code_of(False, 4)) == "outputs=True or False"
@@ -477,9 +469,8 @@ def test_a_batch_that_needs_parameters_which_the_example_did_not_is_warned_of() 
 # -- two rows for each row of another ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_an_input_with_two_rows_for_each_of_another(ranks: int, by_name: bool) -> None:
+def test_an_input_with_two_rows_for_each_of_another(by_name: bool) -> None:
     """Refused with what to pass, which works in steps, evaluations and predictions, for inputs and targets."""
     queries, (passages, target), rows = batch(10)[0], batch(20), [6, 6, 4, 4]
     model, bias = Retrieval(), torch.randn(20, WIDTH)
@@ -488,7 +479,7 @@ def test_an_input_with_two_rows_for_each_of_another(ranks: int, by_name: bool) -
     def cut(x: Tensor) -> Microbatches:
         return Microbatches(x.split([6, 6, 4, 4]))
 
-    options: dict[str, Any] = {"ranks": ranks, "microbatches": 4, "loss": retrieval_error}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": retrieval_error}
     words = r"pass the one of 20 rows as penstock.Microbatches\(x.split\(\[6, 6, 4, 4\]\)\)"
     with pytest.raises(ShapeError, match=words):
         pipeline(model, (queries, passages), **options)

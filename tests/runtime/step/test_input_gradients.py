@@ -50,8 +50,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "frozen"), [("1f1b", True), ("zb-h1", True), ("zb-v", False), ("chimera", False), ("gpipe", True)]
+)
 def test_gradients_of_inputs_have_the_bits_of_one_device(schedule: str, frozen: bool) -> None:
     torch.manual_seed(0)
     model = Skipping(5, 4)
@@ -117,12 +118,11 @@ def test_pieces_get_theirs() -> None:
     assert torch.equal(x.grad, other_x.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_verify_compares_them(schedule: str) -> None:
+def test_verify_compares_them() -> None:
     x, scale, y = batch()
     x.grad = torch.ones_like(x)
     options: dict[str, Any] = {"target": y, "loss_fn": squared_error, "ranks": 2, "microbatches": 4}
-    report = verify(Skipping(5, 4), (x,), {"scale": scale}, schedule=schedule, **options)
+    report = verify(Skipping(5, 4), (x,), {"scale": scale}, schedule="zb-h1", **options)
     assert report.ok
     rows = {row.name: row for row in report.rows if row.kind == "gradient"}
     for name in ("input args[0]", "input kwargs['scale']"):
