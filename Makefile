@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-ALONE := tests/fabric tests/network
+ALONE := tests/network
 
 # Where the environment forbids bytecode, each of the hundreds of processes would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -33,7 +33,7 @@ test: $(READY)
 # The long tests whose turn it is: see tests/scaffolding/rotation.py. Those that run alone and take a minute are always.
 test-part: $(READY)
 	$(BIN)/python tests/scaffolding/rotation.py $(TOGETHER)
-	$(PYTEST) -m "long and alone" tests/fabric/test_bad_links.py
+	$(PYTEST) -m "long and alone" tests/network/fabric/test_bad_links.py
 
 test-all: $(READY)
 	$(PYTEST) -m "not alone" $(TOGETHER)

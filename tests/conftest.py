@@ -43,14 +43,14 @@ def _freeze() -> None:
     gc.freeze()
 
 
-FOLDERS_ALONE = ("fabric", "network")
-"""The folders with tests that run alone: the Makefile collects no others for those."""
+ALONE = "network"
+"""The folder with tests that run alone: the Makefile collects no other for those."""
 
 LONGEST_FIRST = (
     "distributed",
     "cli",
-    "proof",
-    "search",
+    "verification",
+    "simulate",
     "integrations",
     "test_zoo_matrix.py",
     "test_transformers_zoo.py",
@@ -65,8 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return path.relative_to(Path(__file__).parent).parts[0]
 
     for item in items:
-        if item.get_closest_marker("alone") and top(item.path) not in FOLDERS_ALONE:
-            raise pytest.UsageError(f"{item.nodeid} is to run alone: move it to one of the folders {FOLDERS_ALONE}")
+        if item.get_closest_marker("alone") and top(item.path) != ALONE:
+            raise pytest.UsageError(f"{item.nodeid} is to run alone: move it to tests/{ALONE}")
     rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(top(item.path), len(rank)))
 

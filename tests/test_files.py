@@ -24,33 +24,32 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fabric.made_runs import made_run, write_run
+from network.fabric.made_runs import made_run, write_run
 from penstock._base import files
-from penstock.balance import MeasuredLink, Profile, Tied, UnitCost, read_profile
 from penstock.cli import app
-from penstock.costs import read_costs, read_links
+from penstock.costs import MeasuredLink, Profile, Tied, UnitCost, read_costs, read_links, read_profile
+from penstock.costs.hardware.specs import device
 from penstock.errors import ArgumentError, PenstockError
-from penstock.explain import explain, read_run, run_of
-from penstock.fabric.compare import compare
-from penstock.fabric.results import results
-from penstock.fabric.samples import RUN, SAMPLES, Run
-from penstock.fabric.views import nccl, page
-from penstock.fabric.views.text import show
-from penstock.hardware.specs import device
 from penstock.network.background import parse_background
+from penstock.network.fabric.compare import compare
+from penstock.network.fabric.results import results
+from penstock.network.fabric.samples import RUN, SAMPLES, Run
+from penstock.network.fabric.views import nccl, page
+from penstock.network.fabric.views.text import show
 from penstock.network.parse import parse_link
 from penstock.network.scenario import read_scenario
 from penstock.network.topology import Topology
 from penstock.plan import Choice, Plan, read_plan
-from penstock.runs import RunRead, reading
-from penstock.runs import read_run as read_folder
-from penstock.runs.about import FORMAT, VERSION, About
-from penstock.runs.health import health
-from penstock.runs.records import RankState, StepRecord
+from penstock.plan.explain import explain, read_run, run_of
 from penstock.schedule import Schedule, check, generate
 from penstock.schedule.csv import read_csv, to_csv, write_csv
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
+from penstock.trace.runs import RunRead, reading
+from penstock.trace.runs import read_run as read_folder
+from penstock.trace.runs.about import FORMAT, VERSION, About
+from penstock.trace.runs.health import health
+from penstock.trace.runs.records import RankState, StepRecord
 from scaffolding.run_folders import ABOUT, a_run
 
 SCHEDULE = generate("1f1b", 2, 3)

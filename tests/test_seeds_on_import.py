@@ -8,7 +8,7 @@ import random
 random.seed(0)
 before = random.getstate()
 import penstock
-penstock.pipeline, penstock.profile, penstock.fabric, penstock.verify
+penstock.pipeline, penstock.profile, penstock.network.fabric, penstock.verify
 assert "rich.style" in __import__("sys").modules
 assert random.getstate() == before
 """

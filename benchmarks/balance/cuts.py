@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Profile
 from penstock.demo import model as demo
-from penstock.fabric.traffic.measure import stage_seconds
+from penstock.network.fabric.traffic.measure import stage_seconds
 from penstock.partition.measure import clock
 
 STAGES, ALL, FIRST = 4, 20, 8

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from penstock.fabric.traffic.measure import stage_seconds
+from penstock.network.fabric.traffic.measure import stage_seconds
 from penstock.partition import Balance
 
 STAGES, ROUNDS = 4, 3

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.blame.judge import judge
-from penstock.blame.names import read
-from penstock.blame.pipelining import Schedules
-from penstock.blame.watch import watching
 from penstock.distributed.launch.rank import main as run_rank
 from penstock.distributed.launch.target import load
+from penstock.verification.blame.judge import judge
+from penstock.verification.blame.names import read
+from penstock.verification.blame.pipelining import Schedules
+from penstock.verification.blame.watch import watching
 
 HERE = Path(__file__).parent
 RANKS = {"with_replicas.py": 4}
@@ -72,7 +72,7 @@ def in_forks(case: dict[str, Any]) -> dict[str, Any]:
         where |= {"PENSTOCK_BLAME": name, "PENSTOCK_BLAME_STEPS": "3", "CASE": case["options"], "FAULT": case["fault"]}
 
         def rank() -> None:
-            sys.argv[:] = ["penstock.blame.rank", str(HERE / case["script"])]
+            sys.argv[:] = ["penstock.verification.blame.rank", str(HERE / case["script"])]
 
             watch = watching()
             assert watch is not None

@@ -58,7 +58,7 @@ def main() -> None:
     if "captured" in OPTIONS:  # what a script says that does not call its stage as a module
         import penstock
 
-        penstock.blame.capture(stage, stage=rank).__enter__()
+        penstock.verification.blame.capture(stage, stage=rank).__enter__()
     optimizer = optimizer_of(stage)
     if FAULT == "learning rate" and rank == 0:
         optimizer.param_groups[0]["lr"] /= 10

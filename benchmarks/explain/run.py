@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.explain import explain
-from penstock.explain.reading import recording_of
+from penstock.plan.explain import explain
+from penstock.trace.reading import recording_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 

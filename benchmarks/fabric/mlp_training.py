@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.fabric.algorithms import ENGINE
-from penstock.fabric.emulation import clock
-from penstock.fabric.emulation.run_file import gathered, recorded
-from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.presets import MLP_WIDTHS, mlp
-from penstock.fabric.samples import HEAD, SAMPLES, SampleFile
 from penstock.network.conditions import cpu_usage
+from penstock.network.fabric.algorithms import ENGINE
+from penstock.network.fabric.emulation import clock
+from penstock.network.fabric.emulation.run_file import gathered, recorded
+from penstock.network.fabric.emulation.spec import Spec
+from penstock.network.fabric.presets import MLP_WIDTHS, mlp
+from penstock.network.fabric.samples import HEAD, SAMPLES, SampleFile
 
 ROWS, BATCH = 1797, 32
 

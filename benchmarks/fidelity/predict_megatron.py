@@ -9,9 +9,9 @@ from typing import Any
 
 from result import DATA, Result
 
-from penstock.hardware import USUAL, device
-from penstock.transformer import Job, Layout, Machine, Transformer, predict_step
-from penstock.transformer.memory import layer_activations, layer_held
+from penstock.costs.hardware import USUAL, device
+from penstock.plan.transformer import Job, Layout, Machine, Transformer, predict_step
+from penstock.plan.transformer.memory import layer_activations, layer_held
 
 VOCABULARY = 51200
 EFFICIENCIES = tuple(0.68 * 1.01**k for k in range(20))

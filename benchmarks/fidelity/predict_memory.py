@@ -7,9 +7,9 @@ import json
 
 from result import DATA, Result, summed
 
-from penstock.hardware import device
-from penstock.transformer import Job, Layout, Machine, Transformer, predict_step, transformer
-from penstock.transformer.job import GRADIENT_BYTES
+from penstock.costs.hardware import device
+from penstock.plan.transformer import Job, Layout, Machine, Transformer, predict_step, transformer
+from penstock.plan.transformer.job import GRADIENT_BYTES
 
 HALF = 2
 """Bytes of a gradient that is added up in 16 bits, as Megatron-LM does in fp16."""

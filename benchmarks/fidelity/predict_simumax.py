@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from result import DATA, Result
 
-from penstock.hardware import USUAL, device
+from penstock.costs.hardware import USUAL, device
+from penstock.plan.transformer import Job, Layout, Machine, Step, predict_step, transformer
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
-from penstock.transformer import Job, Layout, Machine, Step, predict_step, transformer
 
 DENSE, EXPERTS = "llama3-70b", "deepseekv3"
 EFFICIENCIES = tuple(0.3 * 1.005**k for k in range(160))

@@ -12,8 +12,8 @@ from functools import cache
 
 from result import DATA, Result
 
-from penstock.hardware import USUAL, device
-from penstock.transformer import Job, Layout, Machine, Transformer, predict_step
+from penstock.costs.hardware import USUAL, device
+from penstock.plan.transformer import Job, Layout, Machine, Transformer, predict_step
 
 VOCABULARY = 51200
 SHARES = tuple(0.34 * 1.1**k for k in range(6))

@@ -12,12 +12,12 @@ from typing import Any
 
 from result import DATA, Result
 
-from penstock.explain import Event, read_run
-from penstock.explain.around import Around, traced
-from penstock.explain.case import case_of_traced
-from penstock.explain.stragglers import slowdowns
+from penstock.plan.explain import Event, read_run
+from penstock.plan.explain.case import case_of_traced
+from penstock.plan.explain.stragglers import slowdowns
 from penstock.schedule import Op, Schedule, generate
 from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.trace.around import Around, traced
 
 TRACES = {"AR": ("0.18", "0.2"), "SE": ("0.8", "0.6"), "ST": ("0.07", "0.1")}
 """The median error with each op's own duration and the median transfer, as published with the traces, and our aim."""

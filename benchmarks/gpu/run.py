@@ -316,7 +316,8 @@ def _import_what_cases_need() -> None:
     """Once, for all of them: none of this touches a device, as a library of somebody else's might."""
     import importlib
 
-    for name in ("torch", "torch.distributed", "penstock.pipe.build", "penstock.proof.verify", "penstock.checkpoint"):
+    ours = "penstock.pipe.build", "penstock.verification.verify", "penstock.checkpoint"
+    for name in ("torch", "torch.distributed", *ours):
         importlib.import_module(name)
 
 

@@ -27,7 +27,7 @@ from penstock import Profile
 from penstock._base.stages import MODEL_INPUT, Link
 from penstock._base.trees import flatten
 from penstock.distributed.world import join
-from penstock.fabric.traffic.layers import record
+from penstock.network.fabric.traffic.layers import record
 from penstock.partition import Stage
 from penstock.plan import Choice, Cluster, Plan, Sizes, Wanted, make_plans
 from penstock.runtime.execute.engine import Engine

@@ -13,8 +13,8 @@ from calibration import Host
 from shared import step_seconds
 
 from penstock import Profile
-from penstock.balance import UnitCost
-from penstock.plan.stage_costs import stage_cost
+from penstock.costs import UnitCost
+from penstock.costs.stage_costs import stage_cost
 from penstock.schedule import Schedule, generate
 from penstock.simulate import StageCost
 

@@ -16,7 +16,10 @@ from typing import Any
 HERE = Path(__file__).parent
 SECONDS = 60.0
 """A process that takes longer is ended: it hangs."""
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "penstock.checkpoint", "penstock.proof.verify"]
+PRELOADED = [
+    *("torch", "torch.distributed", "torch._dynamo", "numpy"),
+    *("penstock.checkpoint", "penstock.verification.verify"),
+]
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -25,7 +25,7 @@ from torch import nn
 
 import penstock
 from penstock.pipe.described import record
-from penstock.runs import RunFolder, read_run
+from penstock.trace.runs import RunFolder, read_run
 
 MICROBATCHES = 8
 WARM_UP = 10

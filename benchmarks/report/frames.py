@@ -17,11 +17,11 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from penstock.report.frame import frame
+from penstock.report.web.assets import asset, bundle, embedded
+from penstock.report.web.page_data import band, curve, timeline_data
+from penstock.report.web.picture import browser
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost, memory, simulate
-from penstock.web.assets import asset, bundle, embedded
-from penstock.web.page_data import band, curve, timeline_data
-from penstock.web.picture import browser
 
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 FRAMES = 120

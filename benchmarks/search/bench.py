@@ -19,8 +19,8 @@ from rich.table import Table
 
 import penstock
 from penstock.schedule import Placement
-from penstock.search import Found, search
 from penstock.simulate.costs import LinkCost, StageCost
+from penstock.simulate.search import Found, search
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "tests" / "scaffolding" / "published.json").read_text())
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)

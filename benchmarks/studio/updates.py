@@ -22,8 +22,8 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
+from penstock.report.studio.serve import bind
 from penstock.schedule import generators
-from penstock.studio.serve import bind
 
 MOVES = 20
 SIZES = ((4, 8), (8, 32), (16, 32))

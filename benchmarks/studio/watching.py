@@ -29,7 +29,7 @@ from common.pairs import added
 WINDOW = 2.0
 SCRIPT = """
 import sys, time, torch, penstock
-from penstock.runs import RunFolder
+from penstock.trace.runs import RunFolder
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[m for _ in range(8) for m in (torch.nn.Linear(512, 512), torch.nn.ReLU())])
 x, y = torch.randn(64, 512), torch.randn(64, 512)

@@ -24,8 +24,8 @@ from sphinx.util.docutils import SphinxDirective
 from penstock.report.svg import Panel, svg
 from penstock.schedule import Placement, Schedule, generate
 from penstock.schedule.timeline import Timeline
-from penstock.search import search
 from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.simulate.search import search
 
 WIDTH = 760
 """Of a figure in pixels, at most: the width of a page's text."""

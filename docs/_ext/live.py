@@ -16,10 +16,10 @@ from sphinx.util.docutils import SphinxDirective
 
 from penstock.report import panel_of
 from penstock.report.frame import frame
+from penstock.report.web.assets import asset, bundle, embedded
+from penstock.report.web.page_data import band, timeline_data
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
-from penstock.web.assets import asset, bundle, embedded
-from penstock.web.page_data import band, timeline_data
 
 PAGE = "live-schedule.html"
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")

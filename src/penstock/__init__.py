@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock._base.marks import current_microbatch as current_microbatch
     from penstock._base.marks import current_stage as current_stage
     from penstock._base.marks import cut as cut
-    from penstock.balance.profile import Profile as Profile
+    from penstock.costs.profile import Profile as Profile
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
     from penstock.errors import ClosedError as ClosedError
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from penstock.pipe.profiling import profile as profile
     from penstock.pipe.result import StepResult as StepResult
     from penstock.pipe.scaler import GradScaler as GradScaler
-    from penstock.proof.comparison import Report as Report
-    from penstock.proof.verify import verify as verify
     from penstock.runtime.batch.batch_dims import BatchDims as BatchDims
     from penstock.runtime.batch.cutting import Microbatch as Microbatch
     from penstock.runtime.batch.microbatches import Microbatches as Microbatches
     from penstock.schedule import Schedule as Schedule
     from penstock.schedule.timeline import Timeline as Timeline
+    from penstock.verification.comparison import Report as Report
+    from penstock.verification.verify import verify as verify
 
 _HOMES = {
     "pipe.pipeline": "Pipeline",
@@ -57,22 +57,40 @@ _HOMES = {
     "pipe.scaler": "GradScaler",
     "schedule": "Schedule",
     "schedule.timeline": "Timeline",
-    "proof.comparison": "Report",
+    "verification.comparison": "Report",
     "pipe.inspection": "Inspection inspect",
-    "balance.profile": "Profile",
+    "costs.profile": "Profile",
     "pipe.profiling": "profile",
-    "proof.verify": "verify",
+    "verification.verify": "verify",
 }
 
 _SUBPACKAGES = frozenset(
     (
-        *("balance", "blame", "checkpoint", "errors", "explain", "fabric", "hardware", "integrations"),
-        *("plan", "report", "runs", "schedule", "search", "simulate", "testing"),
+        *("checkpoint", "costs", "errors", "integrations", "network", "plan", "report", "schedule", "simulate"),
+        *("testing", "trace", "verification"),
     )
 )
 
-moved.update({"penstock.launch": "penstock.distributed.launch"})  # until 0.2
+moved.update(  # until 0.2
+    {
+        **{
+            f"penstock.explain.{name}": f"penstock.trace.{name}"
+            for name in ("chrome", "clocks", "columns", "event", "measured", "names", "reading", "around")
+        },
+        "penstock.balance": "penstock.costs",
+        "penstock.blame": "penstock.verification.blame",
+        "penstock.explain": "penstock.plan.explain",
+        "penstock.fabric": "penstock.network.fabric",
+        "penstock.hardware": "penstock.costs.hardware",
+        "penstock.launch": "penstock.distributed.launch",
+        "penstock.runs": "penstock.trace.runs",
+        "penstock.search": "penstock.simulate.search",
+        "penstock.transformer": "penstock.plan.transformer",
+    }
+)
 
-lent.update(drawing="penstock.report.plot", verification="penstock.proof.verify")
+lent.update(drawing="penstock.report.plot", verification="penstock.verification.verify")
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES, _SUBPACKAGES)
+_OLD = {name.rpartition(".")[2] for name in moved if name.count(".") == 1}
+
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, _SUBPACKAGES | _OLD)

@@ -22,11 +22,11 @@ from penstock.demo import data, show
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.demo.train import main, warmup_and_decay
-from penstock.runs import read_run
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
+from penstock.trace.runs import read_run
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
 

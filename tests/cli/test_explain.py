@@ -14,10 +14,10 @@ from command_line import as_json, output, refusal
 from rich.console import Console
 
 from penstock._base import files
-from penstock.balance import Profile, UnitCost
 from penstock.cli.explain import show
+from penstock.costs import Profile, UnitCost
 from penstock.errors import ArgumentError
-from penstock.explain import explain, read_run, reading
+from penstock.plan.explain import explain, read_run, reading
 from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline

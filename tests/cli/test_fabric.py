@@ -16,14 +16,14 @@ from command_line import as_json, output, penstock, refusal
 from penstock.cli._traffic import TrafficOptions
 from penstock.cli.fabric import _check, _progress
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.emulation import coordinate
-from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.presets import preset
-from penstock.fabric.samples import RUN, SAMPLES, SPEC, Run
-from penstock.fabric.views import page
-from penstock.fabric.workload import Workload
 from penstock.network import checks, machines, shapers
 from penstock.network.checks import why_not
+from penstock.network.fabric.emulation import coordinate
+from penstock.network.fabric.emulation.spec import Spec
+from penstock.network.fabric.presets import preset
+from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
+from penstock.network.fabric.views import page
+from penstock.network.fabric.workload import Workload
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 

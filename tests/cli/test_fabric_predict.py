@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.fabric.algorithms import algorithms
-from penstock.fabric.models import LinkFit
-from penstock.fabric.samples import HEAD, RUN, SAMPLES
-from penstock.fabric.terms import closed_form
-from penstock.fabric.views import page
-from penstock.fabric.workload import Transfer, Workload
+from penstock.network.fabric.algorithms import algorithms
+from penstock.network.fabric.models import LinkFit
+from penstock.network.fabric.samples import HEAD, RUN, SAMPLES
+from penstock.network.fabric.terms import closed_form
+from penstock.network.fabric.views import page
+from penstock.network.fabric.workload import Transfer, Workload
 
 ALPHA, BETA = 250e-6, 8e-8
 SIZES = (4096, 65536, 1048576, 8388608)

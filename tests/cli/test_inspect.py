@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock
 from penstock import ArgumentError
-from penstock.balance import read_profile
+from penstock.costs import read_profile
 from scaffolding import models
 
 TARGETS = """

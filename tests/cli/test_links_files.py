@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.fabric.models import LinkFit, links_json
+from penstock.network.fabric.models import LinkFit, links_json
 from penstock.schedule import generate
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost

@@ -11,7 +11,7 @@ import pytest
 from command_line import as_json, output, refusal
 
 import penstock
-from penstock.balance import MeasuredLink, Profile, UnitCost
+from penstock.costs import MeasuredLink, Profile, UnitCost
 from penstock.distributed.launch.target import load
 from penstock.schedule import generate, read_csv
 from penstock.simulate import LinkCost, StageCost, memory, simulate

@@ -8,7 +8,7 @@ import pytest
 from command_line import as_json, output, penstock, refusal
 from torch import nn
 
-from penstock.balance import MeasuredLink, Profile, UnitCost
+from penstock.costs import MeasuredLink, Profile, UnitCost
 from penstock.plan import Cluster, Sizes, make_plans, read_plan
 from penstock.simulate import LinkCost
 

@@ -3,7 +3,7 @@
 import pytest
 from command_line import as_json, output, penstock, refusal
 
-from penstock.transformer import transformer
+from penstock.plan.transformer import transformer
 
 JOB = ("plan", "--transformer", "llama3-70b", "--device", "h100", "--sequence", "4096", "--global-batch", "64")
 GROUPS = (*JOB, "--devices", "64", "--tensor-parallel", "8", "--optimizer-shards", "4", "--schedule", "1f1b")

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, Microbatch, Profile
-from penstock.balance import UnitCost, doubts, read_profile
 from penstock.cli.profile import rows_of
+from penstock.costs import UnitCost, read_profile
+from penstock.costs.doubts import doubts
 from penstock.plan import Sizes
 from scaffolding.models import OneLayer
 

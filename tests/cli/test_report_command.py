@@ -12,13 +12,13 @@ import pytest
 from command_line import as_json, output, refusal
 from test_explain import columns, measured, profile, ranges_of_torch
 
-from penstock.balance import Profile, UnitCost
+from penstock.costs import Profile, UnitCost
 from penstock.report import to_perfetto
 from penstock.report.frame import frame
+from penstock.report.web.picture import write_picture
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
-from penstock.web.picture import write_picture
 
 
 @pytest.fixture

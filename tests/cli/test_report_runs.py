@@ -16,10 +16,10 @@ from test_top import ABOUT, STATE
 
 from penstock.plan import Choice, Plan
 from penstock.plan.plan import MadeFor
-from penstock.runs import StepRecord
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
+from penstock.trace.runs import StepRecord
 
 LOSSES = [2.5, 2.0, float("nan"), 1.5, 1.25]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import as_json, output
 
-from penstock.runs import read_run
+from penstock.trace.runs import read_run
 
 pytestmark = pytest.mark.distributed
 

@@ -10,8 +10,8 @@ from command_line import as_json, output, refusal
 from test_top import STATE
 
 from penstock._base.files import write_whole
-from penstock.runs import StepRecord
-from penstock.runs.folder import append_lines
+from penstock.trace.runs import StepRecord
+from penstock.trace.runs.folder import append_lines
 from scaffolding.run_folders import about, says
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from command_line import as_json, output
 
+from penstock.report.studio.opened import opened
+from penstock.report.web.sources import shown
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.studio.opened import opened
-from penstock.web.sources import shown
 
 
 def test_every_list_of_advice_is_the_same(tmp_path: Path) -> None:

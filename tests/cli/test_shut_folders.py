@@ -14,7 +14,7 @@ from command_line import refusal
 from torch.nn.functional import mse_loss
 
 import penstock
-from fabric.made_runs import made_run, write_run
+from network.fabric.made_runs import made_run, write_run
 from penstock.schedule import generate
 from penstock.schedule.csv import write_csv
 from scaffolding import small

@@ -15,11 +15,11 @@ from command_line import as_json, output, refusal
 
 from penstock._base.files import write_whole
 from penstock.cli.top import Seen
-from penstock.runs import RankState, StepRecord
-from penstock.runs.health import health, troubles
-from penstock.runs.progress import Progress, in_time
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
+from penstock.trace.runs import RankState, StepRecord
+from penstock.trace.runs.health import health, troubles
+from penstock.trace.runs.progress import Progress, in_time
 from scaffolding.run_folders import about, says, steps
 
 ABOUT = about(2, 4)

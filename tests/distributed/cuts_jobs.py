@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.balance import Profile, UnitCost
+from penstock.costs import Profile, UnitCost
 from penstock.partition import Partitioner, decision
 from penstock.partition.measure.costs import identity
 from penstock.partition.recording.recording import Recording

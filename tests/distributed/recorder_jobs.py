@@ -11,7 +11,7 @@ from mesh_jobs import mesh_of
 from torch import Tensor, nn
 
 import penstock
-from penstock.runs import RunFolder, read_run
+from penstock.trace.runs import RunFolder, read_run
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 

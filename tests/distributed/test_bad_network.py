@@ -13,8 +13,8 @@ import pytest
 import torch
 from bad_network_job import LOST_AFTER, STEPS, Trained, demonstrate, train
 
-from penstock.runs import read_run
 from penstock.testing import BadNetwork
+from penstock.trace.runs import read_run
 from scaffolding.ranks import Ranks
 
 JOB = Path(__file__).with_name("bad_network_job.py")

@@ -9,8 +9,8 @@ import explain_jobs
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.explain import Explanation, explain, read_run, run_of
-from penstock.web.sources import shown
+from penstock.plan.explain import Explanation, explain, read_run, run_of
+from penstock.report.web.sources import shown
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed

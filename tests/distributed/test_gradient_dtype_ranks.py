@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.fabric.traffic import from_model
+from penstock.network.fabric.traffic import from_model
 from scaffolding.low_precision import MICROBATCHES, TIED, Net, assert_sums, batch, by_hand
 from scaffolding.ranks import Ranks
 

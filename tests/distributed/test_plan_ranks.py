@@ -12,8 +12,8 @@ import torch
 
 from penstock.plan import Choice, Plan
 from penstock.schedule import generate
-from penstock.search import search
 from penstock.simulate import LinkCost, StageCost
+from penstock.simulate.search import search
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import recorder_jobs
 
-from penstock.runs import read_run
+from penstock.trace.runs import read_run
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed

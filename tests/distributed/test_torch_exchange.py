@@ -31,9 +31,9 @@ from penstock.schedule import (
     to_csv,
     write_csv,
 )
-from penstock.search import search
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
+from penstock.simulate.search import search
 from scaffolding.ranks import Ranks
 
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")

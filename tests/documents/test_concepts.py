@@ -13,8 +13,8 @@ from blocks import ROOT, blocks, follow
 
 from penstock.schedule import Op, generate, peak_activations
 from penstock.schedule.timeline import Timeline
-from penstock.search import search
 from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.simulate.search import search
 
 PAGES = ROOT / "docs" / "concepts"
 P, M = 4, 8

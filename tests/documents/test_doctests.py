@@ -6,16 +6,15 @@ from importlib import import_module
 import pytest
 
 EXAMPLES = {
-    "penstock.balance": 1,
-    "penstock.costs": 4,
+    "penstock.costs": 5,
     "penstock.distributed": 3,
-    "penstock.fabric": 2,
-    "penstock.hardware": 1,
+    "penstock.network.fabric": 2,
+    "penstock.costs.hardware": 1,
     "penstock.network": 2,
     "penstock.partition": 4,
     "penstock.pipe": 4,
     "penstock.plan": 5,
-    "penstock.proof": 5,
+    "penstock.verification": 5,
     "penstock.report": 3,
     "penstock.schedule": 3,
     "penstock.schedule.action": 1,
@@ -26,10 +25,11 @@ EXAMPLES = {
     "penstock.schedule.grid": 2,
     "penstock.schedule.passes": 2,
     "penstock.schedule.schedule": 2,
-    "penstock.search": 4,
+    "penstock.simulate.search": 4,
     "penstock.simulate": 3,
     "penstock.simulate.simulator": 5,
-    "penstock.transformer": 1,
+    "penstock.plan.transformer": 1,
+    "penstock.trace": 2,
 }
 """How many lines of example each module has at least."""
 

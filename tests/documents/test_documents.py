@@ -30,7 +30,7 @@ NEEDS_MORE = {
     "peft.get_peft_model_state_dict": "a model with adapters; tests/test_peft.py runs it",
     "SplitPoint": "ranks in torch's own pipeline",
     "from my_code import": "the reader's own code",
-    "penstock.blame.capture": "a stage of the reader's own pipeline",
+    "penstock.verification.blame.capture": "a stage of the reader's own pipeline",
     "import deepspeed": "a library that is not here",
     "from torchgpipe": "a library that is not here",
     "import fairscale": "a library that is not here",

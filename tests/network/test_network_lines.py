@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.fabric.views.network import network_lines, saturated
+from penstock.network.fabric.views.network import network_lines, saturated
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns, filling
 from penstock.network.topology import Topology

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.balance import Operations, Profile
-from penstock.hardware import Operation
+from penstock.costs import Operations, Profile
+from penstock.costs.hardware import Operation
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure.costs import UnmeasurableError
 from penstock.partition.measure.measuring import measure

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import Profile, UnitCost
+from penstock.costs import Profile, UnitCost
+from penstock.costs.stage_costs import priced
 from penstock.errors import ArgumentError
 from penstock.partition import Balance, Choice, Partitioner, Room, decision
 from penstock.partition.cut.balance import candidates
@@ -21,7 +22,6 @@ from penstock.partition.measure import clock
 from penstock.partition.measure.costs import UnmeasurableError
 from penstock.partition.measure.measuring import measure
 from penstock.partition.recorder.attempts import record
-from penstock.plan.stage_costs import priced
 from scaffolding.models import SkipsTwice
 
 

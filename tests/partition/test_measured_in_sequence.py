@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import Profile
+from penstock.costs import Profile
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock, measuring

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.balance import Profile, estimated, fitted
-from penstock.hardware import device
+from penstock.costs import Profile, estimated, fitted
+from penstock.costs.hardware import device
 
 A100 = device("a100")
 PUBLISHED = json.loads((Path(__file__).parents[1] / "scaffolding" / "published.json").read_text())["tables5and6"]

@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from penstock import PenstockError, Profile
-from penstock.balance import UnitCost
+from penstock.costs import UnitCost
 from scaffolding.stand_in import DEVICE
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.balance import read_profile
+from penstock.costs import read_profile
 from penstock.errors import ArgumentError
 from penstock.pipe import profiling
 
@@ -47,7 +47,7 @@ def test_an_accelerators_caches_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_files_without_it_are_read_and_odd_ones_refused() -> None:
-    given = penstock.Profile((penstock.balance.UnitCost("a", 1.0, 1.0, 1.0),), "cpu", "float32", {}).to_dict()
+    given = penstock.Profile((penstock.costs.UnitCost("a", 1.0, 1.0, 1.0),), "cpu", "float32", {}).to_dict()
     given = json.loads(json.dumps(given))
     del given["action_seconds"]
     assert penstock.Profile.from_dict(given).action_seconds is None

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import penstock
 from penstock import ArgumentError, Profile
-from penstock.balance import MeasuredLink
+from penstock.costs import MeasuredLink
+from penstock.costs.stage_costs import slowest_link
 from penstock.partition.measure.clock import Clock
 from penstock.pipe import links
-from penstock.plan.stage_costs import slowest_link
 from penstock.simulate import LinkCost
 from scaffolding.ranks import Ranks
 from scaffolding.stand_in import DEVICE, on_the_device

@@ -22,9 +22,9 @@ from torch import nn
 import penstock
 from penstock import ArgumentError
 from penstock.plan import Choice, Plan
-from penstock.runs import RunFolder, RunRead, StepRecord, is_run, read_run
-from penstock.runs.writer import Writer, begin
 from penstock.schedule import generators
+from penstock.trace.runs import RunFolder, RunRead, StepRecord, is_run, read_run
+from penstock.trace.runs.writer import Writer, begin
 from scaffolding.models import squared_error
 from scaffolding.run_folders import about
 from scaffolding.small import batch, mlp
@@ -141,14 +141,14 @@ def the_disk_is_full(path: Path, patch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "steps.jsonl")
 
-    patch.setattr("penstock.runs.writer.append_lines", full)
+    patch.setattr("penstock.trace.runs.writer.append_lines", full)
 
 
 def a_file_cannot_be_made(path: Path, patch: pytest.MonkeyPatch) -> None:
     def wrong(*_: object) -> None:
         raise ZeroDivisionError
 
-    patch.setattr("penstock.runs.writer.Writer._beat", wrong)
+    patch.setattr("penstock.trace.runs.writer.Writer._beat", wrong)
 
 
 @pytest.mark.parametrize("happens", [no_folder_can_be_made, the_disk_is_full, a_file_cannot_be_made])

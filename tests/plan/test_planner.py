@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.balance import Profile, Tied, UnitCost
+from penstock.costs import Profile, Tied, UnitCost
 from penstock.errors import ArgumentError
 from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, Wanted, choices, make_plans, read_plan
 from penstock.plan.bounds import least_seconds

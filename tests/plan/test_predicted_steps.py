@@ -9,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks/prediction"))
 
 from calibration import Host
 
-from penstock.balance import Profile, UnitCost
+from penstock.costs import Profile, UnitCost
 from penstock.errors import ArgumentError
 from penstock.plan import Cluster, Plan, Sizes, Wanted, make_plans
 from penstock.simulate import LinkCost

@@ -13,7 +13,6 @@ from penstock.report.colors import (
     DARK,
     LIGHT,
     PARITIES,
-    Kind,
     Theme,
     contrast,
     css,
@@ -23,6 +22,7 @@ from penstock.report.colors import (
     variables,
 )
 from penstock.schedule import Op
+from penstock.schedule.said import Kind
 
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
 EYES = {

@@ -10,9 +10,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from penstock.errors import MissingExtraError, ScheduleError
-from penstock.report.colors import LIGHT, Kind, shade
+from penstock.report.colors import LIGHT, shade
 from penstock.report.svg import panel_of, schedule_svg, svg
 from penstock.schedule import Action, Op, Placement, Row, Schedule, generate
+from penstock.schedule.said import Kind
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.errors import ArgumentError
-from penstock.report.colors import DARK, LIGHT, Kind, shade
+from penstock.report.colors import DARK, LIGHT, shade
 from penstock.report.marks import said_of
 from penstock.report.svg import Panel, panel_of, schedule_svg, svg
 from penstock.schedule import Action, Placement, Schedule, generate
 from penstock.schedule.grid import in_slots
+from penstock.schedule.said import Kind
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from scaffolding.nanoseconds import from_nanoseconds

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import penstock
-from penstock.balance import counted_again
+from penstock.costs import counted_again
 from penstock.plan import Choice, Cluster, Plan, Sizes
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.predict import cut, order_of, predict

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock._base.files import write_whole
-from penstock.runs import About, RankState, StepRecord
-from penstock.runs.folder import append_lines
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
+from penstock.trace.runs import About, RankState, StepRecord
+from penstock.trace.runs.folder import append_lines
 
 
 def about(ranks: int, microbatches: int) -> About:

@@ -13,7 +13,7 @@ MODULES = (
     "torch.distributed",
     "torch._dynamo",
     "penstock.checkpoint",
-    "penstock.proof.verify",
+    "penstock.verification.verify",
     "penstock.testing",
 )
 

@@ -13,9 +13,9 @@ from slow import seconds
 from penstock.errors import ArgumentError
 from penstock.schedule import Dependencies, Placement, Schedule, generate
 from penstock.schedule.order import earliest_times
-from penstock.search import search
 from penstock.simulate import StageCost, memory, peaks, simulate
 from penstock.simulate.costs import LinkCost
+from penstock.simulate.search import search
 from scaffolding.some_schedules import small_ones
 
 whole = st.integers(0, 9).map(float)

@@ -12,10 +12,10 @@ from penstock._base.trees import flatten
 from penstock.partition import partitioner
 from penstock.partition.stages.partition import describe
 from penstock.partition.units.chain import Chain
-from penstock.proof import verify as verification
-from penstock.proof.twins import twins
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.schedule import Schedule
+from penstock.verification import verify as verification
+from penstock.verification.twins import twins
 from scaffolding.models import Case
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ class _Moved:
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         for old, now in moved.items():
-            if f"{name}.".startswith(f"{old}."):
-                return ModuleSpec(name, cls, loader_state=now + name.removeprefix(old))  # type: ignore[arg-type]
+            there = now + name.removeprefix(old)
+            if f"{name}.".startswith(f"{old}.") and find_spec(there) is not None:
+                return ModuleSpec(name, cls, loader_state=there)  # type: ignore[arg-type]
         return None
 
     @staticmethod

@@ -15,8 +15,8 @@ from penstock.cli._target import link_of
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from penstock.balance import Profile
-    from penstock.hardware import Cable, Device
+    from penstock.costs import Profile
+    from penstock.costs.hardware import Cable, Device
     from penstock.plan import Cluster, Kind
     from penstock.simulate import LinkCost
 
@@ -71,7 +71,7 @@ class ClusterOptions:
     @property
     def kind(self) -> Device | None:
         """The device that was named."""
-        from penstock.hardware import device
+        from penstock.costs.hardware import device
 
         if self.device is None and self.calibrate:
             raise ArgumentError("--calibrate is for estimates: name what to estimate for, as in --device h100")
@@ -134,7 +134,7 @@ class ClusterOptions:
         )
 
     def _kinds(self) -> tuple[Kind, ...]:
-        from penstock.fabric.units import size_of
+        from penstock.network.fabric.units import size_of
         from penstock.plan import Kind
 
         counts: dict[str, int] = {}
@@ -191,7 +191,7 @@ def check_of(profiles: Sequence[Profile], device: Device) -> None:
 
 def cautions(profiles: Sequence[Profile]) -> list[str]:
     """What to say of profiles that were not measured, or not on a quiet machine."""
-    from penstock.balance import doubts
+    from penstock.costs.doubts import doubts
 
     own = (note for one in profiles for note in one.notes)
     return list(dict.fromkeys((*own, *(note for one in profiles for note in doubts(one)))))

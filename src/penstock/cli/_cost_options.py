@@ -160,7 +160,7 @@ class CostOptions:
                 f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; pass only "
                 "one of the two"
             )
-        from penstock.plan.stage_costs import assumed, usual_link
+        from penstock.costs.stage_costs import assumed, usual_link
 
         if self.target is not None and ranks is not None and ranks.isdecimal() and int(ranks):
             compute_as_ranks(int(ranks))

@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.fabric.algorithms import ENGINE, generate
-from penstock.fabric.algorithms.volume import received_slots, sent_slots
-from penstock.fabric.grouped import groups, of_like_layers
-from penstock.fabric.views.numbers import NONE
+from penstock.network.fabric.algorithms import ENGINE, generate
+from penstock.network.fabric.algorithms.volume import received_slots, sent_slots
+from penstock.network.fabric.grouped import groups, of_like_layers
+from penstock.network.fabric.views.numbers import NONE
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.fabric.emulation.spec import Spec
-    from penstock.fabric.grouped import Group
-    from penstock.fabric.steps import StepList
+    from penstock.network.fabric.emulation.spec import Spec
+    from penstock.network.fabric.grouped import Group
+    from penstock.network.fabric.steps import StepList
 
 _BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
 _PORT = "Busiest port: all bytes that the algorithm sends through a host's busiest port, out or in."

@@ -16,10 +16,10 @@ from penstock.cli._options import Json, option
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from penstock.fabric.samples import Run
+    from penstock.network.fabric.samples import Run
 
 Average = Literal["avg", "max", "min", "rank0"]
-"""The averages of `penstock.fabric.views.nccl`, which is loaded only when needed."""
+"""The averages of `penstock.network.fabric.views.nccl`, which is loaded only when needed."""
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")]
 
@@ -37,8 +37,8 @@ class Output:
 
 def prepare() -> None:
     """Imports what `report` needs. That takes a second, which is better spent before a run than after a Ctrl-C."""
-    for module in ("penstock.fabric.views.nccl", "penstock.fabric.views.text", "penstock.fabric.results"):
-        import_module(module)
+    for module in ("views.nccl", "views.text", "results"):
+        import_module(f"penstock.network.fabric.{module}")
     for module in ("scipy.optimize", "scipy.special", "scipy.stats"):
         import_module(module)
 
@@ -48,10 +48,10 @@ def report(output: Output, *, page: bool = True) -> None:
 
     `page`: also write the page and its pictures, which takes a few seconds.
     """
-    from penstock.fabric.results import results
-    from penstock.fabric.samples import Run
-    from penstock.fabric.views import nccl
-    from penstock.fabric.views.text import show
+    from penstock.network.fabric.results import results
+    from penstock.network.fabric.samples import Run
+    from penstock.network.fabric.views import nccl
+    from penstock.network.fabric.views.text import show
 
     folder = output.folder
     run = Run.read(folder)
@@ -72,7 +72,7 @@ def report(output: Output, *, page: bool = True) -> None:
 
 def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page: bool) -> tuple[list[str], list[str]]:
     """Writes a run's results into its folder. Returns the names of the files, and notes on what could not be made."""
-    from penstock.fabric.workload import Workload
+    from penstock.network.fabric.workload import Workload
 
     made, notes = ["results.json"], []
     write_json(folder / "results.json", found)
@@ -82,12 +82,12 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
     if len(run.start_ns) and not page:
         notes.append(f"`penstock fabric show {folder}` makes report.html")
     elif len(run.start_ns):
-        from penstock.fabric.views.page import write_page
+        from penstock.network.fabric.views.page import write_page
 
         write_page(run, found, folder / "report.html")
         made.append("report.html")
     if chakra:
-        from penstock.fabric.chakra import write_chakra
+        from penstock.network.fabric.chakra import write_chakra
 
         workload = Workload.from_dict(run.record["workload"])
         made += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
@@ -96,7 +96,7 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
 
 def _links(run: Run, found: dict[str, Any]) -> dict[str, Any] | None:
     """Links for `penstock simulate --links`: those measured or, if none were, the one that the times imply."""
-    from penstock.fabric.models import LinkFit, links_json, slowest_of
+    from penstock.network.fabric.models import LinkFit, links_json, slowest_of
 
     if run.record.get("links"):
         return links_json(run.record)
@@ -127,11 +127,11 @@ def compare_runs(
     as_json: Json = False,
 ) -> None:
     """Compare two runs, transfer by transfer, and test whether they differ."""
-    from penstock.fabric.compare import compare
-    from penstock.fabric.results import results
-    from penstock.fabric.samples import Run
-    from penstock.fabric.views.facts import warnings
-    from penstock.fabric.views.text import show_comparison
+    from penstock.network.fabric.compare import compare
+    from penstock.network.fabric.results import results
+    from penstock.network.fabric.samples import Run
+    from penstock.network.fabric.views.facts import warnings
+    from penstock.network.fabric.views.text import show_comparison
 
     runs = Run.read(first), Run.read(second)
     found = compare(*runs)

@@ -12,7 +12,7 @@ from penstock.schedule import Placement, Schedule, generate, generators
 from penstock.simulate.figures import chunks
 
 if TYPE_CHECKING:
-    from penstock.search import Found
+    from penstock.simulate.search import Found
 
 _SLACK = 1e-9
 

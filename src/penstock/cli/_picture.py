@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from penstock.report.colors import LIGHT, WORDS, Kind, ink, shade
+from penstock.report.colors import LIGHT, ink, shade
 from penstock.schedule import Action, Op, Schedule, grid
+from penstock.schedule.said import WORDS, Kind
 from penstock.schedule.timeline import Timeline, Track
 
 

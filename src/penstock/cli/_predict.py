@@ -14,15 +14,15 @@ from rich.text import Text
 
 from penstock._base.words import counted
 from penstock.cli._options import Json, integers, option
-from penstock.fabric.steps import Collective
-from penstock.fabric.units import size_text, sizes_of
-from penstock.fabric.views.facts import rate_of
-from penstock.fabric.views.numbers import digits, seconds
+from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.units import size_text, sizes_of
+from penstock.network.fabric.views.facts import rate_of
+from penstock.network.fabric.views.numbers import digits, seconds
 from penstock.report.text import table
 
 if TYPE_CHECKING:
-    from penstock.fabric.forecast import Fitted, Forecast
-    from penstock.fabric.models import Prediction
+    from penstock.network.fabric.forecast import Fitted, Forecast
+    from penstock.network.fabric.models import Prediction
 
 
 def predict(
@@ -39,10 +39,10 @@ def predict(
     The prediction assumes that every host has such a link of its own, and that
     the network between the links is never the limit.
     """
-    from penstock.fabric.forecast import forecast
-    from penstock.fabric.models import HOSTS
-    from penstock.fabric.results import results
-    from penstock.fabric.samples import Run
+    from penstock.network.fabric.forecast import forecast
+    from penstock.network.fabric.models import HOSTS
+    from penstock.network.fabric.results import results
+    from penstock.network.fabric.samples import Run
 
     numbers = HOSTS if hosts is None else integers("--hosts", hosts)
     asked = None if sizes is None else sizes_of(sizes)

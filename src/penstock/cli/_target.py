@@ -17,7 +17,7 @@ from penstock.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-    from penstock.balance import Profile
+    from penstock.costs import Profile
     from penstock.distributed.launch.target import Target
     from penstock.simulate import LinkCost
 
@@ -83,7 +83,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 def bytes_in(text: str | None) -> float | None:
     """The bytes that `80GiB` stands for; None if the option was not given."""
-    from penstock.fabric.units import size_of
+    from penstock.network.fabric.units import size_of
 
     return None if text is None else size_of(text)
 
@@ -195,7 +195,7 @@ def profiles_of(
     Raises:
         ArgumentError: a file has no profile, or it is of another model; TARGET is wrong.
     """
-    from penstock.balance import read_profile
+    from penstock.costs import read_profile
 
     found = [read_profile(file) for file in files]
     if target is None:

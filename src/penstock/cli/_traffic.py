@@ -10,11 +10,11 @@ from penstock._base.words import counted
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError, check_counts
-from penstock.fabric.presets import preset
-from penstock.fabric.samples import Run
-from penstock.fabric.steps import Collective
-from penstock.fabric.units import size_of, sizes_of
-from penstock.fabric.workload import BYTES, Workload, dtype_of, op_of
+from penstock.network.fabric.presets import preset
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.units import size_of, sizes_of
+from penstock.network.fabric.workload import BYTES, Workload, dtype_of, op_of
 
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
@@ -131,7 +131,7 @@ class TrafficOptions:
 
     def _of_model(self, target: str, hosts: int) -> Workload:
         from penstock._base.trees import unflatten
-        from penstock.fabric.traffic import from_model
+        from penstock.network.fabric.traffic import from_model
         from penstock.runtime.batch.cutting import Cutting
 
         ranks = self._ranks(hosts)

@@ -9,9 +9,9 @@ from penstock.cli._options import options_on
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from penstock.hardware import Device
+    from penstock.costs.hardware import Device
     from penstock.plan import Cluster
-    from penstock.transformer.paper import Paper
+    from penstock.plan.transformer.paper import Paper
 
 WITH_REPLICAS = "dp"
 """For --optimizer-shards: as many as a plan has replicas."""
@@ -51,8 +51,8 @@ class TransformerOptions:
             ArgumentError: an option is wrong, no device is named, or links are given, which its specifications
                 state.
         """
-        from penstock.transformer import Job, Machine, transformer
-        from penstock.transformer.paper import Paper
+        from penstock.plan.transformer import Job, Machine, transformer
+        from penstock.plan.transformer.paper import Paper
 
         if cluster.link.bytes_per_second != float("inf") or cluster.between_hosts is not None:
             raise ArgumentError("--link and --between-hosts are not for --transformer: the --device states its links")

@@ -41,9 +41,9 @@ def blame(
     The exit status is 0 if the pipeline trains as the unsplit model does, 1 if not,
     and 2 if nothing could be compared.
     """
-    from penstock.blame import command as job
-    from penstock.blame.page import page
     from penstock.cli.show import refuse_other
+    from penstock.verification.blame import command as job
+    from penstock.verification.blame.page import page
 
     check_counts(steps=steps, timeout=timeout)
     refuse_other("--out", out, ".html", ".htm")

@@ -16,7 +16,7 @@ from penstock.errors import ArgumentError
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.runs.summary import Summary
+    from penstock.trace.runs.summary import Summary
 
 
 @spread
@@ -28,8 +28,8 @@ def compare(
 
     Percentages are relative to the first run.
     """
-    from penstock.runs import read_run
-    from penstock.runs.summary import Summary, differences, same_steps
+    from penstock.trace.runs import read_run
+    from penstock.trace.runs.summary import Summary, differences, same_steps
 
     if len(runs) < 2:
         raise ArgumentError(f"compare {runs[0]}: expected two runs or more")

@@ -15,13 +15,13 @@ from penstock.cli._options import option
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.hardware import Cable, Device
+    from penstock.costs.hardware import Cable, Device
 
 _SYMBOLS = (
     "Dense peaks of matrix products in TFLOP/s, without structured sparsity; - where the vendor states none. Memory, "
     "and its bandwidth. Link: what two devices of a host send each other, in GB/s one way, and how many it joins; "
     "network: a device's share of its host's. Another device: a .toml file with a table as in "
-    "penstock/hardware/devices.toml."
+    "penstock/costs/hardware/devices.toml."
 )
 
 _PEAKS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
@@ -36,8 +36,8 @@ def devices(
     `penstock profile --device NAME` estimates a model's costs on one, and
     `penstock plan --device NAME` plans for many.
     """
-    from penstock.hardware import device
-    from penstock.hardware import devices as known
+    from penstock.costs.hardware import device
+    from penstock.costs.hardware import devices as known
 
     found = [device(name)] if name is not None else list(known().values())
     if as_json:

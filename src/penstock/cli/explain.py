@@ -24,11 +24,11 @@ from penstock.simulate.figures import title
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.explain import Change, Explanation, Predicted, Run
-    from penstock.explain.explanation import StageTime
-    from penstock.explain.where import RankTime
     from penstock.plan import Plan
-    from penstock.runs import RunRead
+    from penstock.plan.explain import Change, Explanation, Predicted, Run
+    from penstock.plan.explain.explanation import StageTime
+    from penstock.plan.explain.where import RankTime
+    from penstock.trace.runs import RunRead
 
 EPILOG = """\
 The order of each rank and the time of each action are the trace's; what a change brings is simulated. ± covers the \
@@ -55,7 +55,7 @@ class PredictionOptions:
 
     def of(self, run: Run, folder: RunRead | None) -> Predicted | None:
         """What a profile, a plan or the run's own folder (if it has one) said of it; None if there is none of these."""
-        from penstock.explain import Predicted
+        from penstock.plan.explain import Predicted
 
         if self.cuts is not None and self.profile is None:
             raise ArgumentError(f"--cuts {self.cuts!r} needs --profile, whose units it names")
@@ -70,7 +70,7 @@ class PredictionOptions:
                 return Predicted(planned.stage_seconds, planned.pipeline_seconds)
             before = None if folder is None else folder.predicted()
             return None if before is None else Predicted(before.stage_seconds, before.step_seconds)
-        from penstock.balance import read_profile
+        from penstock.costs import read_profile
 
         order = run.typical.slowest.schedule
         known, rows, threads = (None, None, 0) if planned is None else (planned.cuts, planned.choice.rows, 0)
@@ -159,8 +159,8 @@ def explain(
     The trace's actions are named by stage, op and microbatch (2F3), as in
     penstock's and torch's own traces, or by columns.
     """
-    from penstock.explain import explain as explained
-    from penstock.explain import read_run, run_of
+    from penstock.plan.explain import explain as explained
+    from penstock.plan.explain import read_run, run_of
 
     folder, known = folder_of(run), run_of(read_run(run, pattern))
     every = step == "all"
@@ -179,7 +179,7 @@ def explain(
 
 def folder_of(paths: Sequence[Path]) -> RunRead | None:
     """The folder of a run, if that is what was given."""
-    from penstock.runs import is_run, read_run
+    from penstock.trace.runs import is_run, read_run
 
     if len(paths) > 1 and (runs := [str(path) for path in paths if is_run(path)]):
         raise ArgumentError(f"{runs[0]} is the folder of a run: pass one at a time, or several to penstock compare")
@@ -225,7 +225,7 @@ def show_steps(found: Explanation, console: Console) -> None:
 
 def in_words(found: Explanation) -> list[str]:
     """How the steps of the run differ; nothing if there is but one."""
-    from penstock.explain.stragglers import in_words as said
+    from penstock.plan.explain.stragglers import in_words as said
 
     if len(found.steps) < 2:
         return []

@@ -23,12 +23,12 @@ from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._predict import predict
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError, require
-from penstock.fabric.algorithms import ENGINE
-from penstock.fabric.emulation.spec import Spec, Watch, usual_algorithm
-from penstock.fabric.samples import RUN, SAMPLES
+from penstock.network.fabric.algorithms import ENGINE
+from penstock.network.fabric.emulation.spec import Spec, Watch, usual_algorithm
+from penstock.network.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
-    from penstock.fabric.workload import Workload
+    from penstock.network.fabric.workload import Workload
     from penstock.network.machines import Machines
     from penstock.network.scenario import Event
     from penstock.network.topology import Topology
@@ -164,7 +164,7 @@ def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra:
     folder = _folder(out, make=True) if chakra else _tried(out)
     files: tuple[Path, ...] = ()
     if chakra:
-        from penstock.fabric.chakra import write_chakra
+        from penstock.network.fabric.chakra import write_chakra
 
         files = write_chakra(spec.workload, folder, spec.hosts)
     show_traffic(spec, None if out is None and not chakra else folder, files, as_json=as_json)
@@ -173,7 +173,7 @@ def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra:
 def _check(spec: Spec, hosts_here: int) -> None:
     """Raises ArgumentError if torch lacks the backend, or if the payloads need more memory than this machine has."""
     if spec.backend != "gloo":  # gloo is always there; checking another imports torch
-        from penstock.fabric.emulation.collectives import check_backend
+        from penstock.network.fabric.emulation.collectives import check_backend
 
         check_backend(spec.backend)
     needed = _BUFFERS * hosts_here * sum(transfer.bytes for transfer in spec.workload.transfers)
@@ -187,7 +187,7 @@ def _check(spec: Spec, hosts_here: int) -> None:
 
 def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], output: Output) -> None:
     """Makes the hosts, runs the emulation, and reports the samples, however the job ended."""
-    from penstock.fabric.emulation.coordinate import emulate
+    from penstock.network.fabric.emulation.coordinate import emulate
 
     prepare()
     failure: FabricError | None = None
@@ -256,14 +256,14 @@ def _refuse_options(ctx: typer.Context) -> None:
 def _started_hosts() -> int:
     """How many hosts torchrun started."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
-    from penstock.fabric.emulation.joining import started
+    from penstock.network.fabric.emulation.joining import started
 
     return started()[1]
 
 
 def _as_host(spec: Spec, output: Output) -> None:
     """Runs the emulation on a host that torchrun started."""
-    from penstock.fabric.emulation.host import run
+    from penstock.network.fabric.emulation.host import run
 
     if os.environ["RANK"] != "0":
         run(spec, output.folder)

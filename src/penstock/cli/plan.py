@@ -21,7 +21,7 @@ from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError, check_seconds
 
 if TYPE_CHECKING:
-    from penstock.balance import Profile
+    from penstock.costs import Profile
     from penstock.distributed.launch.target import Target
     from penstock.plan import Plan, Planned, Sizes
 
@@ -74,10 +74,10 @@ def plan(
     it (--device h100) for an estimate. For a transformer that is only numbers yet,
     pass --transformer.
     """
-    from penstock.balance import Profile
+    from penstock.costs import Profile
+    from penstock.costs.stage_costs import assumed, slowest_link, usual_link
     from penstock.plan import Sizes, Wanted, make_plans
     from penstock.plan.remedies import remedies
-    from penstock.plan.stage_costs import assumed, slowest_link, usual_link
 
     check_seconds(search=search)
     wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)  # raises before anything is measured
@@ -166,8 +166,8 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     """Those in the files, or measured, or estimated for the device that was named."""
     if target is None and not files:
         raise ArgumentError("pass a TARGET to measure, or --profile with what was measured")
+    from penstock.costs.sizes import rows_of
     from penstock.pipe.profiling import input_device
-    from penstock.plan.sizes import rows_of
 
     kind, devices = cluster.kind, cluster.specified.read().devices
 

@@ -18,7 +18,7 @@ from penstock.errors import check_counts
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.balance import Profile, UnitCost
+    from penstock.costs import Profile, UnitCost
 
 
 @spread
@@ -105,7 +105,7 @@ def profile(
 def show(found: Profile, console: Console) -> None:
     """Prints the table, with the sums of each row: times, their share of all, and the bytes that are kept for the
     backward and held as parameters; and what the row's first unit gets."""
-    from penstock.balance import doubts
+    from penstock.costs.doubts import doubts
 
     inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
     runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"

@@ -44,18 +44,18 @@ def report(
     The timeline pans and zooms by mouse, touch and keys, and tells what each action waited for.
     """
     from penstock.cli.show import refuse_other
-    from penstock.web.page import page
-    from penstock.web.picture import browser, write_picture
-    from penstock.web.sources import is_fabric, shown
+    from penstock.report.web.page import page
+    from penstock.report.web.picture import browser, write_picture
+    from penstock.report.web.sources import is_fabric, shown
 
     refuse_other("--out", out, ".html", ".htm")
     refuse_other("--png", png, ".png")
     if png is not None:
         browser(png)  # before anything is written
     if len(run) == 1 and is_fabric(run[0]):
-        from penstock.fabric.results import results
-        from penstock.fabric.samples import Run as FabricRun
-        from penstock.fabric.views.page import page as fabric_page
+        from penstock.network.fabric.results import results
+        from penstock.network.fabric.samples import Run as FabricRun
+        from penstock.network.fabric.views.page import page as fabric_page
 
         sampled = FabricRun.read(run[0])
         text = fabric_page(sampled, results(sampled))

@@ -16,7 +16,7 @@ from penstock.errors import ArgumentError
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.runs.summary import Summary
+    from penstock.trace.runs.summary import Summary
 
 EPILOG = "Step time is from one step's end to the next, the median of the last 20; the loss is the last step's."
 """Printed below the options."""
@@ -58,9 +58,9 @@ def runs(
 
 def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
     """The runs below a folder, and a sentence for each that is damaged. Raises ArgumentError if there is no folder."""
-    from penstock.runs import is_run
-    from penstock.runs.folder import ABOUT
-    from penstock.runs.summary import Summary
+    from penstock.trace.runs import is_run
+    from penstock.trace.runs.folder import ABOUT
+    from penstock.trace.runs.summary import Summary
 
     if not folder.is_dir():
         raise ArgumentError(
@@ -77,7 +77,7 @@ def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
 
 def figures(run: Summary) -> dict[str, str]:
     """What of a run is compared, as text."""
-    from penstock.runs.progress import in_time
+    from penstock.trace.runs.progress import in_time
 
     said = run.progress
     return {

@@ -23,7 +23,7 @@ from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
 
 if TYPE_CHECKING:
-    from penstock.search import Found
+    from penstock.simulate.search import Found
 
 _option = options_on("What to look for")
 
@@ -104,7 +104,7 @@ def search(
 
 def answer(question: Question, costs: Costs) -> Found:
     """Searches, converting the memory limit to the costs' unit. Raises ArgumentError: an option is wrong."""
-    from penstock.search.search import search_within  # so that --help does not load it
+    from penstock.simulate.search.search import search_within  # so that --help does not load it
 
     if costs.contended:
         raise ArgumentError("--contended: the search does not model contention on links; leave it out")

@@ -22,10 +22,10 @@ from penstock.costs import Outcome, with_one_model
 from penstock.errors import ArgumentError
 from penstock.report.svg import WIDTH, panel_of, unit_of
 from penstock.report.svg import svg as draw
+from penstock.report.web.picture import browser, write_drawing
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
-from penstock.web.picture import browser, write_drawing
 
 Background = Literal["light", "dark"]
 """What a picture is for."""

@@ -22,9 +22,9 @@ from penstock.cli._options import Json, option, spread
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.runs import RankState, RunRead
-    from penstock.runs.health import Health
-    from penstock.runs.progress import Progress
+    from penstock.trace.runs import RankState, RunRead
+    from penstock.trace.runs.health import Health
+    from penstock.trace.runs.progress import Progress
 
 EPILOG = """\
 A rank that is silent has said nothing for 5 s: its process is stopped, gone or out of reach. One that is gone has no \
@@ -79,10 +79,10 @@ class Seen:
     @classmethod
     def of(cls, path: Path) -> Seen:
         """How a run stands now; its progress, by its last steps."""
-        from penstock.runs import read_run
-        from penstock.runs.health import health
-        from penstock.runs.progress import Progress
-        from penstock.runs.summary import LAST_STEPS_BYTES
+        from penstock.trace.runs import read_run
+        from penstock.trace.runs.health import health
+        from penstock.trace.runs.progress import Progress
+        from penstock.trace.runs.summary import LAST_STEPS_BYTES
 
         run = read_run(path)
         states, damaged = run.ranks_and_damage()
@@ -163,7 +163,7 @@ def _table(lines: Sequence[Sequence[str | Text]]) -> Table:
 
 def _parts(seen: Seen) -> list[Text | Table]:
     """What failed comes before the ranks, of which a screen may have no room for all."""
-    from penstock.runs.health import troubles
+    from penstock.trace.runs.health import troubles
 
     about = seen.run.about
     replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""

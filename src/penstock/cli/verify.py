@@ -166,9 +166,9 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
         ArgumentError: the model or its loss raised an error.
     """
 
-    from penstock.proof.twins import twins
-    from penstock.proof.verify import Verification
     from penstock.runtime.batch.cutting import Microbatch
+    from penstock.verification.twins import twins
+    from penstock.verification.verify import Verification
 
     found: list[dict[str, Any]] = []
     refused = ""

@@ -10,7 +10,7 @@ from penstock.errors import ArgumentError
 from penstock.simulate.costs import LinkCost
 
 if TYPE_CHECKING:
-    from penstock.balance import Profile
+    from penstock.costs.profile import Profile
 
 ANY_PAIR = '"all": {"latency": 1e-4, "bandwidth": 1e8}'
 """For messages: how a links file gives a cost to every pair of ranks that it does not name."""
@@ -58,7 +58,7 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
 
 def links_in(profile: Profile, source: str) -> MeasuredLinks:
     """The links that a profile measured; every pair that it did not measure has the slowest of them."""
-    from penstock.plan.stage_costs import link_cost, slowest_link
+    from penstock.costs.stage_costs import link_cost, slowest_link
 
     pairs = {(link.source, link.target): link_cost(link) for link in profile.links}
     return MeasuredLinks(pairs, slowest_link(profile), source)

@@ -9,7 +9,7 @@ from penstock._base.words import counted
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from penstock.balance import Profile, UnitCost
+    from penstock.costs.profile import Profile, UnitCost
     from penstock.simulate import LinkCost, StageCost
 
 
@@ -37,7 +37,7 @@ class UnitsToCut:
 
         `link`: what a message between two stages costs; `splits`: whether the schedule splits backwards.
         """
-        from penstock.plan.stage_costs import stages_of_units
+        from penstock.costs.stage_costs import stages_of_units
 
         if stages > len(self.units):
             raise ArgumentError(
@@ -53,7 +53,7 @@ def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
     does not say how many rows it is of, or they are far fewer."""
     units, size = profile.units, ", ".join(profile.inputs.values())
     if rows is not None:
-        from penstock.plan import Sizes
+        from penstock.costs.sizes import Sizes
 
         sizes = Sizes.of([profile])
         if not 1 <= rows <= sizes.largest:

@@ -16,11 +16,11 @@ from rich.markup import escape
 from penstock._base.process import cores
 from penstock.demo.model import VOCABULARY
 from penstock.demo.settings import Settings
-from penstock.runs.folder import STEPS
 from penstock.schedule import Op, Schedule, generators
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
+from penstock.trace.runs.folder import STEPS
 
 TIMELINE = "timeline.json"
 WIDTH = 80

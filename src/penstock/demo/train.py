@@ -24,8 +24,8 @@ from penstock.demo.data import Batch, Corpus, standard_library
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, HELD_OUT_BATCHES, LAYERS, ROWS, Settings
 from penstock.report import write_perfetto
-from penstock.runs import RunFolder
 from penstock.schedule.timeline import Timeline
+from penstock.trace.runs import RunFolder
 
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10

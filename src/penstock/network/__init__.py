@@ -15,10 +15,15 @@ What implements it
   keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
   director.py     plays a scenario
 What runs on it
+  fabric/         a training job's collectives: how long each takes
   nodes.py        a torchrun job across hosts, with an agent on each
   inside.py       runs work in a namespace, in a thread; IPv6 and TCP settings
   conditions.py   what a run's record says about a host and its network
 """
 
+from penstock._base.lazy import face
+
 MAX_HOSTS = 200
 """The most hosts in one emulation: a subnet has addresses for 254."""
+
+__all__, __getattr__, __dir__ = face(__name__, {}, {"fabric"})

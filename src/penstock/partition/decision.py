@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from penstock._base.words import counted
-from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
+from penstock.costs import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
+from penstock.costs.stage_costs import crossing_seconds, priced, slowest_link, usual_link
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
 from penstock.partition.cut.choice import Choice
@@ -22,7 +23,6 @@ from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.units import units_held
 from penstock.partition.recording.recording import Recording
-from penstock.plan.stage_costs import crossing_seconds, priced, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost, StageCost
 
 LEAST_WORK = 500_000_000

@@ -12,7 +12,7 @@ from penstock._base.compat import autocast_kinds, autocast_state
 from penstock._base.marks import computing
 from penstock._base.trees import Flat, flatten, unflatten
 from penstock._base.words import counted
-from penstock.balance import Profile
+from penstock.costs import Profile
 from penstock.errors import ArgumentError, PartitionError, check_counts
 from penstock.partition.cut.balance import candidates, cut_at, joined, spans, too_few
 from penstock.partition.cut.choice import Balance, Choice

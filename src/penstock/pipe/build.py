@@ -31,7 +31,6 @@ from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.planned import Followed
 from penstock.pipe.session import Session
-from penstock.runs.option import RunFolder
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
@@ -52,6 +51,7 @@ from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.simulate import LinkCost
+from penstock.trace.runs.option import RunFolder
 
 if TYPE_CHECKING:
     from penstock.plan import Plan
@@ -190,7 +190,7 @@ def pipeline(
             cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh` as well:
             `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
         run: a folder, such as "runs/gpt", in which to record the run: each step's loss and time, some timelines,
-            memory, and the current state of each rank; see `penstock.runs`. Or a `penstock.runs.RunFolder`, which also
+            memory, and the current state of each rank; see `penstock.trace.runs`. Or a `RunFolder` of there, which also
             says how often, and how many steps there will be.
         verify: verify the first step before it is taken, unless this model, schedule and options have passed
             `penstock.verify`: it raises VerificationError if a value differs from the unsplit model's. Each process

@@ -22,11 +22,11 @@ from penstock.pipe.recorder import Recorder
 from penstock.pipe.session import Session
 from penstock.pipe.verified import passed
 from penstock.plan import Plan
-from penstock.runs.about import About
-from penstock.runs.folder import PREDICTED, PREDICTED_MEMORY
-from penstock.runs.option import RunFolder
-from penstock.runs.writer import earlier_run
 from penstock.runtime.front_end import Stage
+from penstock.trace.runs.about import About
+from penstock.trace.runs.folder import PREDICTED, PREDICTED_MEMORY
+from penstock.trace.runs.option import RunFolder
+from penstock.trace.runs.writer import earlier_run
 
 
 def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None:

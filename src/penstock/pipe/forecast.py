@@ -14,16 +14,16 @@ from torch import Tensor
 
 from penstock._base.gradients import gradient_bytes
 from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
-from penstock.balance import OPTIMIZER_VALUES
+from penstock.costs import OPTIMIZER_VALUES
 from penstock.partition import Partition
 from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.session import Session
 from penstock.plan import Plan
 from penstock.plan.besides import Besides, besides
-from penstock.runs.reading import Predicted
 from penstock.schedule import Op, Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
+from penstock.trace.runs.reading import Predicted
 
 
 @dataclass(frozen=True, slots=True)

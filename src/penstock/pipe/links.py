@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock._base.stages import Link
-from penstock.balance import MeasuredLink
+from penstock.costs import MeasuredLink
 from penstock.partition.measure.clock import settle
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.transports import TransportChoice, transport_of

@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock._base.gradients import checked_dtype
 from penstock.errors import ArgumentError, check_counts
 from penstock.partition import Balance, Choice, Room
-from penstock.runs.option import RunFolder
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
@@ -27,6 +26,7 @@ from penstock.runtime.loss.of_torch import advice
 from penstock.runtime.model.materialize import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
 from penstock.simulate import LinkCost
+from penstock.trace.runs.option import RunFolder
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock._base.words import counted
-from penstock.balance import first_difference
+from penstock.costs import first_difference
 from penstock.distributed.world import World
 from penstock.errors import ArgumentError, PlanError, warn
 from penstock.partition.measure.costs import identity

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.trees import Flat, map_tensors, unflatten
-from penstock.balance import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
+from penstock.costs import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
+from penstock.costs.hardware import Device, Efficiency
+from penstock.costs.hardware import device as known
 from penstock.distributed.world import World, device_named, device_of, join
 from penstock.errors import ArgumentError, check_counts, check_seconds
-from penstock.hardware import Device, Efficiency
-from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.clock import undisturbed
 from penstock.partition.measure.costs import identity
@@ -80,8 +80,8 @@ def profile(
         microbatch_sizes: instead: the rows of each microbatch to measure, such as [1, 2, 4, 8]. The profile is that of
             the largest, with the others in `others`.
         device: where to run. None: where the example is. Or what to estimate for, without running: a
-            `penstock.hardware.Device`, or the name of one ("h100"), or of a file that describes one ("mine.toml"); then
-            weights may be on the meta device.
+            `penstock.costs.hardware.Device`, or the name of one ("h100"), or of a file that describes one
+            ("mine.toml"); then weights may be on the meta device.
         budget_seconds: how long to measure each size; each kind of unit is run at least twice, whatever that takes.
         calibrate: profiles measured on devices of the kind that is estimated, of this or any other model, or their
             files: they say how much of its peaks such a device reaches. Or an `Efficiency` that says so.

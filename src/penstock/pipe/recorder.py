@@ -34,14 +34,14 @@ from penstock.distributed.world import World
 from penstock.errors import warn
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import passed
-from penstock.runs.about import About
-from penstock.runs.folder import MEMORY, TIMELINES
-from penstock.runs.option import RunFolder
-from penstock.runs.progress import RECENT, Progress
-from penstock.runs.records import RankState, StepRecord
-from penstock.runs.writer import BEAT_SECONDS, Writer, begin
 from penstock.runtime.execute.clock import counter
 from penstock.runtime.step.results import SharedLoss
+from penstock.trace.runs.about import About
+from penstock.trace.runs.folder import MEMORY, TIMELINES
+from penstock.trace.runs.option import RunFolder
+from penstock.trace.runs.progress import RECENT, Progress
+from penstock.trace.runs.records import RankState, StepRecord
+from penstock.trace.runs.writer import BEAT_SECONDS, Writer, begin
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LAST_LOSSES_SECONDS = 0.5

@@ -51,7 +51,7 @@ def fingerprint_of(split: SplitModel, engine: Engine, order: Schedule, options: 
         [(row.stage, row.op, row.microbatch, row.joined) for row in order.rows],
         (world.is_local, world.data_parallel, len(world.column), [device.type for device in engine.devices]),
         [_text(getattr(options, name)) for name in _OPTIONS],
-        [_text(make) for make in options.features if not str(make.__module__).startswith("penstock.proof.")],
+        [_text(make) for make in options.features if not str(make.__module__).startswith("penstock.verification.")],
     )
     return sha256(repr(facts).encode()).hexdigest()[:16]
 

@@ -1,6 +1,6 @@
 """From costs to a plan: replicas, ranks, cuts, schedule, microbatches and recomputation that make a step shortest.
 
->>> from penstock.balance import Profile, UnitCost
+>>> from penstock.costs import Profile, UnitCost
 >>> from penstock.plan import Cluster, Sizes, make_plans
 >>> units = tuple(UnitCost(f"blocks.{n}", 0.01, 0.01, 0.01) for n in range(4))
 >>> sizes = Sizes({2: Profile(units, "cpu", "float32", {"x": (2, 8)})})
@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock._base.lazy import face
+from penstock.costs.sizes import Sizes as Sizes
 
 if TYPE_CHECKING:
     from penstock.plan.choice import Choice as Choice
@@ -27,14 +28,13 @@ if TYPE_CHECKING:
     from penstock.plan.planner import Lost as Lost
     from penstock.plan.planner import Planned as Planned
     from penstock.plan.planner import make_plans as make_plans
-    from penstock.plan.sizes import Sizes as Sizes
 
 _HOMES = {
     "choice": "Choice Wanted choices",
     "cluster": "Cluster Kind",
     "plan": "Plan read_plan",
     "planner": "Lost Planned make_plans",
-    "sizes": "Sizes",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, {"explain", "transformer"})
+__all__ += ["Sizes"]

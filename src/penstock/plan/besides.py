@@ -13,7 +13,7 @@ from operator import add, sub
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.balance import UnitCost, counted_again, kept_bytes
+from penstock.costs import UnitCost, counted_again, kept_bytes
 from penstock.schedule import Op, Placement, Row, Schedule
 from penstock.simulate import StageCost
 from penstock.simulate.columns import IS_COMPUTE, column

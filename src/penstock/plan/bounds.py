@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from penstock.balance import UnitCost
+from penstock.costs import UnitCost
 from penstock.plan.choice import Choice
 from penstock.simulate import StageCost
 

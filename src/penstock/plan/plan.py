@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.words import shortened
-from penstock.balance import Profile
+from penstock.costs import Profile
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.plan.choice import Choice
 from penstock.schedule import Schedule

@@ -6,7 +6,9 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.balance import variation
+from penstock.costs import variation
+from penstock.costs.sizes import Sizes
+from penstock.costs.stage_costs import stage_cost
 from penstock.errors import ArgumentError
 from penstock.plan.bounds import least_seconds, least_seconds_anyhow
 from penstock.plan.choice import ANY, Choice, Wanted, choices
@@ -14,10 +16,8 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import MadeFor, Plan
 from penstock.plan.predict import Cut, arranged, besides_of, cut, cut_within, order_of, planned, predict
-from penstock.plan.sizes import Sizes
-from penstock.plan.stage_costs import stage_cost
 from penstock.schedule import Schedule
-from penstock.search import search
+from penstock.simulate.search import search
 
 BEST = 5
 """How many plans to list."""

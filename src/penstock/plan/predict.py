@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from penstock.balance import Problem, UnitCost, best_starts, ties_of
+from penstock.costs import Problem, UnitCost, best_starts, ties_of
+from penstock.costs.stage_costs import priced, problem_of
 from penstock.errors import ArgumentError
 from penstock.plan.besides import Besides, besides, held_again, kept_peaks
 from penstock.plan.choice import Choice
@@ -16,7 +17,6 @@ from penstock.plan.cluster import Cluster, Kind
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
-from penstock.plan.stage_costs import priced, problem_of
 from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, simulate

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.balance import counted_again
+from penstock.costs import counted_again
+from penstock.costs.sizes import Sizes
 from penstock.errors import ArgumentError
 from penstock.plan.choice import Choice, Wanted
 from penstock.plan.cluster import Cluster
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Candidate, open_candidates
-from penstock.plan.sizes import Sizes
 from penstock.simulate.costs import LinkCost
 
 MAX_TIMES = 8

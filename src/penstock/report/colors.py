@@ -8,39 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 
-from penstock.schedule import Op
-
-
-class Kind(StrEnum):
-    """What a rank does, as far as colors are concerned. The value is its part of a CSS variable's name."""
-
-    F = "F"
-    B = "B"
-    I = "I"  # noqa: E741 - the field's own name for it
-    W = "W"
-    COMMUNICATION = "communication"
-    WAIT = "wait"
-
-    @classmethod
-    def of(cls, op: Op) -> Kind:
-        """The kind of an op; messages, reductions and gathers are all communication."""
-        return cls(op.value) if op.is_compute else cls.COMMUNICATION
-
-
-WORDS: Mapping[Kind, str] = MappingProxyType(
-    {
-        Kind.F: "forward",
-        Kind.B: "backward",
-        Kind.I: "input gradient",
-        Kind.W: "weight gradient",
-        Kind.COMMUNICATION: "communication",
-        Kind.WAIT: "waiting",
-    }
-)
-"""What legends call them."""
+from penstock.schedule.said import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from penstock.report.colors import Kind
-from penstock.report.said import said_of
 from penstock.schedule.action import OPS
+from penstock.schedule.said import Kind, said_of
 from penstock.schedule.timeline import Timeline, Track
 
 MAX_MARKS = 6000

@@ -10,15 +10,12 @@ from typing import Any
 
 from penstock._base.files import write_text
 from penstock.report.marks import chunks
-from penstock.report.said import said_of
 from penstock.schedule.action import OPS, Op
+from penstock.schedule.said import said_of
 from penstock.schedule.timeline import Span, Timeline, Track
+from penstock.trace.names import STAGES_SAID_BY
 
 _MICROSECONDS = 1e6
-
-STAGES_SAID_BY = "process_labels"
-"""The metadata of every process that says how many stages there are in all, so that a missing rank is noticed, and
-whether ranks took turns or shared cores."""
 
 Curve = Mapping[str, Sequence[tuple[float, float]]]
 """A rank's memory by kind, such as activations: at which second it changes, ascending, and to what."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import require
-from penstock.report.colors import LIGHT, WORDS, Kind, ink, shade
+from penstock.report.colors import LIGHT, ink, shade
 from penstock.report.marks import Axis, Mark, has_chunks, longest_label, marks
 from penstock.report.svg import panel_of, svg, unit_of
 from penstock.schedule import Schedule
+from penstock.schedule.said import WORDS, Kind
 from penstock.schedule.timeline import Timeline
 
 if TYPE_CHECKING:

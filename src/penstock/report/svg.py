@@ -10,10 +10,11 @@ from typing import Literal
 
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
-from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
+from penstock.report.colors import DARK, LIGHT, Theme, ink, shade
 from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Action, Schedule
 from penstock.schedule.grid import in_slots
+from penstock.schedule.said import WORDS, Kind
 from penstock.schedule.timeline import Timeline
 
 Background = Literal["auto", "light", "dark"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock._base.words import counted
-from penstock.report.colors import WORDS, Kind
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.order import earliest_times
+from penstock.schedule.said import WORDS, Kind
 
 _NOUN = {op: f"the {WORDS[Kind.of(op)]} of" for op in (Op.F, Op.B, Op.I, Op.W)}
 WORK = {op: f"{'runs' if op in (Op.F, Op.B) else 'computes'} {noun}" for op, noun in _NOUN.items()}

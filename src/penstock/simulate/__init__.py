@@ -38,4 +38,4 @@ _HOMES = {
     "memory_use": "Memory Peaks memory peaks",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, {"search"})

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.blame.command import blame
-from penstock.blame.finding import Blame
 from penstock.distributed.launch.target import call, load
 from penstock.errors import VerificationError
+from penstock.verification.blame.command import blame
+from penstock.verification.blame.finding import Blame
 
 
 def assert_same_training(train_step: Sequence[str], reference: str | Callable[[], Any], *, steps: int = 3) -> Blame:

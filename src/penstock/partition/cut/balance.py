@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from penstock._base.compat import any_autocast
 from penstock._base.words import counted
-from penstock.balance import Problem, best_starts
+from penstock.costs import Problem, best_starts
 from penstock.errors import PartitionError
 from penstock.partition.cut.places import is_mark, named_calls, position_of
 from penstock.partition.recording.recording import Recording

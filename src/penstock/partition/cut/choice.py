@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from penstock._base.words import named
-from penstock.balance import Profile, read_profile
+from penstock.costs import Profile, read_profile
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Weighed
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.balance import Profile
+from penstock.costs import Profile
 
 
 def settle(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from penstock._base.stages import MODEL_INPUT, Input, TensorMeta
 from penstock._base.trees import flatten
-from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Profile, Tied, UnitCost
+from penstock.costs import OPTIMIZER_VALUES, SPLIT_SECONDS, Profile, Tied, UnitCost
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate, cut_at, joined, spans
 from penstock.partition.measure.footprint import Footprint

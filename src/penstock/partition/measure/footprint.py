@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._base.compat import fake_mode, quiet, size_of, storage_of
 from penstock._base.stages import TensorMeta
 from penstock._base.trees import flatten
-from penstock.balance import Operations
-from penstock.hardware import Operation
+from penstock.costs import Operations
+from penstock.costs.hardware import Operation
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.provenance import tensors_of
 from penstock.partition.state.reach import Reach

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock._base.stages import MODEL_INPUT
 from penstock._base.words import in_a_line
-from penstock.balance import Profile, UnitCost
+from penstock.costs import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate, candidates
 from penstock.partition.measure.costs import (
     NoStreams,

@@ -1,0 +1,124 @@
+"""Estimates of what units take on a device that is not here, from what they do and what the device can do at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from penstock.costs.hardware import (
+    USUAL,
+    Device,
+    Efficiency,
+    Measurement,
+    Operation,
+    calibrated,
+    reported_as,
+    seconds_of,
+)
+from penstock.costs.profile import OPTIMIZER_VALUES, Operations, Profile, UnitCost
+from penstock.errors import ArgumentError
+
+_MOVED = 7
+"""Values that AdamW reads or writes for each that is trained: it and its state, there and back, and the gradient."""
+
+
+def estimated(counted: Profile, device: Device, efficiency: Efficiency = USUAL) -> Profile:
+    """The profile with all times estimated for this device, for all its sizes. Bytes stay as they are.
+
+    Raises:
+        ArgumentError: the profile has no operations, or the device no peak for a dtype of theirs.
+    """
+    sizes = [replace(other, units=_units(other.units, device, efficiency), runs=0) for other in counted.others]
+    return replace(
+        counted,
+        units=_units(counted.units, device, efficiency),
+        others=tuple(sizes),
+        device=device.type,
+        device_name=device.name,
+        source="estimate",
+        runs=0,
+        links=(),
+        optimizer_byte_seconds=_MOVED / OPTIMIZER_VALUES / (device.bytes_per_second * efficiency.bandwidth_fraction),
+        notes=(*counted.notes, f"not measured: an estimate from what {device.name} can do at most: {efficiency.text}"),
+    )
+
+
+def fitted(measured: Iterable[Profile], device: Device, start: Efficiency = USUAL) -> Efficiency:
+    """The constants with which estimates are closest to what these profiles measured on devices of this kind.
+
+    Raises:
+        ArgumentError: a profile is an estimate itself, is of another kind of device, or has no operations.
+    """
+    found: list[Measurement] = []
+    for profile in measured:
+        _check_kind(profile, device)
+        for each in profile.each_size:
+            found += _measurements(each.units)
+    return calibrated(found, device, start)
+
+
+def _units(units: Sequence[UnitCost], device: Device, efficiency: Efficiency) -> tuple[UnitCost, ...]:
+    times: dict[str, tuple[float, float, float]] = {}
+    found: list[UnitCost] = []
+    for unit in units:
+        if not unit.like or unit.operations is not None:
+            times[unit.name] = _times(_operations_of(unit), device, efficiency)
+        forward, input_gradient, weight_gradient = times[unit.like or unit.name]
+        found.append(
+            replace(
+                unit,
+                forward_seconds=forward,
+                input_gradient_seconds=input_gradient,
+                weight_gradient_seconds=weight_gradient,
+                recompute_seconds=None,
+                spread=0.0,
+            )
+        )
+    return tuple(found)
+
+
+def _times(done: Operations, device: Device, efficiency: Efficiency) -> tuple[float, float, float]:
+    """F, I and W: what the whole backward takes besides I."""
+
+    def seconds(operations: Sequence[Operation]) -> float:
+        return seconds_of(operations, device, efficiency) + efficiency.run_seconds if operations else 0.0
+
+    forward, backward = seconds(done.forward) or efficiency.run_seconds, seconds(done.backward)
+    input_gradient = min(seconds(done.input_gradient), backward)
+    return forward, input_gradient, backward - input_gradient
+
+
+def _measurements(units: Sequence[UnitCost]) -> list[Measurement]:
+    """What each kind of unit did in its forward, its backward, and the part of it that is I, and what that took."""
+    found = []
+    for unit in units:
+        if unit.like:
+            continue
+        done = _operations_of(unit)
+        backward = unit.input_gradient_seconds + unit.weight_gradient_seconds
+        pairs = [(done.forward, unit.forward_seconds), (done.backward, backward)]
+        if unit.weight_gradient_seconds:
+            pairs.append((done.input_gradient, unit.input_gradient_seconds))
+        found += [Measurement(operations, seconds) for operations, seconds in pairs if operations and seconds > 0]
+    return found
+
+
+def _operations_of(unit: UnitCost) -> Operations:
+    if unit.operations is None:
+        raise ArgumentError(
+            f"unit {unit.name!r}: the profile does not say what it does, only what it took, so that nothing can be "
+            "estimated from it; make it again with penstock.profile(...) or `penstock profile`"
+        )
+    return unit.operations
+
+
+def _check_kind(profile: Profile, device: Device) -> None:
+    name = profile.device_name or profile.device
+    if profile.source != "measured":
+        raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; pass what was measured")
+    of = reported_as(profile.device_name)
+    if profile.device != device.type or (of is not None and device.sources and of.key != device.key):
+        raise ArgumentError(
+            f"calibrate: the profile was measured on {name} ({profile.device}), which is no {device.name} "
+            f"({device.type}); measure on one, or describe that device in a .toml file of its own"
+        )

@@ -1,0 +1,176 @@
+"""What a device can do at most, as its vendor states it; those that are known are in `devices.toml`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock._base.files import MAX_QUOTED, quoted, read_toml
+from penstock._base.words import did_you_mean, line_of
+from penstock.errors import ArgumentError
+
+DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
+"""Those for which a device may have a peak. "tf32" is float32 with products of reduced precision."""
+
+LINK_LATENCY_SECONDS = 5e-6
+NETWORK_LATENCY_SECONDS = 10e-6
+"""What a message takes besides its bytes, within a host and between hosts: the order of magnitude of small messages in
+the libraries' own tests. Vendors state none, and sizes that stages exchange hardly depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    """What joins two devices.
+
+    Attributes:
+        name: what the vendor calls it.
+        bytes_per_second: from one of them to the other.
+        latency_seconds: of a message, besides its bytes.
+        devices: how many it joins, each with each; 0: any number.
+    """
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    devices: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device.
+
+    Attributes:
+        key: by which it is found ("h100-sxm").
+        name: what its vendor calls it.
+        flops_per_second: the dense peak of matrix products, by dtype.
+        memory_bytes, bytes_per_second: of its memory.
+        link: to another device of its host; None: not known.
+        network: to a device of another host, its share of a typical host's ports; None: not known.
+        sources: where these figures are from.
+        aliases: other names by which it is found.
+        reports: what it calls itself begins with one of these.
+        type: the type of torch's device ("cuda").
+
+    Raises:
+        ArgumentError: a figure is not a number above 0, or a dtype is unknown.
+    """
+
+    key: str
+    name: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes: float
+    bytes_per_second: float
+    link: Cable | None = None
+    network: Cable | None = None
+    sources: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    reports: tuple[str, ...] = field(default=(), repr=False)
+    type: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if unknown := [dtype for dtype in self.flops_per_second if dtype not in DTYPES]:
+            what = f"device {self.key!r}: no peak can be for {quoted(unknown[0])}"
+            raise ArgumentError(f"{what}; expected {', '.join(DTYPES)}")
+        figures = {f"peak for {dtype}": value for dtype, value in self.flops_per_second.items()}
+        figures |= {"memory": self.memory_bytes, "bandwidth": self.bytes_per_second}
+        figures |= {cable.name: cable.bytes_per_second for cable in (self.link, self.network) if cable is not None}
+        for what, value in figures.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ArgumentError(f"device {self.key!r}: {what}: {quoted(value)}; expected a number above 0")
+
+    def peak(self, dtype: str) -> float:
+        """Operations a second of matrix products in this dtype; "tf32" is float32 on a device that has none.
+
+        Raises:
+            ArgumentError: the vendor states none; names the dtypes that have one.
+        """
+        name = "float8" if dtype.startswith("float8") else dtype
+        if name == "tf32" and name not in self.flops_per_second:
+            name = "float32"
+        if name not in self.flops_per_second:
+            raise ArgumentError(
+                f"device {self.key!r} has no stated peak for products in {dtype}; it has for "
+                f"{', '.join(self.flops_per_second)}"
+            )
+        return self.flops_per_second[name]
+
+
+@functools.cache
+def devices() -> Mapping[str, Device]:
+    """All known devices, by key."""
+    return _read(Path(__file__).with_name("devices.toml"))
+
+
+def device(name: str | Path) -> Device:
+    """The device of this key, alias or reported name; or the one that a file, as `devices.toml`, has.
+
+    Raises:
+        ArgumentError: no device has that name (the message names those most like it), or the file is not as expected.
+    """
+    text = str(name)
+    if text.endswith(".toml"):
+        found = list(_read(Path(text)).values())
+        if len(found) != 1:
+            raise ArgumentError(f"{text}: expected one device, with a table for it, not {len(found)}")
+        return found[0]
+    names = {known: each for each in devices().values() for known in (each.key, *each.aliases)}
+    wanted = text.lower().replace("_", "-").replace(" ", "-")
+    if wanted in names:
+        return names[wanted]
+    if (reported := reported_as(text)) is not None:
+        return reported
+    raise ArgumentError(
+        f"device {text!r}: not known; {did_you_mean(wanted, names, 0.5)}"
+        "`penstock devices` lists those that are; describe another in a .toml file like that of the list, and pass it"
+    )
+
+
+def reported_as(name: str) -> Device | None:
+    """The device that calls itself so, as `torch.cuda.get_device_name()` says."""
+    found = [(len(start), each) for each in devices().values() for start in each.reports if name.startswith(start)]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _read(path: Path) -> dict[str, Device]:
+    tables = read_toml(path).items()
+    return {key: _device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
+
+
+_KEYS = ("name", "tflops", "memory_gb", "bandwidth_gbps", "link", "network", "sources", "aliases", "reports", "type")
+
+
+def _device(key: str, table: Any, where: str) -> Device:
+    try:
+        if unknown := [name for name in table if name not in _KEYS]:
+            raise ArgumentError(f"{where}: {quoted(unknown[0])} is unknown; expected {', '.join(_KEYS)}")
+        return Device(
+            key,
+            str(table.get("name", key)),
+            {dtype: 1e12 * value for dtype, value in table["tflops"].items()},
+            1e9 * table["memory_gb"],
+            1e9 * table["bandwidth_gbps"],
+            _cable(table.get("link"), LINK_LATENCY_SECONDS),
+            _cable(table.get("network"), NETWORK_LATENCY_SECONDS),
+            tuple(table.get("sources", ())),
+            tuple(table.get("aliases", ())),
+            tuple(table.get("reports", ())),
+            str(table.get("type", "cuda")),
+        )
+    except ArgumentError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        missing = (
+            f"{error} is missing" if isinstance(error, KeyError) else f"a value has the wrong type or size ({error})"
+        )
+        raise ArgumentError(f"{where}: {missing}; see penstock/costs/hardware/devices.toml") from error
+
+
+def _cable(table: Any, latency_seconds: float) -> Cable | None:
+    if table is None:
+        return None
+    latency = 1e-6 * table["latency_us"] if "latency_us" in table else latency_seconds
+    return Cable(str(table.get("name", "")), 1e9 * table["gbps"], latency, int(table.get("devices", 0)))

@@ -1,0 +1,186 @@
+"""What a model's units cost with microbatches of another size than those that were measured."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock._base.words import counted
+from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost
+from penstock.errors import ArgumentError
+
+GROWING = (
+    "forward_seconds",
+    "input_gradient_seconds",
+    "weight_gradient_seconds",
+    "recompute_seconds",
+    *SPLIT_SECONDS,
+    "activation_bytes",
+    "boundary_bytes",
+    "boundary_gradient_bytes",
+    "working_bytes",
+    "input_bytes",
+    "loss_bytes",
+    "shared_bytes",
+    "target_bytes",
+    "weight_gradient_bytes",
+)
+"""What depends on the number of rows. The rest is of the parameters."""
+
+OF_SPLITS = (*SPLIT_SECONDS, "weight_gradient_bytes")
+"""What is measured of split backwards."""
+
+FARTHEST = 2
+"""Up to so many times the largest measured size a line through the measurements is trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Profiles of one model by the number of rows of a microbatch.
+
+    Between two measured sizes, costs lie on a straight line; beyond them, on that of the two nearest, but below the
+    smallest never under its proportion, and above the largest never under its costs. A single profile gives costs in
+    proportion to the rows.
+
+    Attributes:
+        profiles: by the number of rows.
+        shares_optimizer: whether the replicas of a stage share the state of its optimizer, as with ZeRO-1.
+
+    Raises:
+        ArgumentError: there is no profile, a size is less than 1, or profiles are not of the same units of one model.
+    """
+
+    profiles: Mapping[int, Profile]
+    shares_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.profiles or min(self.profiles) < 1:
+            raise ArgumentError("profiles: expected at least one, by the number of rows (1 or more) of its microbatch")
+        first, *others = self.profiles.values()
+        for other in others:
+            other.check_for(first.parameters, first.device, first.dtype)
+            if [unit.name for unit in other.units] != [unit.name for unit in first.units]:
+                raise ArgumentError("profiles: they have different units; make them with the same opens= and leaves=")
+        object.__setattr__(self, "profiles", _split_alike(self.profiles))
+
+    @classmethod
+    def of(cls, profiles: Iterable[Profile]) -> Sizes:
+        """Profiles by the rows of the microbatches that they were made with.
+
+        Raises:
+            ArgumentError: a profile does not say, or two say the same.
+        """
+        by_rows: dict[int, Profile] = {}
+        for profile in (one for each in profiles for one in each.each_size):
+            rows = rows_of(profile)
+            if rows in by_rows:
+                raise ArgumentError(
+                    f"profiles: two are of microbatches of {counted(rows, 'row')}; pass one of each size"
+                )
+            by_rows[rows] = profile
+        return cls(by_rows)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the units, in the order in which they run."""
+        return tuple(unit.name for unit in next(iter(self.profiles.values())).units)
+
+    @property
+    def largest(self) -> int:
+        """The most rows for which costs are predicted."""
+        return FARTHEST * max(self.profiles)
+
+    def shared_by(self, replicas: int) -> Sizes:
+        """What each of so many replicas has of the costs."""
+        if not self.shares_optimizer or replicas == 1:
+            return self
+        return Sizes({rows: _shared(profile, replicas) for rows, profile in self.profiles.items()})
+
+    def at(self, rows: int) -> tuple[UnitCost, ...]:
+        """What each unit costs with microbatches of that many rows."""
+        if rows in self.profiles:
+            return self.profiles[rows].units
+        sizes = sorted(self.profiles)
+        if len(sizes) == 1:
+            return tuple(_scaled(unit, rows / sizes[0]) for unit in self.profiles[sizes[0]].units)
+        upper = next((i for i, size in enumerate(sizes) if size > rows and i > 0), len(sizes) - 1)
+        low, high = sizes[upper - 1], sizes[upper]
+        share = (rows - low) / (high - low)
+        pairs = zip(self.profiles[low].units, self.profiles[high].units, strict=True)
+        found = (_between(below, above, share) for below, above in pairs)
+        if rows > high:
+            return tuple(map(_at_least, found, self.profiles[high].units))
+        if rows < low:
+            parts = (_scaled(unit, rows / low) for unit in self.profiles[low].units)
+            return tuple(map(_at_least, found, parts))
+        return tuple(found)
+
+
+def _shared(profile: Profile, replicas: int) -> Profile:
+    units = tuple(replace(unit, optimizer_bytes=-(-unit.optimizer_bytes // replicas)) for unit in profile.units)
+    return replace(profile, units=units)
+
+
+def rows_of(profile: Profile) -> int:
+    """The rows of the microbatch that was measured; if the profile does not say, the first dimension of most inputs.
+
+    Raises:
+        ArgumentError: it has no inputs either.
+    """
+    if profile.rows:
+        return profile.rows
+    shapes = (re.search(r"\[([0-9]+)", text) for text in profile.inputs.values())
+    found = Counter(int(shape[1]) for shape in shapes if shape)
+    if not found:
+        raise ArgumentError("profiles: one does not say with which inputs it was made; use penstock.profile(...)")
+    return found.most_common(1)[0][0]
+
+
+def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
+    """Without what was measured of split backwards of units for which not all sizes have it."""
+    dropped: set[int] = set()
+    for name in OF_SPLITS:
+        measured = [
+            {index for index, unit in enumerate(profile.units) if getattr(unit, name) is not None}
+            for profile in profiles.values()
+        ]
+        first, *others = measured
+        dropped |= first.union(*others) - first.intersection(*others)
+    if not dropped:
+        return profiles
+    nothing: dict[str, Any] = dict.fromkeys(OF_SPLITS)
+    return {
+        rows: replace(
+            profile,
+            units=tuple(
+                replace(unit, **nothing) if index in dropped else unit for index, unit in enumerate(profile.units)
+            ),
+        )
+        for rows, profile in profiles.items()
+    }
+
+
+def _growing(unit: UnitCost) -> dict[str, Any]:
+    """What depends on the number of rows, by name."""
+    known = {name: getattr(unit, name) for name in GROWING} | {"recompute_seconds": unit.again_seconds}
+    if unit.weight_gradient_bytes is None:  # stays unknown
+        del known["weight_gradient_bytes"]
+    return known | {name: getattr(unit.split, name.removeprefix("split_")) for name in SPLIT_SECONDS}
+
+
+def _scaled(unit: UnitCost, factor: float) -> UnitCost:
+    return replace(unit, **{name: value * factor for name, value in _growing(unit).items()})
+
+
+def _between(low: UnitCost, high: UnitCost, share: float) -> UnitCost:
+    """On the line through two; never below zero."""
+    above = _growing(high)
+    return replace(low, **{name: max(0.0, a + share * (above[name] - a)) for name, a in _growing(low).items()})
+
+
+def _at_least(unit: UnitCost, least: UnitCost) -> UnitCost:
+    lowest = _growing(least)
+    return replace(unit, **{name: max(value, lowest[name]) for name, value in _growing(unit).items()})

@@ -1,0 +1,105 @@
+"""A profile's units as the stages of a pipeline: where it cuts them by itself, and what each stage then costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from penstock.costs.cuts import Problem, best_starts
+from penstock.costs.profile import MeasuredLink, Profile, UnitCost, counted_again, kept_bytes
+from penstock.simulate.costs import LinkCost, StageCost
+
+USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
+"""Between ranks, by the type of their device, unless the user says: the shared memory of one machine, ..."""
+
+USUAL_LINK = LinkCost(10e-6, 25e9)
+"""... and PCIe 4.0 with 16 lanes. Ranks of one process send nothing, but are cut like those of several."""
+
+
+def usual_link(device: str) -> LinkCost:
+    """What a message between two ranks is taken to cost if nobody says. `device`: the type of theirs."""
+    return USUAL_LINKS.get(device, USUAL_LINK)
+
+
+def assumed(link: LinkCost) -> str:
+    """What is said where nobody measured links."""
+    return f"a message is taken to cost {1e6 * link.latency_seconds:.4g} us and {link.bytes_per_second / 1e9:.4g} GB/s"
+
+
+def slowest_link(profile: Profile) -> LinkCost | None:
+    """A link with the longest latency and the least bandwidth of those that were measured; None if none were."""
+    return LinkCost.slowest([link_cost(link) for link in profile.links]) if profile.links else None
+
+
+def link_cost(link: MeasuredLink) -> LinkCost:
+    """The same, as the simulator takes it."""
+    return LinkCost(link.latency_seconds, link.bytes_per_second or math.inf)
+
+
+def crossing_seconds(unit: UnitCost, link: LinkCost) -> float:
+    """What it takes to send what crosses a cut before this unit, there and back."""
+    return sum(link.seconds(size) for size in (unit.boundary_bytes, unit.boundary_gradient_bytes) if size)
+
+
+@lru_cache(maxsize=256)
+def stages_of_units(
+    units: tuple[UnitCost, ...], stages: int, link: LinkCost, action_seconds: float = 0.0
+) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
+    """The units cut where `balance="time"` cuts them, so that the slowest stage is as fast as can be: the unit with
+    which each stage but the first begins, and what each stage costs.
+
+    Raises:
+        ArgumentError: there are fewer units than stages.
+    """
+    starts = best_starts(problem_of(units, link), stages)
+    return tuple(units[start].name for start in starts[1:]), priced(units, starts, [1.0] * stages, action_seconds)
+
+
+def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> Problem:
+    """What to balance: each unit's time, and what crosses a cut before it. `speeds`: of each stage's device."""
+    return Problem([unit.seconds for unit in units], [crossing_seconds(unit, link) for unit in units], speeds=speeds)
+
+
+def priced(
+    units: Sequence[UnitCost], starts: Sequence[int], speeds: Sequence[float], action_seconds: float
+) -> tuple[StageCost, ...]:
+    """What each stage that begins with one of these units costs: the one price list of plans, simulations, searches and
+    explanations.
+
+    Args:
+        units: of the whole model.
+        starts: the first unit of each stage.
+        speeds: one per stage.
+        action_seconds: what the runtime adds to an action of any stage.
+    """
+    pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
+    sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
+    return tuple(map(stage_cost, pieces, sent, speeds, [action_seconds] * len(pieces)))
+
+
+def stage_cost(
+    units: Sequence[UnitCost], output_bytes: float, speed: float = 1.0, action_seconds: float = 0.0
+) -> StageCost:
+    """What consecutive units cost as one stage that sends so much to the next.
+
+    Args:
+        speed: of its device; 1: that of the device of the profile.
+        action_seconds: what the runtime adds to F, and to B or I. A W of its own is taken to need none.
+    """
+    activations = kept_bytes(units)[-1]
+    measured = all(unit.weight_gradient_bytes is not None for unit in units)
+    waiting = sum(unit.waiting_bytes for unit in units) if measured else activations
+    parameters, gradients, states = counted_again(units)
+    return StageCost(
+        sum(unit.forward_seconds for unit in units) / speed + action_seconds,
+        sum(unit.input_gradient_seconds for unit in units) / speed + action_seconds,
+        sum(unit.weight_gradient_seconds for unit in units) / speed,
+        output_bytes=output_bytes,
+        activation_bytes=activations,
+        weight_gradient_bytes=waiting,
+        parameter_bytes=sum(unit.parameter_bytes for unit in units) - parameters,
+        gradient_bytes=sum(unit.gradient_bytes for unit in units) - gradients,
+        optimizer_bytes=sum(unit.optimizer_bytes for unit in units) - states,
+    )

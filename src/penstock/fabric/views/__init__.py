@@ -1,4 +1,0 @@
-"""Show a run's results to people and other tools: text.py, nccl.py, plots.py, page.py.
-
-The results are the dictionary that `penstock.fabric.results` makes and --json prints.
-"""

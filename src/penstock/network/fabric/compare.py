@@ -1,0 +1,211 @@
+"""Compare two runs: how much each transfer differs, and whether chance alone could explain the difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.network.fabric.autocorrelation import correlation_time
+from penstock.network.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
+from penstock.network.fabric.grouped import Group, groups
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.statistics import Interval, Summary, fewest
+from penstock.network.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step, stalled
+from penstock.network.fabric.workload import Workload
+
+Verdict = Literal["differs", "no difference shown", "too few samples"]
+
+LEVEL = 0.05
+FEWEST = 8
+"""The fewest samples per run for which the normal approximation holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How the completion times of one transfer, or of the whole step, differ between run A and run B.
+
+    For a group of similar transfers (see `grouped`), percentiles cover all of them, and the tests use each trial's
+    mean.
+
+    Attributes:
+        name, bytes, collective: the transfer's; the whole step is named "step".
+        algorithms, trials, p50_s, p99_s: for A and for B; a percentile is None if there are too few samples.
+        ratio: how many times as long B takes: the median of the ratios of every sample of B to every sample of A
+            (Hodges and Lehmann). Half of the ratios lie above it; it is not exactly the ratio of the medians.
+        ratio_interval: its 95% confidence interval, not corrected for the number of transfers.
+        p_values: of the tests of `median` (Mann-Whitney), `shape` (Kolmogorov-Smirnov) and `tail` (Fisher's exact test
+            on the slowest 1%, or 10%), corrected with Holm's method over all tests of the comparison. None if there are
+            too few samples.
+        verdict: "differs" if any p-value is below 5%; `differs_in` names the tests.
+    """
+
+    name: str
+    bytes: int
+    collective: str
+    algorithms: tuple[str, str]
+    trials: tuple[int, int]
+    p50_s: tuple[float | None, float | None]
+    p99_s: tuple[float | None, float | None]
+    p_values: dict[str, float | None]
+    ratio: float | None = None
+    ratio_interval: Interval | None = None
+    verdict: Verdict = "too few samples"
+    differs_in: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of comparing two runs.
+
+    Attributes:
+        transfers: those that both runs have, in A's order.
+        step: the whole step, if both runs have the same transfers and hosts.
+        only_in_a, only_in_b: the names of the other transfers.
+        other_settings: other differences between the runs, by name: (in A, in B).
+    """
+
+    transfers: tuple[Difference, ...]
+    step: Difference | None
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    other_settings: dict[str, tuple[Any, Any]]
+
+    @property
+    def differs(self) -> bool:
+        """Whether any transfer, or the step, differs."""
+        return any(one.verdict == "differs" for one in (*self.transfers, *([self.step] if self.step else [])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a dict that can be serialized as JSON."""
+        return asdict(self) | {"differs": self.differs}
+
+
+def compare(a: Run, b: Run) -> Comparison:
+    """Compares two runs transfer by transfer, matching them by name, size and collective.
+
+    The result describes these two runs only: it includes anything else that changed between them, such as the time of
+    day or other tenants of the network. Several alternating runs of each kind are stronger evidence.
+
+    Raises:
+        ArgumentError: the runs have no transfer in common.
+    """
+    loads = [Workload.from_dict(run.record["workload"]) for run in (a, b)]
+    keys = [{_key(load, group): group for group in groups(load)} for load in loads]
+    common = [key for key in keys[0] if key in keys[1]]
+    if not common:
+        names = [", ".join(f"{name} of {size} bytes ({what})" for name, size, what, _ in list(one)[:3]) for one in keys]
+        raise ArgumentError(
+            f"the runs have no transfer in common: A has {names[0]}, B has {names[1]}; compare runs of the same "
+            "workload"
+        )
+    found = []
+    for key in common:
+        both = keys[0][key], keys[1][key]
+        series = [_completion(run, load, group) for run, load, group in zip((a, b), loads, both, strict=True)]
+        algorithms = (algorithm_of(a.record, both[0].places[0]), algorithm_of(b.record, both[1].places[0]))
+        found.append(_tested(*key[:3], algorithms, series))
+    same = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)
+    whole = same and a.record["hosts"] == b.record["hosts"]
+    if whole:
+        series = [measured_step(run, load)[:, None] for run, load in zip((a, b), loads, strict=True)]
+        asked = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
+        found.append(_tested("step", sum(one.bytes for one in loads[0].transfers), "all", asked, series))
+    judged = _judged(found)
+    ours, others = _settings(a), _settings(b)
+    return Comparison(
+        transfers=tuple(judged[: len(common)]),
+        step=judged[-1] if whole else None,
+        only_in_a=tuple(name for name, *_ in keys[0] if (name, *_) not in keys[1]),
+        only_in_b=tuple(name for name, *_ in keys[1] if (name, *_) not in keys[0]),
+        other_settings={key: (ours[key], others[key]) for key in ours if ours[key] != others.get(key, ours[key])},
+    )
+
+
+def _key(load: Workload, group: Group) -> tuple[str, int, str, str]:
+    """Returns the key by which groups of two runs match."""
+    first = load.transfers[group.places[0]]
+    return group.name, first.bytes, first.collective, first.kind
+
+
+def _completion(run: Run, load: Workload, group: Group) -> Samples:
+    """Returns completion times, shape [trial, transfer]."""
+    return np.stack([TransferTimes.of(run, load, place).completion for place in group.places], axis=1)
+
+
+def _tested(
+    name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
+) -> Difference:
+    """Describes two series, each of shape [trial, transfer], with the p-values of the tests for which there are enough
+    samples, not corrected yet."""
+    first, second = (Summary.of(one) for one in series)
+    made = Difference(
+        name=name,
+        bytes=size,
+        collective=collective,
+        algorithms=algorithms,
+        trials=(first.count, second.count),
+        p50_s=(first.p50, second.p50),
+        p99_s=(first.p99, second.p99),
+        p_values=dict.fromkeys(("median", "shape", "tail")),
+    )
+    if min(made.trials) < FEWEST:
+        return made
+    a, b = (one.mean(1) for one in series)
+    times = correlation_time(a), correlation_time(b)
+    worth = len(a) / times[0], len(b) / times[1]
+    # Dependence between samples increases the variance of a difference by this factor.
+    inflation = sum((times[0] / len(a), times[1] / len(b))) / (1 / len(a) + 1 / len(b))
+    ps: dict[str, float | None] = {
+        "median": mann_whitney(a, b, inflation).p,
+        "shape": kolmogorov_smirnov(a, b, worth).p,
+        "tail": next((tails(a, b, q).p for q in (0.99, 0.9) if min(worth) >= fewest(q)), None),
+    }
+    # Ratios of times are differences of their logarithms. The floor is there because a clock may measure 0.
+    middle, (low, high) = shift(np.log(np.maximum(a, 1e-9)), np.log(np.maximum(b, 1e-9)), inflation)
+    return replace(made, ratio=math.exp(middle), ratio_interval=(math.exp(low), math.exp(high)), p_values=ps)
+
+
+def _judged(found: Sequence[Difference]) -> list[Difference]:
+    """Corrects p-values over all tests, and adds verdicts."""
+    keys = [(place, name) for place, one in enumerate(found) for name, p in one.p_values.items() if p is not None]
+    corrected = dict(zip(keys, holm([found[place].p_values[name] or 0.0 for place, name in keys]), strict=True))
+    made = []
+    for place, one in enumerate(found):
+        ps = {name: corrected.get((place, name)) for name in one.p_values}
+        where = tuple(name for name, p in ps.items() if p is not None and p < LEVEL)
+        enough = any(p is not None for p in ps.values())
+        verdict: Verdict = "too few samples" if not enough else "differs" if where else "no difference shown"
+        made.append(replace(one, p_values=ps, verdict=verdict, differs_in=where))
+    return made
+
+
+_KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")
+_OF_HOSTS = ("kernel", "torch", "congestion_control", "interface")
+_OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Returns a run's settings, and the properties that all of its hosts share; None means not requested.
+
+    `scenario` lists the events that took place.
+    """
+    record = run.record
+    workload, network = record["workload"], record.get("network") or {}
+    found: dict[str, Any] = {key: record.get(key) for key in _KEYS}
+    found |= {"iterations": iterations_of(record), "meets": bool(record.get("meets"))}
+    found |= {"dtype": workload.get("dtype") or None, "op": workload.get("op", "sum")}
+    found["compute_seconds"] = workload["compute_seconds"]
+    for one in workload["transfers"]:
+        found |= {f"{key} of {one['name']}": list(one.get(key) or ()) or None for key in ("shares", "ranks")}
+        found["compute_seconds"] += sum(one.get("compute_by_rank") or ()) or one.get("compute_seconds") or 0.0
+    found |= {key: network.get(key) or None for key in _OF_NETWORK}
+    found["scenario"] = [one["text"] for one in record.get("happened") or ()] or None
+    for key in _OF_HOSTS:
+        values = {host.get(key) for host in record.get("environment") or ()}
+        found[key] = values.pop() if len(values) == 1 else None
+    return {**found, "stalled_trials": len(stalled(run))}

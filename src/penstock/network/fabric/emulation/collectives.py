@@ -1,0 +1,272 @@
+"""One rank's part in a transfer: the engine's own collective, or a step list over messages between two hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.network.fabric.algorithms.volume import moves_of
+from penstock.network.fabric.emulation import payload
+from penstock.network.fabric.emulation.payload import Participant
+from penstock.network.fabric.emulation.wires import Message, Wire
+from penstock.network.fabric.steps import Collective, Move, StepList
+from penstock.network.fabric.workload import REDUCES, Op
+
+Stamp = tuple[int, int, int]
+"""A round, and its start and end in nanoseconds on this host's clock."""
+
+
+_PARTS = ("reduce_scatter", "scatter")
+"""Collectives of which a rank gets its own part only."""
+
+
+class _Copy(NamedTuple):
+    target: Tensor
+    source: Tensor
+    adds: bool
+
+
+class _Round(NamedTuple):
+    number: int
+    leaving: list[Message]
+    arriving: list[Message]
+    before: list[_Copy]
+    after: list[_Copy]
+
+
+class Stepwise:
+    """Executes a step list. Everything between the same two ranks in one round goes in one message."""
+
+    def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
+        self.place = place
+        self._steps = steps
+        self._wire = wire
+        self._rank = place.rank
+        self._op: Op = place.op if place.collective in REDUCES else "sum"
+        slot = -(-place.elements // steps.chunks)
+        self.elements = slot * steps.chunks
+        self._memory = torch.empty(slot * steps.slots, dtype=place.dtype, device=device)
+        self._given = place.given(self.elements).to(device)
+        self._slot = slot
+        self._rounds: list[_Round] = []
+        touched: set[int] = set()
+        for number, sends, receives in moves_of(steps, place.rank):
+            sent = {slot for move in sends for slot in range(move.first, move.first + move.count)}
+            made = self._round(sends, receives, place.members, sent | touched)
+            self._rounds.append(_Round(number, *made))
+            touched = sent | {slot for move in receives for slot in range(move.into, move.into + move.count)}
+        self._stamps: list[Stamp] = []
+
+    def _round(
+        self, sends: Sequence[Move], receives: Sequence[Move], members: Sequence[int], busy: Set[int]
+    ) -> tuple[list[Message], list[Message], list[_Copy], list[_Copy]]:
+        """Returns the messages of a round, one per peer, and the copies to make before sending and after receiving.
+
+        Receives are posted when the previous round begins; `busy` are the slots that are in use from then on.
+        """
+        leaving: list[Message] = []
+        arriving: list[Message] = []
+        before: list[_Copy] = []
+        after: list[_Copy] = []
+        for peer, moves in _by(sends, "target").items():
+            if len(moves) == 1:
+                leaving.append(Message(self._slots(moves[0].first, moves[0].count), members[peer]))
+                continue
+            packed = self._packed(moves)
+            leaving.append(Message(packed, members[peer]))
+            before += [_Copy(piece, self._slots(m.first, m.count), False) for m, piece in self._pieces(moves, packed)]
+        for peer, moves in _by(receives, "source").items():
+            move = moves[0]
+            if len(moves) == 1 and not move.adds and busy.isdisjoint(range(move.into, move.into + move.count)):
+                arriving.append(Message(self._slots(move.into, move.count), members[peer]))
+                continue
+            packed = self._packed(moves)
+            arriving.append(Message(packed, members[peer]))
+            after += [_Copy(self._slots(m.into, m.count), piece, m.adds) for m, piece in self._pieces(moves, packed)]
+        return leaving, arriving, before, after
+
+    def _slots(self, first: int, count: int) -> Tensor:
+        return self._memory[first * self._slot : (first + count) * self._slot]
+
+    def _packed(self, moves: Sequence[Move]) -> Tensor:
+        return self._memory.new_empty(sum(move.count for move in moves) * self._slot)
+
+    def _pieces(self, moves: Sequence[Move], packed: Tensor) -> Iterator[tuple[Move, Tensor]]:
+        return zip(moves, torch.split(packed, [move.count * self._slot for move in moves]), strict=True)
+
+    def reset(self) -> None:
+        self._memory[: len(self._given)].copy_(self._given)
+        if self._steps.collective == "all_to_all":  # a rank's part for itself never crosses the network
+            own = self._given[self.place.part(self.elements)]
+            self._output()[self._rank * len(own) : (self._rank + 1) * len(own)].copy_(own)
+
+    def run(self) -> None:
+        stamps = []
+        if self._rounds:
+            self._wire.expect(self._rounds[0].arriving)
+        for one, following in zip_longest(self._rounds, self._rounds[1:]):
+            start = time.monotonic_ns()
+            if following is not None:  # gloo sends at once if the receive is already posted
+                self._wire.expect(following.arriving)
+            for copy in one.before:
+                copy.target.copy_(copy.source)
+            self._wire.exchange(one.leaving, one.arriving)
+            for copy in one.after:
+                if copy.adds:
+                    payload.reduce_into(copy.target, copy.source, self._op)
+                else:
+                    copy.target.copy_(copy.source)
+            stamps.append((one.number, start, time.monotonic_ns()))
+        if self._op == "avg":
+            self._output().div_(self._steps.ranks)
+        self._stamps = stamps
+
+    def result(self) -> Tensor | None:
+        if not self.place.has_result:
+            return None
+        whole = self._output()
+        return whole[self.place.part(self.elements)] if self.place.collective in _PARTS else whole
+
+    def stamps(self) -> Sequence[Stamp]:
+        return self._stamps
+
+    def _output(self) -> Tensor:
+        first = len(self._memory) // self._steps.slots * self._steps.output
+        got = self.elements
+        if self._steps.shares:
+            got = self._steps.ranks * self._slot * self._steps.shares[self._rank]
+        return self._memory[first : first + got]
+
+
+def _by(moves: Sequence[Move], end: Literal["source", "target"]) -> dict[int, list[Move]]:
+    """Groups moves by the rank at the other end; both sides list them in the same order."""
+    found: dict[int, list[Move]] = {}
+    for move in moves:
+        found.setdefault(getattr(move, end), []).append(move)
+    return found
+
+
+# torch 2.13 has renamed these, and warns about the old names.
+_ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+_OPS: Mapping[Op, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+class Engine:
+    """Calls torch.distributed's own collective."""
+
+    def __init__(self, place: Participant, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        ranks = len(place.members)
+        shares = place.transfer.shares
+        unit = sum(shares) if shares else 1
+        self.elements = unit * place.padded(-(-place.elements // unit))
+        self._given = place.given(self.elements).to(device)
+        self._buffer = self._given.clone()
+        self._part = self.elements // ranks
+        self.place = place
+        self._group = group
+        self._sent = [shares[rank] * self.elements // unit for rank in range(ranks)] if shares else None
+        mine = self._sent[place.rank] if self._sent else self._part
+        self._received = [mine] * ranks if self._sent else None
+        self._output = self._buffer.new_empty(mine * ranks if self._sent else self.elements)
+        self._call = self._calls()[place.collective]
+
+    def _calls(self) -> Mapping[Collective, Callable[[], object]]:
+        buffer, output, group, members = self._buffer, self._output, self._group, self.place.members
+        op = _OPS[self.place.op]
+        mine = slice(self.place.rank * self._part, (self.place.rank + 1) * self._part)
+        is_root = self.place.rank == 0
+        parts = list(output.chunk(len(members))) if is_root else None
+        given = list(buffer.chunk(len(members))) if is_root else None
+
+        def sendrecv() -> None:
+            rank, ranks = self.place.rank, len(members)
+            works = [dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        def send() -> None:
+            if is_root:
+                dist.send(buffer, members[1])
+            else:
+                dist.recv(output, members[0])
+
+        return {
+            "all_reduce": lambda: dist.all_reduce(buffer, op, group=group),
+            "all_gather": lambda: _ALL_GATHER(output, buffer[mine], group=group),
+            "reduce_scatter": lambda: _REDUCE_SCATTER(output[: self._part], buffer, op, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(output, buffer, self._received, self._sent, group=group),
+            "broadcast": lambda: dist.broadcast(buffer, members[0], group=group),
+            "reduce": lambda: dist.reduce(buffer, members[0], op, group=group),
+            "scatter": lambda: dist.scatter(output[: self._part], given, src=members[0], group=group),
+            "sendrecv": sendrecv,
+            "gather": lambda: dist.gather(buffer[mine], parts, dst=members[0], group=group),
+            "send": send,
+        }
+
+    def reset(self) -> None:
+        self._buffer.copy_(self._given)
+
+    def run(self) -> None:
+        self._call()
+        if self._buffer.is_cuda:
+            torch.cuda.synchronize()
+
+    def result(self) -> Tensor | None:
+        if not self.place.has_result:
+            return None
+        if self.place.collective in ("all_reduce", "broadcast", "reduce"):
+            return self._buffer
+        return self._output[: self._part] if self.place.collective in _PARTS else self._output
+
+    def stamps(self) -> Sequence[Stamp]:
+        return ()
+
+
+Part = Stepwise | Engine
+"""A rank's part in a transfer, whose `place` says which."""
+
+
+def wrong(part: Part) -> str | None:
+    """Runs a transfer once and describes what is wrong with its result; None if it is right."""
+    place = part.place
+    if (before := part.result()) is not None:
+        before.fill_(payload.NOTHING)  # a correct result left by an earlier run must not count
+    part.reset()
+    part.run()
+    found, right = part.result(), place.expected(part.elements)
+    if right is None or found is None:
+        return None
+    found = found.cpu()
+    differing = int((found != right).sum())
+    if not differing:
+        return None
+    first = int((found != right).nonzero()[0])
+    return (
+        f"{place.transfer.name}: {differing} of {len(right)} numbers of rank {place.members[place.rank]} are wrong "
+        f"after {place.collective}; number {first} is {float(found[first])}, not {float(right[first])}"
+    )
+
+
+def check_backend(backend: str) -> None:
+    """Raises ArgumentError if torch does not have this backend here."""
+    have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
+    if not have.get(backend, False):
+        there = ", ".join(name for name, available in have.items() if available)
+        raise ArgumentError(f"backend {backend!r} is not available: this torch has {there}")

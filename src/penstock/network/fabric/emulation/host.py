@@ -1,0 +1,146 @@
+"""The job of one host: join the others, check results, run the trials, and, on host 0, write every sample.
+
+torchrun starts it on each host: `python -m penstock.network.fabric.emulation.host FOLDER`, where FOLDER holds the
+run's spec.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.distributed.launch.agent import end_with_parent
+from penstock.errors import FabricError, PenstockError
+from penstock.network.conditions import CpuUsage, cpu_usage
+from penstock.network.fabric.algorithms import ENGINE, generate
+from penstock.network.fabric.emulation import clock, links
+from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, check_backend, wrong
+from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.payload import TYPES, Participant
+from penstock.network.fabric.emulation.run_file import gathered, recorded
+from penstock.network.fabric.emulation.spec import Spec, Watch
+from penstock.network.fabric.emulation.trials import Trials
+from penstock.network.fabric.emulation.wires import Wire
+from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
+from penstock.network.fabric.steadiness import WarmUp
+
+
+def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
+    """Runs this host's part. Collective: every host calls it with the same spec; host 0 writes into the folder.
+
+    Raises:
+        ArgumentError: the environment or the backend does not fit the spec.
+        FabricError: a host did not join, was lost, or got a wrong result. The samples up to then are in the folder.
+    """
+    check_backend(spec.backend)
+    torch.set_num_threads(1)
+    with recorded(spec, folder) as (members, record):
+        wire = Wire()
+        record.add(
+            links=links.measured(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members)
+        )
+        parts = _parts(spec, members, wire)
+        _check(spec, parts, members)
+        trials = Trials(spec, parts, members)
+        if members.rank == 0:
+            record.add(**({"warmup": spec.checked} if spec.warmup else _warm_up(spec, trials)))
+            began = cpu_usage()
+            _write(spec, folder, trials, watch)
+        else:
+            began = _follow(spec, trials)
+        record.add(cpu=gathered(cpu_usage().since(began), members))
+
+
+def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
+    """Builds this host's part in each transfer; None where it takes no part."""
+    device = torch.device("cpu")
+    if spec.backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    everyone = tuple(range(spec.hosts))
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: None}
+    made: list[Part | None] = []
+    for number, transfer in enumerate(spec.workload.transfers):
+        ranks = transfer.ranks or (everyone[:2] if transfer.collective == "send" else everyone)
+        if spec.algorithm == ENGINE and ranks not in groups and transfer.collective != "send":
+            groups[ranks] = dist.new_group(list(ranks))  # every host must create every group
+        if members.rank not in ranks:
+            made.append(None)
+            continue
+        sent = spec.workload
+        payload = transfer.bytes // sent.element_bytes, spec.seed + number, TYPES[sent.number], sent.op
+        place = Participant(transfer, ranks, ranks.index(members.rank), *payload)
+        if spec.algorithm == ENGINE:
+            made.append(Engine(place, groups.get(ranks), device))
+        else:
+            options = {"shares": transfer.shares} if transfer.shares else {}
+            steps = generate(transfer.collective, spec.algorithm_of(number), len(ranks), **options)
+            made.append(Stepwise(place, steps, wire, device))
+    return made
+
+
+def _check(spec: Spec, parts: list[Part | None], members: Members) -> None:
+    """Runs the first warm-up trials, in which every host checks the result of every transfer."""
+    for _ in range(spec.checked):
+        faults = [fault for part in parts if part is not None and (fault := wrong(part))]
+        found = [fault for one in gathered(faults, members) for fault in one]
+        if found:
+            raise FabricError(found[0])
+
+
+def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
+    """On host 0, runs unmeasured trials until times seem to have settled; returns entries for the record."""
+    warm = WarmUp(spec.trials)
+    while not warm.is_over:
+        warm.add(trials.one(counts=False).longest_ns())
+    return {"warmup": spec.checked + warm.count, "steady": warm.is_steady}
+
+
+def _follow(spec: Spec, trials: Trials) -> CpuUsage:
+    """On other hosts, runs all trials, warm-up included; returns the processor usage at the end of the warm-up."""
+    began, count = cpu_usage(), 0
+    while count < spec.trials:
+        if trials.one().counts:
+            count += 1
+        else:
+            began = cpu_usage()
+    trials.last_steps()
+    return began
+
+
+def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> None:
+    samples, steps = SampleFile(folder / SAMPLES, HEAD), SampleFile(folder / STEPS, STEPS_HEAD)
+    try:
+        for number in range(spec.trials):
+            trial = trials.one()
+            samples.add(trial.rows(number))
+            steps.add(trial.step_rows)
+            if watch is not None:
+                watch(number)
+        steps.add(trials.last_steps())
+    finally:
+        samples.close()
+        steps.close()
+
+
+def main() -> None:
+    """Entry point on every host, called by torchrun with the run's folder as the only argument."""
+    folder = Path(sys.argv[1])
+    end_with_parent(os.getppid())  # a killed agent cannot stop its host
+    try:
+        run(Spec.read(folder / SPEC), folder)
+    except PenstockError as error:
+        print(f"penstock: error: {error}", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+        os._exit(2)  # gloo's destructors may wait for a lost host
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""How hosts find each other, and how they find out who is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.distributed.rendezvous import number_of
+from penstock.errors import ArgumentError, FabricError
+from penstock.network.fabric.emulation.spec import Spec
+
+_Store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, though not re-exported
+_PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
+
+_ANSWER_SECONDS = 3.0
+"""How long hosts have to report that they are still there after one was lost."""
+
+
+_START = "start every host with torchrun, or pass --hosts to make them here"
+
+
+def started() -> tuple[int, int, str, int]:
+    """This host's rank, the number of hosts, and the address and port at which they meet, as torchrun has set them.
+
+    Raises ArgumentError if it has not.
+    """
+    size = number_of("WORLD_SIZE", 1, remedy=_START)
+    rank = number_of("RANK", 0, size - 1, _START)
+    if not (address := os.environ.get("MASTER_ADDR")):
+        raise ArgumentError(f"the environment has no MASTER_ADDR: {_START}")
+    return rank, size, address, number_of("MASTER_PORT", 1, 65535, _START)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The hosts of a run, as seen by this one.
+
+    Attributes:
+        rank, size: this host's number, and the number of hosts.
+        store: a key-value store that all hosts share, apart from any process group.
+        control: a gloo group of all hosts, for whatever is not part of a trial; None if the default group is one.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    control: dist.ProcessGroup | None
+
+    def first_error(self, said: str) -> str:
+        """Returns what the first host that met an error said. Called by every host that met one."""
+        try:
+            return bytes(self.store.compare_set("error", "", said)).decode()
+        except (RuntimeError, OSError):  # the store was on a host that is lost
+            return said
+
+    def who_is_lost(self) -> tuple[int, ...]:
+        """Returns the hosts that do not answer within a few seconds. Called by every host that met an error."""
+        try:
+            self.store.set(f"still/{self.rank}", "here")
+            return without(self.store, "still", self.size, _ANSWER_SECONDS)
+        except (RuntimeError, OSError):  # the store was on host 0, which is lost
+            return (0,) if self.rank else ()
+
+
+def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
+    """Waits until all ranks have set `key/rank`, for this many seconds at most; returns those that have not."""
+    deadline = time.monotonic() + seconds
+    left = list(range(size))
+    while True:
+        left = [rank for rank in left if not store.check([f"{key}/{rank}"])]
+        if not left or time.monotonic() > deadline:
+            return tuple(left)
+        time.sleep(0.05)
+
+
+@contextmanager
+def joined(spec: Spec) -> Iterator[Members]:
+    """Joins the other hosts, as torchrun's environment says, and leaves them at the end.
+
+    Raises:
+        ArgumentError: the environment is not torchrun's, or the wrong number of hosts was started.
+        FabricError: a host does not join in time.
+    """
+    rank, size, address, port = started()
+    if size != spec.hosts:
+        raise ArgumentError(
+            f"{size} processes were started for {spec.hosts} hosts: start {spec.hosts}, or change --hosts"
+        )
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit = timedelta(seconds=spec.join_seconds)
+    try:
+        store = _Store(address, port, None, rank == 0 and not agents, limit, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        raise FabricError(
+            f"host {rank} cannot reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
+        ) from None
+    try:
+        store.set(f"here/{rank}", socket.gethostname())
+        missing = without(store, "here", size, spec.join_seconds)
+    except (RuntimeError, OSError) as error:  # the store is on host 0
+        raise FabricError(f"host {rank}: host 0 left while the hosts were joining: {first_line(error)}") from None
+    if missing:
+        raise FabricError(
+            f"{hosts_text(missing)} did not join within {spec.join_seconds:g} s: "
+            f"{size - len(missing)} of {size} are here. Start the others with the same address, {address}:{port}"
+        )
+    try:
+        dist.init_process_group(
+            spec.backend,
+            store=_PrefixStore("fabric", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=spec.stall_seconds),
+        )
+        control = None if spec.backend == "gloo" else dist.new_group(backend="gloo")
+    except (RuntimeError, OSError) as error:
+        raise FabricError(
+            f"host {rank}: all hosts are here, but {spec.backend} cannot connect them: {first_line(error)}. Does "
+            "GLOO_SOCKET_IFNAME name the interface through which they reach each other?"
+        ) from None
+    try:
+        yield Members(rank, size, store, control)
+    finally:
+        dist.destroy_process_group()
+
+
+def hosts_text(ranks: tuple[int, ...]) -> str:
+    """Returns "host 2", or "hosts 1, 2 and 3"."""
+    names = [str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"host {names[0]}"
+    return f"hosts {', '.join(names[:-1])} and {names[-1]}"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's first line, without the source location and the advice that gloo adds."""
+    said = str(error).strip().split("\n", 1)[0]
+    return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", said).partition(". This is typically caused by")[0]

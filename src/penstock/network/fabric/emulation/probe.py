@@ -1,0 +1,237 @@
+"""Measure a link between two neighbors before the trials: the round trip of a small message, and a steady stream.
+
+Latency is half of the shortest of several round trips of a small message, because any other activity only adds to it.
+The time that the message's bytes take at each end's rate is subtracted, and so is the shapers' delay, if it is known;
+the latter is then added back to its own direction. Receives are posted ahead, as in collectives. Otherwise, the
+receiver's signal that it is ready would be included.
+
+Bandwidth is measured with a stream that is lengthened until it is steady. Single messages would measure TCP slow start:
+TCP sends little at first and more with each round trip, so the larger of two messages seems to take hardly any longer.
+Only the receiver reads its clock, once per chunk, and only the later half of a stream counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from penstock.network.fabric.emulation.wires import Message, Wire
+
+PING_BYTES = 4
+PING_PACKETS = (118, 84)
+"""Bytes on the wire of the small message's two packets, headers included: gloo's own header, and the payload.
+
+They pass the sender's and the receiver's end of the link in turn. Measured at 1 Mbit/s: 202 bytes if one end is that
+slow, 320 if both are.
+"""
+FEWEST_TRIPS, MAX_TRIPS = 4, 30
+TRIPS_SECONDS = 0.3
+"""After the minimum, as many more trips follow as fit into this time."""
+
+CHUNKS = 32
+"""The number of chunks in a stream of any size, each with one reading of the clock.
+
+With more chunks, gloo's headers would take up more of the link.
+"""
+FIRST_BYTES = 32 * 1024
+MAX_BYTES = 256 * 1024 * 1024
+"""The largest stream: a second at 2 Gbit/s. Anything faster is limited by processors, and steady at once."""
+HALF_SECONDS, HALF_TRIPS = 0.4, 4
+"""The least duration of a stream's later half, in seconds and in round trips: TCP probes for bandwidth in cycles."""
+STEADY = 0.03
+"""The largest difference between the last two quarters of a steady stream, as a fraction."""
+UNSTEADY_STREAMS = 3
+"""The number of full-length streams after which the last one is accepted: a lossy link is never steady."""
+BUDGET_SECONDS = 12.0
+"""After this time, no further stream begins in the same direction."""
+
+
+class Pace(NamedTuple):
+    """What the later half of a stream shows.
+
+    Attributes:
+        bytes_per_second: infinite if the clock cannot resolve it.
+        seconds: how long it took.
+        steady: True if its two halves took about equally long.
+    """
+
+    bytes_per_second: float
+    seconds: float
+    steady: bool
+
+
+class Measured(NamedTuple):
+    """The measurement of one direction of a link.
+
+    Attributes:
+        latency_seconds: one way, without the time that the bytes take at the link's rate.
+        bytes_per_second: of message bytes, so without headers; None if the clock cannot resolve it.
+        missing_seconds: how much sooner the message arrived than its bytes alone allow, judging by what is known about
+            the link. If it is positive, the latency is reported as 0, and is uncertain by this much.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float | None
+    missing_seconds: float = 0.0
+
+
+class Ends(NamedTuple):
+    """What shapes one direction of a link, where known.
+
+    Attributes:
+        up, down: bytes per second at the sender's end and at the receiver's, headers included.
+        delay_seconds: the delay of every frame.
+    """
+
+    up: float
+    down: float
+    delay_seconds: float = 0.0
+
+    @property
+    def ping_seconds(self) -> float:
+        """How long the small message takes to pass both ends, from its first byte to its last, without the delay."""
+        left = came = 0.0
+        for size in PING_PACKETS:
+            left += size / self.up
+            came = max(left, came) + size / self.down
+        return came
+
+
+def neighbors(hosts: int) -> tuple[tuple[int, int], ...]:
+    """Returns the pairs to measure: neighbors on a ring."""
+    return tuple((rank, (rank + 1) % hosts) for rank in range(hosts if hosts > 2 else 1))
+
+
+def measure(
+    pair: tuple[int, int], wire: Wire, ends: Mapping[tuple[int, int], Ends] | None = None
+) -> dict[tuple[int, int], Measured]:
+    """Measures both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing. `ends`
+    is what shapes each direction; if None, both ends are assumed to be as fast as the stream."""
+    rank = dist.get_rank()
+    if rank not in pair:
+        return {}
+    first, other = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
+    trip = _shortest_trip(first, other, wire)
+    rates = {way: _rate(rank == way[0], other, wire, trip) for way in (pair, pair[::-1])}
+    return one_way(trip, rates, ends or {way: Ends(rate, rate) for way, rate in rates.items()})
+
+
+def one_way(
+    trip_seconds: float, rates: Mapping[tuple[int, int], float], ends: Mapping[tuple[int, int], Ends]
+) -> dict[tuple[int, int], Measured]:
+    """Splits a round trip into two latencies, halving what remains without both messages' bytes and delays."""
+    left = trip_seconds - sum(one.ping_seconds + one.delay_seconds for one in ends.values())
+    found = {}
+    for way, rate in rates.items():
+        latency = ends[way].delay_seconds + left / 2
+        known = None if rate == float("inf") else rate
+        found[way] = Measured(max(latency, 0.0), known, max(-latency, 0.0))
+    return found
+
+
+def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
+    """Computes the pace of a stream from the arrival time of each chunk in seconds.
+
+    Each chunk of the third quarter is compared with its counterpart in the fourth, and the median counts, so an
+    occasional late wake-up of the receiver changes nothing.
+    """
+    later = np.asarray(stamps)[len(stamps) // 2 - 1 :]
+    half = len(later) // 2
+    gap = float(np.median(later[half:] - later[:-half]))
+    took = float(later[-1] - later[0])
+    quarters = float(later[half] - later[0]), float(later[-1] - later[len(later) - 1 - half])
+    steady = abs(quarters[1] - quarters[0]) <= STEADY * took / 2
+    return Pace(half * chunk_bytes / gap if gap > 0 else float("inf"), took, steady)
+
+
+def next_chunk(chunk_bytes: int, found: Pace, trip_seconds: float) -> int:
+    """Returns the chunk size of the next stream, which must be long enough for its later half to become steady."""
+    wanted = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
+    factor = 8.0 if found.seconds <= 0 else min(max(wanted / found.seconds, 1.0), 8.0)
+    return min(int(chunk_bytes * factor), MAX_BYTES // CHUNKS)
+
+
+def is_long(found: Pace, trip_seconds: float) -> bool:
+    """Whether the later half of a stream took long enough."""
+    return found.seconds >= max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
+
+
+def _shortest_trip(first: bool, other: int, wire: Wire) -> float:
+    few = min(_trips(first, other, wire, FEWEST_TRIPS))
+    more = _agreed(min(TRIPS_SECONDS / max(few, 1e-6), MAX_TRIPS), other, decides=first)
+    return _agreed(min([few, *_trips(first, other, wire, int(more))]), other, decides=first)
+
+
+def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
+    """Returns the seconds of some round trips, as seen by the rank that starts them."""
+    buffer = torch.zeros(PING_BYTES, dtype=torch.uint8)
+    sends = [Message(buffer, other)]
+    ready, *receives = [[Message(torch.empty_like(buffer), other)] for _ in range(count + 1)]
+    for message in (ready, *receives):
+        wire.expect(message)
+    wire.exchange(sends, ready)  # from here on, the other rank's receives are known to be posted
+    seconds = []
+    for message in receives:
+        start = time.monotonic()
+        if first:
+            wire.exchange(sends, [])
+            wire.exchange([], message)
+        else:
+            wire.exchange([], message)
+            wire.exchange(sends, [])
+        seconds.append(time.monotonic() - start)
+    return seconds
+
+
+def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
+    """Returns the bytes per second of a steady stream, on both ranks. The receiver decides how to continue."""
+    began, unsteady, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
+    while True:
+        stamps = _stream(sends, other, wire, chunk)
+        if sends:
+            found = Pace(0.0, 0.0, False)
+        else:
+            found = pace(stamps, chunk)
+            long = is_long(found, trip_seconds) or chunk >= MAX_BYTES // CHUNKS
+            unsteady += long and not found.steady
+            ends = long and (found.steady or unsteady == UNSTEADY_STREAMS)
+            late = time.monotonic() - began > BUDGET_SECONDS
+            chunk = 0 if ends or late else next_chunk(chunk, found, trip_seconds)
+        chunk = int(_agreed(chunk, other, decides=not sends))
+        rate = _agreed(found.bytes_per_second, other, decides=not sends)
+        if not chunk:
+            return rate
+
+
+def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float]:
+    """Returns when each chunk arrived, on the receiver; empty on the sender."""
+    buffer, go = torch.zeros(chunk_bytes, dtype=torch.uint8), torch.zeros(1)
+    if sends:
+        wire.exchange([], [Message(go, other)])
+        for _ in range(CHUNKS):
+            wire.exchange([Message(buffer, other)], [])
+        return []
+    receives = [[Message(buffer, other)] for _ in range(CHUNKS)]
+    for message in receives:
+        wire.expect(message)
+    wire.exchange([Message(go, other)], [])
+    stamps = []
+    for message in receives:
+        wire.exchange([], message)
+        stamps.append(time.monotonic())
+    return stamps
+
+
+def _agreed(value: float, other: int, *, decides: bool) -> float:
+    """Returns the deciding rank's value, on both ranks."""
+    word = torch.tensor([value], dtype=torch.float64)
+    if decides:
+        dist.send(word, other)
+    else:
+        dist.recv(word, other)
+    return float(word[0])

@@ -1,0 +1,107 @@
+"""Start trials at the same moment on all hosts: hosts report to host 0, which announces when the next trial begins.
+
+This takes two messages per host and trial. A barrier and a gather from the backend would take many, and waste processor
+and network time on work that is not measured. Hosts of one machine read host 0's announcements from shared memory
+(`StartBoard`). Between machines, announcements travel over the network, so the start is set far enough ahead that
+nearly all recent announcements would have arrived in time. The samples show how far apart the hosts actually started.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.start_board import StartBoard
+
+_FIRST_NS = 2_000_000
+"""The time allowed for the first announcement to arrive; later ones get what recent ones took, plus a margin."""
+_WORDS, _IN_TIME = 100, 0.95
+"""How many recent announcements count, and the fraction of them that must have reached all hosts in time."""
+
+_MARGIN_NS = 150_000
+
+
+class Word(NamedTuple):
+    """Host 0's announcement to all hosts.
+
+    Attributes:
+        due_ns: when the next trial begins, on this host's clock.
+        flags: what else to do.
+    """
+
+    due_ns: int
+    flags: int
+
+
+class Signals:
+    """One host's side of the signaling; all hosts make the same calls."""
+
+    def __init__(self, members: Members, board: StartBoard | None = None) -> None:
+        """Creates this host's side.
+
+        Args:
+            members: the hosts.
+            board: the board that they share; if None, announcements go over the network.
+        """
+        self._members = members
+        self._board = board
+        self._others = range(1, members.size) if members.rank == 0 else ()
+        self._heard_after_ns: deque[int] = deque([_FIRST_NS], maxlen=_WORDS)
+        """How long recent announcements took to reach this host; on host 0, to reach the last host."""
+
+    def report(self, stamps: Tensor) -> Tensor:
+        """Sends stamps to host 0, which gets every host's, one row per host; other hosts get their own row only."""
+        mine = torch.cat([torch.tensor([self._heard_after_ns[-1]]), stamps.flatten()])
+        group = self._members.control
+        if self._members.rank != 0:
+            dist.send(mine, 0, group=group)
+            return stamps.unsqueeze(0)
+        everyone = torch.empty(self._members.size, len(mine), dtype=torch.int64)
+        everyone[0] = mine
+        for work in [dist.irecv(everyone[host], host, group=group) for host in self._others]:
+            if work is not None:
+                work.wait()
+        self._heard_after_ns.append(int(everyone[1:, 0].max()))
+        return everyone[:, 1:].view(-1, *stamps.shape)
+
+    def word(self, flags: int, offset_ns: int) -> Word:
+        """Returns host 0's announcement, with host 0's flags, on every host; `offset_ns` is what to add to this host's
+        clock to get host 0's."""
+        if self._members.rank != 0:
+            sent_ns, due_ns, flags = self._hear()
+            self._heard_after_ns.append(max(time.monotonic_ns() + offset_ns - sent_ns, 0))
+            return Word(due_ns - offset_ns, flags)
+        sent_ns = time.monotonic_ns()
+        due_ns = sent_ns + enough(self._heard_after_ns) + _MARGIN_NS
+        self._say(sent_ns, due_ns, flags)
+        return Word(due_ns, flags)
+
+    def _hear(self) -> tuple[int, int, int]:
+        if self._board is not None:
+            return self._board.hear()
+        said = torch.zeros(3, dtype=torch.int64)
+        dist.recv(said, 0, group=self._members.control)
+        sent_ns, due_ns, flags = said.tolist()
+        return sent_ns, due_ns, flags
+
+    def _say(self, sent_ns: int, due_ns: int, flags: int) -> None:
+        if self._board is not None:
+            self._board.say(sent_ns, due_ns, flags)
+            return
+        said = torch.tensor([sent_ns, due_ns, flags])
+        for work in [dist.isend(said, host, group=self._members.control) for host in self._others]:
+            if work is not None:
+                work.wait()
+
+
+def enough(heard_after_ns: Sequence[int]) -> int:
+    """Returns the nanoseconds in which nearly all announcements reached all hosts; the minimum is usually too short."""
+    return sorted(heard_after_ns)[math.ceil(_IN_TIME * len(heard_after_ns)) - 1]

@@ -1,0 +1,147 @@
+"""The specification of a run, as a file that every host reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from penstock._base.files import STRICT, read_json, validate, write_json
+from penstock.errors import ArgumentError, check_counts
+from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.network.fabric.samples import SPEC
+from penstock.network.fabric.workload import Workload
+
+BACKENDS = ("gloo", "nccl")
+"""Backends of torch.distributed."""
+
+CHECKED = 3
+"""The default number of warm-up trials whose results are checked."""
+
+
+def usual_algorithm(workload: Workload) -> str:
+    """Returns the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
+    kinds = [transfer.collective for transfer in workload.transfers]
+    return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
+
+
+_UNEVEN = ("pairwise", "direct")
+"""Step lists of all_to_all that support shares."""
+
+
+def _computes(workload: Workload) -> bool:
+    computed = (max((one.compute_seconds, *one.compute_by_rank)) for one in workload.transfers)
+    return max(workload.compute_seconds, *computed) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A run of penstock fabric.
+
+    Attributes:
+        workload: the transfers of a trial.
+        hosts: the number of hosts.
+        algorithm: a step-list algorithm, used for every collective that has it; other collectives use their first.
+            "engine" means the backend's own collectives.
+        trials: the number of measured trials.
+        warmup: the number of trials before them, all checked for correct results; None for `CHECKED` trials, and then
+            as many as it takes until times are steady.
+        iterations: how many times in a row a trial runs each transfer, as in nccl-tests; times are per iteration.
+        overlap: whether communication overlaps with computing the next layer, one transfer after another.
+        seed: the payload's seed.
+        join_seconds: how long hosts have to join.
+        stall_seconds: how long to wait for another host before giving up.
+        backend: one of `BACKENDS`.
+        measures_links: whether to measure pairs of neighbors before the trials.
+        link: the hosts' link, as requested.
+        network: how `Machines.described` describes the hosts' network; None if the hosts have a network of their own.
+
+    Raises:
+        ArgumentError: a number is out of range, the workload needs another number of hosts, or no collective has the
+            algorithm.
+    """
+
+    __pydantic_config__ = STRICT
+    workload: Workload
+    hosts: int
+    algorithm: str = "ring"
+    trials: int = 200
+    warmup: int | None = None
+    overlap: bool = False
+    iterations: int = 1
+    seed: int = 0
+    join_seconds: float = 120.0
+    stall_seconds: float = 120.0
+    backend: str = "gloo"
+    measures_links: bool = True
+    link: str | None = None
+    network: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosts < 2:
+            raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; pass --hosts 4, for example")
+        if self.backend not in BACKENDS:
+            raise ArgumentError(f"there is no backend {self.backend!r}: pass one of {', '.join(BACKENDS)}")
+        if self.workload.hosts not in (0, self.hosts):
+            raise ArgumentError(
+                f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
+                f"pass --hosts {self.workload.hosts}"
+            )
+        check_counts(required=False, trials=self.trials, iterations=self.iterations, warmup=self.warmup)
+        if self.iterations > 1 and _computes(self.workload):
+            raise ArgumentError(
+                f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
+                "computes: pass --sizes or a sweep, or --compute none"
+            )
+        for name in ("join_seconds", "stall_seconds"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"{name} is {getattr(self, name)}: expected a time above 0")
+        shared = [place for place, transfer in enumerate(self.workload.transfers) if transfer.shares]
+        if any(self.algorithm_of(place) not in (ENGINE, *_UNEVEN) for place in shared):
+            raise ArgumentError(
+                f"the algorithm {self.algorithm!r} sends every host the same amount: for an uneven all_to_all pass one "
+                f"of {', '.join(_UNEVEN)}, {ENGINE}"
+            )
+        if self.algorithm == ENGINE:
+            if self.workload.op == "avg" and self.backend == "gloo":
+                raise ArgumentError("gloo cannot average: pass --algorithm ring, for example, or --op sum")
+            return
+        kinds = {transfer.collective for transfer in self.workload.transfers}
+        if not any(self.algorithm in algorithms(kind) for kind in kinds):
+            try:
+                generate(min(kinds), self.algorithm, 2)
+            except ArgumentError as error:  # the message lists the available step lists
+                raise ArgumentError(f"{error}; {ENGINE} is torch.distributed's own") from None
+
+    @property
+    def checked(self) -> int:
+        """The number of warm-up trials whose results are checked."""
+        return CHECKED if self.warmup is None else self.warmup
+
+    @property
+    def meets(self) -> bool:
+        """Whether hosts wait for each other between the transfers of a trial."""
+        return self.workload.is_by_hand and not _computes(self.workload)
+
+    def algorithm_of(self, place: int) -> str:
+        """Returns the algorithm of the transfer at index `place`."""
+        if self.algorithm == ENGINE:
+            return ENGINE
+        known = algorithms(self.workload.transfers[place].collective)
+        return self.algorithm if self.algorithm in known else known[0]
+
+    def write(self, folder: Path) -> Path:
+        """Writes the spec into the run's folder and returns its path."""
+        path = folder / SPEC
+        write_json(path, asdict(self))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads what `write` wrote."""
+        return validate(cls, read_json(path), str(path))
+
+
+Watch = Callable[[int], object]
+"""Told the number of each trial that has ended: on host 0, or wherever the hosts are started."""

@@ -1,0 +1,201 @@
+"""The rate at which each host's port carries message bytes, and what no collective can beat on them.
+
+Rates are those that shapers allow.
+
+A stream between two hosts reveals the slower end of its path. A host with several partners may carry several such
+streams at once, so a port's rate is certain only if its shaper is known.
+
+A lower bound holds for any algorithm: each rank must send a certain number of bytes, because only it has its
+contribution, and must receive some, because others hold parts of its result. Its port passes them at the shaper's rate
+at most, and the first byte takes at least the latency to the nearest partner. If no shaper is known, a measured stream
+bounds a rank with a single partner. It does not bound a port with several partners, which may carry several streams at
+once. An all-reduce moves 2(n-1) times its size in total (P. Patarasuk and X. Yuan, Bandwidth optimal all-reduce
+algorithms, 2009), and all ports together must carry that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.errors import ArgumentError
+from penstock.network.fabric.models import LinkFit
+from penstock.network.link import Link
+from penstock.network.parse import parse_link
+from penstock.network.topology import Topology
+
+Measured = tuple[tuple[int, int], LinkFit]
+"""A link's ends (from, to), and its measured values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One direction of a host's port, or of several ports together.
+
+    Attributes:
+        bytes_per_second: the rate of message bytes.
+        burst_bytes: message bytes that pass at once after an idle period.
+        latency_seconds: to the nearest partner.
+    """
+
+    bytes_per_second: float
+    burst_bytes: float = 0.0
+    latency_seconds: float = 0.0
+
+    def seconds(self, size: float, iterations: int = 1) -> float:
+        """Returns the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
+        if not size:
+            return 0.0
+        left = 0.0 if math.isinf(self.bytes_per_second) else max(size * iterations - self.burst_bytes, 0.0)
+        return (self.latency_seconds + left / self.bytes_per_second) / iterations
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The ports of all hosts.
+
+    Attributes:
+        up, down: by host, leaving it and arriving at it.
+        latencies: in seconds, by (source, target).
+    """
+
+    up: tuple[Port, ...]
+    down: tuple[Port, ...]
+    latencies: Mapping[tuple[int, int], float]
+
+
+def changed(record: Mapping[str, Any]) -> bool:
+    """Whether a scenario may have changed the links during the run, in which case their properties are not known."""
+    network = record.get("network") or {}
+    return bool(network.get("link")) and network.get("rates") is None
+
+
+def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
+    """Rebuilds the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
+    if not network or not network.get("link") or network.get("rates") is None:
+        return None
+    own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
+    plain = Topology(parse_link(network["link"])).with_own(own)
+    return plain.with_mtu(int(network["mtu"])) if network.get("mtu") else plain
+
+
+def least_delay(topology: Topology, source: int, target: int) -> float:
+    """Returns the seconds that impairments delay every frame from one host to another, at least."""
+    return sum(met.shortest_seconds for met in topology.meets(source, target))
+
+
+def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
+    """Returns the ports as shaped according to a run's record; None if the shapers are unknown.
+
+    A message's cost beyond the shaper's delay is taken as the least that was measured. If delays vary, that cost cannot
+    be told from luck and is left out.
+    """
+    hosts = int(record["hosts"])
+    topology = topology_of(record.get("network"))
+    if topology is None:
+        return None
+    exact = record["network"].get("shaper") == "switch"
+    beside = [max(link.alpha_seconds - least_delay(topology, *ends), 0.0) for ends, link in links]
+    own = 0.0 if any(link.varies for link in topology.links) else min(beside, default=0.0)
+    pairs = [(a, b) for a in range(hosts) for b in range(hosts) if a != b]
+    return Ports(
+        tuple(_port(link, 0 if exact else link.burst) for link in map(topology.up, range(hosts))),
+        tuple(_port(link, 0 if exact else link.port_burst) for link in map(topology.down, range(hosts))),
+        {pair: least_delay(topology, *pair) + own for pair in pairs},
+    )
+
+
+def _port(link: Link, burst: int) -> Port:
+    return Port(link.bytes_per_second * link.goodput_ratio, burst * link.goodput_ratio)
+
+
+# -- lower bounds ------------------------------------------------------------------------------------------------------
+
+_NEEDS: dict[str, Callable[[int, bool], tuple[float, float]]] = {
+    "all_reduce": lambda n, root: (1.0, 1.0),
+    "all_gather": lambda n, root: (1 / n, (n - 1) / n),
+    "reduce_scatter": lambda n, root: ((n - 1) / n, 1 / n),
+    "all_to_all": lambda n, root: ((n - 1) / n, (n - 1) / n),
+    "broadcast": lambda n, root: (1.0, 0.0) if root else (0.0, 1.0),
+    "gather": lambda n, root: (0.0, (n - 1) / n) if root else (1 / n, 0.0),
+    "reduce": lambda n, root: (0.0, 1.0) if root else (1.0, 0.0),
+    "scatter": lambda n, root: ((n - 1) / n, 0.0) if root else (0.0, 1 / n),
+    "sendrecv": lambda n, root: (1.0, 1.0),
+    "send": lambda n, root: (1.0, 0.0) if root else (0.0, 1.0),
+}
+"""What a rank must send and receive, as fractions of the size, among n ranks; the root is the first rank."""
+
+
+def lower_bound_seconds(
+    links: Iterable[Measured],
+    collective: str,
+    members: Sequence[int],
+    size_bytes: float,
+    shares: Sequence[int] = (),
+    ports: Ports | None = None,
+    iterations: int = 1,
+) -> float | None:
+    """Returns the least time a collective can take with any algorithm, in seconds.
+
+    Args:
+        links: the measured links; if one direction of a pair was not measured, the other stands in for it.
+        collective: a name from `penstock.network.fabric.algorithms`.
+        members: the participating ranks, two or more, with the root or sender first.
+        size_bytes: the size as nccl-tests defines it.
+        shares: for an uneven all_to_all; see `Transfer`.
+        ports: the shaped ports of all hosts; None if they are unknown.
+        iterations: the number of back-to-back iterations the time is averaged over; each may start before the last one
+            ends.
+
+    Returns:
+        None if the bound is unknown: a port has no known shaper and several partners, or the link to its only partner
+        was not measured.
+
+    Raises:
+        ArgumentError: the collective does not exist.
+    """
+    if collective not in _NEEDS:
+        raise ArgumentError(f"{collective!r} is not a collective: expected one of {', '.join(_NEEDS)}")
+    found = dict(links)
+    bounds, out, into = [], [], []
+    for place, rank in enumerate(members):
+        targets, sources = [[other for other in members if other != rank]] * 2
+        if collective == "sendrecv":
+            targets, sources = [members[(place + 1) % len(members)]], [members[place - 1]]
+        leaving = _joined(ports, found, [(rank, other) for other in targets])
+        arriving = _joined(ports, found, [(other, rank) for other in sources])
+        if leaving is None or arriving is None:
+            return None
+        needs = _NEEDS[collective](len(members), place == 0)
+        if shares:
+            own = shares[place] / sum(shares)
+            needs = 1 - own, (len(members) - 1) * own
+        sent, received = (share * size_bytes for share in needs)
+        bounds += [leaving.seconds(sent, iterations), arriving.seconds(received, iterations)]
+        out.append(leaving)
+        into.append(arriving)
+    if collective == "all_reduce":
+        carried = 2 * (len(members) - 1) * size_bytes
+        bounds += [_sum(ways).seconds(carried, iterations) for ways in (out, into)]
+    return max(bounds)
+
+
+def _joined(
+    ports: Ports | None, links: dict[tuple[int, int], LinkFit], pairs: Sequence[tuple[int, int]]
+) -> Port | None:
+    """Returns the path through one rank's port over all these pairs; it is as fast as its slower end."""
+    if ports is None:
+        (pair, *more) = pairs
+        link = links.get(pair, links.get(pair[::-1]))
+        return None if more or link is None else Port(link.bytes_per_second, 0.0, link.alpha_seconds)
+    # One of the two sides is the rank's own port, which all pairs share.
+    up, down = [ports.up[a] for a in {a for a, _ in pairs}], [ports.down[b] for b in {b for _, b in pairs}]
+    slower = min((_sum(up), _sum(down)), key=lambda port: port.bytes_per_second)
+    return replace(slower, latency_seconds=min(ports.latencies[pair] for pair in pairs))
+
+
+def _sum(ports: Sequence[Port]) -> Port:
+    rate, burst = sum(one.bytes_per_second for one in ports), sum(one.burst_bytes for one in ports)
+    return Port(rate, burst, min(one.latency_seconds for one in ports))

@@ -1,0 +1,236 @@
+"""Compute a run's results, the JSON object of `penstock fabric --json`, from its samples and its record.
+
+A trial's value is the maximum over its ranks, as in nccl-tests. Bandwidths are those of the median completion time; 1
+GBps is 1e9 bytes per second. Figures that the samples cannot bound are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.network.fabric.autocorrelation import effective_counts
+from penstock.network.fabric.forecast import forecasts, network_seconds
+from penstock.network.fabric.grouped import Group, groups
+from penstock.network.fabric.models import record_links
+from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.statistics import Summary, fewest, outliers, saturation
+from penstock.network.fabric.terms import busbw_factor
+from penstock.network.fabric.times import (
+    TransferTimes,
+    algorithm_of,
+    computed_step,
+    iterations_of,
+    measured_step,
+    rate_key,
+    stalled,
+)
+from penstock.network.fabric.workload import Transfer, Workload
+
+
+def results(run: Run) -> dict[str, Any]:
+    """Returns all results as one JSON object; for a run that was killed, those of its complete trials.
+
+    `time_s`, `arrival_skew_s` and `transfer_s` (see `times`) hold min, p50, p90, p99, p999, max and mean, next to the
+    95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for any
+    algorithm on these links (see `ports`) over the median; None if the bound is unknown. `step` has the same figures
+    for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
+    similar transfers together (see `grouped`), and under `times` how often a step has them; tables and plots show
+    these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
+    `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
+    """
+    record = run.record
+    workload = Workload.from_dict(record["workload"])
+    hosts, trials = int(record["hosts"]), len(run.start_ns)
+    times = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
+    links = [] if changed(record) else record_links(record)
+    ports = shaped_ports(record, links)
+
+    def bound(place: int) -> float | None:
+        """Returns the least seconds that the links allow; None if they changed during the run, or are not known."""
+        one = workload.transfers[place]
+        of_all = (one.collective, times[place].ranks, one.bytes, one.shares, ports, iterations_of(record))
+        return lower_bound_seconds(links, *of_all)
+
+    def entry(group: Group) -> dict[str, Any]:
+        chosen = [workload.transfers[place] for place in group.places]
+        bounds = [bound(place) for place in group.places]
+        # Of similar transfers between different ranks, the mean.
+        least = None if None in bounds else sum(filter(None, bounds)) / len(bounds)
+        algorithm = algorithm_of(record, group.places[0])
+        return _entry(group.name, chosen, [times[place] for place in group.places], algorithm, least)
+
+    transfers = [entry(Group(one.name, (place,))) for place, one in enumerate(workload.transfers)]
+    together = [
+        {**(entry(group) if len(group.places) > 1 else transfers[group.places[0]]), "times": len(group.places)}
+        for group in groups(workload)
+    ]
+    step = _step(run, workload, times, transfers)
+    made = {
+        "version": 1,
+        "workload": workload.name,
+        "hosts": hosts,
+        "trials": trials,
+        "trials_asked": record.get("trials"),
+        **_completeness(record, trials),
+        "transfers": transfers,
+        "groups": together,
+        "step": step,
+        "stalled": list(stalled(run)),
+        "cpu": saturation(record, trials, _network_percent(record, transfers)),
+        "links": record.get("links") or [],
+        "environment": {
+            "hosts": record.get("environment"),
+            **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "iterations")},
+            **{key: record.get(key) for key in ("warmup", "steady", "clock", "network", "switch", "happened")},
+        },
+    }
+    return made | {"model": [one.to_dict() for one in forecasts(record, made)]}
+
+
+def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
+    """Reports whether all trials are there and, in words, what is missing. (A killed run could not write that down.)"""
+    asked = int(record.get("trials") or 0)
+    complete = bool(record.get("complete", False)) and trials >= asked
+    texts = [str(record["missing"])] if record.get("missing") else []
+    if not complete and trials < asked:
+        texts.append(f"{asked - trials:,} of {asked:,} trials")
+    return {"complete": complete, "missing": "; ".join(texts)}
+
+
+def _entry(
+    name: str,
+    transfers: Sequence[Transfer],
+    times: Sequence[TransferTimes],
+    algorithm: str,
+    bound: float | None,
+) -> dict[str, Any]:
+    """Describes one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
+    first = transfers[0]
+    completion = np.stack([one.completion for one in times], axis=1)
+    summary = Summary.of(completion)
+    waiting = Summary.of(np.stack([one.transfer for one in times], axis=1))
+    median = (waiting if rate_key(first.collective) == "transfer_s" else summary).p50
+    factor = busbw_factor(first.collective, len(times[0].ranks), first.shares)
+    return {
+        "name": name,
+        "bytes": first.bytes,
+        "collective": first.collective,
+        "algorithm": algorithm,
+        "kind": first.kind,
+        "shares": list(first.shares),
+        "ranks": list(dict.fromkeys(rank for one in times for rank in one.ranks)),
+        "trials": summary.count,
+        "effective_trials": summary.effective,
+        "compute_s": sum(one.compute_seconds for one in transfers) / len(transfers),
+        **_times("time", summary),
+        **_times("arrival_skew", Summary.of(np.stack([one.arrival_skew for one in times], axis=1))),
+        **_times("transfer", waiting),
+        **_rates(first.bytes, first.bytes * factor, median),
+        "bound_s": bound,
+        "ideal_percent": 100 * bound / median if bound is not None and median else None,
+        "outliers": sorted({int(place) // len(times) for place in outliers(completion)}),
+        "per_rank": (per_rank := _per_rank(times)),
+        "slowest_rank": _slowest(per_rank),
+    }
+
+
+ABOVE_IDEAL = 105.0
+"""A percentage of ideal above which the figure must be wrong: links are measured to within 5%."""
+
+
+def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]) -> float | None:
+    """Returns the least percentage of any transfer's median that the network alone accounts for.
+
+    None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
+    uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
+    """
+    if changed(record) or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
+        return None
+    medians = [one[rate_key(one["collective"])]["p50"] for one in transfers]
+    pairs = zip(transfers, medians, strict=True)
+    return min(100 * network_seconds(record, one) / median if median else 0.0 for one, median in pairs)
+
+
+def _times(name: str, summary: Summary) -> dict[str, Any]:
+    """Returns the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
+    intervals = {
+        "mean_interval": summary.mean_interval and list(summary.mean_interval),
+        "intervals": {key: found and list(found) for key, found in summary.intervals.items()},
+    }
+    if name == "time":
+        return {"time_s": summary.to_dict(), **intervals}
+    return {f"{name}_s": summary.to_dict(), **{f"{name}_{key}": found for key, found in intervals.items()}}
+
+
+def _rates(size: int, bus_bytes: float, median: float | None) -> dict[str, float | None]:
+    rates = (None, None) if not median else (size / median / 1e9, bus_bytes / median / 1e9)
+    return dict(zip(("algbw_GBps", "busbw_GBps"), rates, strict=True))
+
+
+def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
+    """Describes each rank that takes part in any of the transfers: its quantiles, None if there are too few trials, and
+    in how many trials it was the slowest, and the latest; empty without trials."""
+    if not len(times[0].durations):
+        return []
+    slowest = [one.durations.argmax(1) for one in times]
+    latest = [one.late.argmax(1) for one in times]
+    found: list[dict[str, Any]] = []
+    durations = []
+    for rank in dict.fromkeys(rank for one in times for rank in one.ranks):
+        places = [(n, one.ranks.index(rank)) for n, one in enumerate(times) if rank in one.ranks]
+        durations.append(np.stack([times[n].durations[:, place] for n, place in places], axis=1))
+        counts = [sum(int((which[n] == place).sum()) for n, place in places) for which in (slowest, latest)]
+        found.append({"rank": rank, "p50": None, "p99": None, "trials_slowest": counts[0], "trials_latest": counts[1]})
+    for name, q in (("p50", 0.5), ("p99", 0.99)):
+        if min(effective_counts(one.mean(1), (q,))[0] for one in durations) >= fewest(q):
+            for entry, one in zip(found, durations, strict=True):
+                entry[name] = float(np.quantile(one, q))
+    return found
+
+
+def _slowest(per_rank: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the rank that was slowest most often; None without trials."""
+    most = max(per_rank, key=lambda one: int(one["trials_slowest"]), default=None)
+    return most and {"rank": most["rank"], "trials_slowest": most["trials_slowest"]}
+
+
+def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Describes the whole step as measured and, computed from its transfers' times, with and without overlap."""
+    overlap = bool(run.record.get("overlap", False))
+    measured = measured_step(run, workload)
+    hosts = int(run.record["hosts"])
+    compute = _if_transfers_took(workload, [0.0] * len(transfers), hosts)
+    other = measured  # without compute, there is nothing to overlap
+    if compute:
+        other = computed_step(workload, [one.transfer for one in times], hosts, overlap=not overlap)
+    summary = Summary.of(measured)
+    medians = {overlap: summary.p50, not overlap: Summary.of(other).p50}
+    size = sum(transfer.bytes for transfer in workload.transfers)
+    bus = sum(one["bytes"] * busbw_factor(one["collective"], len(one["ranks"]), one["shares"]) for one in transfers)
+    bounds, kinds = [one["bound_s"] for one in transfers], {one["collective"] for one in transfers}
+    bound = None if None in bounds else _if_transfers_took(workload, bounds, hosts, overlap=overlap)
+    return {
+        "name": "step",
+        "bytes": size,
+        "collective": kinds.pop() if len(kinds) == 1 else None,
+        "algorithm": str(run.record.get("algorithm", "")),
+        "trials": len(measured),
+        **_times("time", summary),
+        **_rates(size, bus, summary.p50),
+        "bound_s": bound,
+        "ideal_percent": 100 * bound / summary.p50 if bound is not None and summary.p50 else None,
+        "overlap": overlap,
+        "compute_s": compute,
+        "without_overlap_s": medians[False],
+        "with_overlap_s": medians[True],
+        "outliers": [int(trial) for trial in outliers(measured)],
+    }
+
+
+def _if_transfers_took(workload: Workload, seconds: list[float], hosts: int, *, overlap: bool = False) -> float:
+    """Returns the seconds of a step whose transfers take these times."""
+    return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])

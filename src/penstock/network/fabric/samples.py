@@ -1,0 +1,156 @@
+"""Store every sample of a run, one per line, as soon as its trial ends, so that a killed run leaves complete trials.
+
+The folder of a run contains:
+
+    spec.json      what to run; written before any host starts (if the hosts are started here)
+    run.json       what ran, where, and how it ended; written once all hosts have joined
+    samples.csv    trial,transfer,rank,start_ns,end_ns        on rank 0's clock
+    steps.csv      trial,transfer,rank,round,start_ns,end_ns  for the first trial, and for each trial that was slower
+                   than all before it
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock._base.files import MAX_QUOTED, MAX_VALUES, quoted, read_bytes, read_json, validate
+from penstock._base.words import all_printable, line_of
+from penstock.errors import ArgumentError
+from penstock.network.fabric.ports import topology_of
+from penstock.network.fabric.record_file import RecordFile
+
+SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
+HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
+STEPS_HEAD = ("trial", "transfer", "rank", "round", "start_ns", "end_ns")
+
+
+class SampleFile:
+    """Append rows to a file that starts with a header; each `add` reaches the file system before it returns."""
+
+    def __init__(self, path: Path, head: tuple[str, ...]) -> None:
+        self._file = path.open("w", newline="")
+        self._writer = csv.writer(self._file, lineterminator="\n")
+        self._writer.writerow(head)
+        self._file.flush()
+
+    def add(self, rows: Iterable[tuple[int, ...]]) -> None:
+        self._writer.writerows(rows)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as stored in its folder.
+
+    Attributes:
+        record: run.json.
+        start_ns, end_ns: shape (trials, transfers, ranks), with transfers in the workload's order; -1 if a rank does
+            not take part. Only complete trials.
+        steps: the rows of steps.csv.
+    """
+
+    record: dict[str, Any]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(STEPS_HEAD)), np.int64), repr=False)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads a run that finished or was killed; incomplete trials are left out.
+
+        Raises:
+            ArgumentError: the folder holds no run, a run that ended before its hosts joined, or damaged samples.
+        """
+        if not (folder / RUN).exists() and (folder / SPEC).exists():
+            raise ArgumentError(
+                f"the run in {folder} ended before its hosts had joined, so it has no samples. Their output is in "
+                f"{folder}/host-*.log. Run it again with --out {folder}, which replaces it"
+            )
+        if not (folder / RUN).exists():
+            reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
+            raise ArgumentError(
+                f"{folder} holds no run of penstock fabric: {reason}. Pass a folder that a run was written to, such as "
+                "runs/fabric-1"
+            )
+        given = all_printable(read_json(folder / RUN))
+        found = validate(RecordFile, given, f"{folder} holds no run of penstock fabric: {RUN}")
+        record = {**asdict(found), **given, "workload": found.workload.to_dict()}
+        record["happened"] = [asdict(one) for one in found.happened]  # without entries of later versions
+        if found.network and found.network["hosts"] != found.hosts:
+            raise ArgumentError(f"{folder / RUN}: hosts={found.hosts:,}, but network.hosts={found.network['hosts']:,}")
+        try:
+            topology_of(record["network"])
+        except (ValueError, OverflowError) as error:  # of which ArgumentError is one
+            raise ArgumentError(f"{folder / RUN}: network: {quoted(str(error))}") from None
+        try:
+            table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
+        except (ValueError, OverflowError) as error:
+            raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
+        transfers, hosts = found.workload.transfers, found.hosts
+        if hosts * len(transfers) > MAX_VALUES:
+            raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
+        taking = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
+        whole = len(table) // int(taking.sum()) if taking.any() else 0
+        start = np.full((whole, len(transfers), hosts), -1, np.int64)
+        end = start.copy()
+        if (fault := _fault(table, taking)) is not None:
+            path = folder / SAMPLES
+            raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
+        table = table[table[:, 0] < whole]
+        start[table[:, 0], table[:, 1], table[:, 2]] = table[:, 3]
+        end[table[:, 0], table[:, 1], table[:, 2]] = table[:, 4]
+        return cls(record, start, end, steps)
+
+
+def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
+    """Describes the first row that no run writes, if there is one: a run writes all rows of each trial once, in any
+    order, until it ends."""
+    transfers, hosts = taking.shape
+    trial, transfer, rank, start, end = table.T
+    inside = (
+        (trial >= 0) & (trial < len(table)) & (transfer >= 0) & (transfer < transfers) & (rank >= 0) & (rank < hosts)
+    )
+    inside[inside] = taking[transfer[inside], rank[inside]]
+    for wrong, text in (
+        (~inside, "names a trial, transfer or rank that this run does not have"),
+        (end < start, "ends before it starts"),
+    ):
+        if wrong.any():
+            first = int(wrong.argmax())
+            return f"line {first + 2}, {','.join(map(str, table[first]))}, {text}"
+    key = (trial * transfers + transfer) * hosts + rank
+    _, firsts = np.unique(key, return_index=True)
+    if len(firsts) < len(key):
+        second = int(np.setdiff1d(np.arange(len(key)), firsts)[0])
+        which = f"trial {trial[second]}, transfer {transfer[second]}, rank {rank[second]}"
+        return f"line {second + 2} repeats {which}"
+    counts = np.bincount(trial)
+    short = np.flatnonzero(counts[:-1] < taking.sum())
+    if len(short):
+        return f"trial {short[0]} has {counts[short[0]]} of {taking.sum()} rows, but later trials follow"
+    return None
+
+
+def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
+    """Reads the rows below the header, without an incomplete last line; none if the file was never started."""
+    data = read_bytes(path) if path.exists() else b""
+    if data.count(b"\n") > MAX_VALUES:
+        raise ArgumentError(f"{path} has more than {MAX_VALUES:,} lines, the limit for such a file")
+    file = io.BytesIO(data[: data.rfind(b"\n") + 1])  # without a line that was cut off
+    first = file.readline().rstrip().decode(errors="replace")
+    if first and tuple(first.split(",")) != head:
+        raise ValueError(f"{path.name} begins with {line_of(first, MAX_QUOTED)!r}; expected {','.join(head)}")
+    if file.tell() == len(file.getbuffer()):
+        return np.empty((0, len(head)), np.int64)
+    return np.loadtxt(file, np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))

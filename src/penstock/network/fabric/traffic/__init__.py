@@ -1,0 +1,209 @@
+"""What a model's training step sends, as a workload for the fabric, from its layers, stages and schedule.
+
+layers.py    the layers, in the order in which the forward uses them
+gradients.py what replicas of them send each other
+pipeline.py  the messages of a pipeline, from its schedule
+tensor.py    what hosts send that divide each layer
+measure.py   how long layers and stages compute on this machine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from penstock._base.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
+from penstock._base.stages import MODEL_INPUT
+from penstock._base.words import counted
+from penstock.errors import ArgumentError
+from penstock.network.fabric.traffic import gradients, measure, pipeline, tensor
+from penstock.network.fabric.traffic.layers import Job, Recorded, record
+from penstock.network.fabric.workload import Transfer, Workload
+from penstock.partition.units.chain import as_module
+from penstock.schedule import Schedule
+from penstock.schedule.lowering import order_of
+
+__all__ = ["Compute", "Traffic", "from_model"]
+
+Traffic = Literal["gradients", "pipeline", "tensor", "sharded"]
+"""What is sent: each layer's gradients, as in data-parallel training; everything that a pipeline and its replicas send;
+each layer's activations, as in tensor parallelism; or each layer's parameters and gradients, as in sharding.
+"""
+
+Compute = Literal["none", "measure"] | float
+"""No time; measured here; or the seconds of a stage's forward of one microbatch (its backward takes twice that)."""
+
+
+def from_model(
+    model: nn.Module | Sequence[nn.Module],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    hosts: int,
+    ranks: int = 1,
+    traffic: Traffic = "gradients",
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    cuts: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
+    sharded: bool = False,
+    compute: Compute = "none",
+    gradient_dtype: torch.dtype | None = None,
+) -> Workload:
+    """The transfers of one training step of a model, in order. Nothing is computed, except for measuring.
+
+    "gradients": replicas of the whole model (or, with `ranks`, of its stages) sum each layer's gradients, in the order
+    in which backward finishes them. A layer is a module that holds parameters itself; frozen parameters are left out,
+    and tied ones are sent once. Sharded: each layer's parameters are gathered for the forward, and again for the
+    backward, which scatters its gradients.
+
+    "pipeline": activations and their gradients from stage to stage in the order of the schedule, sums of tied
+    parameters' gradients among the ranks that hold them, and sums of each stage's gradients over the replicas after its
+    last backward. Sharded: a stage's parameters are gathered before its first forward, its gradients scattered in its
+    last backward.
+
+    "tensor": each layer's matrix is divided among all hosts, which combine activations and their gradients; see
+    `tensor`.
+
+    "sharded": "gradients" with `sharded=True`.
+
+    Args:
+        model, args, kwargs: a module, or a list of layers, and the inputs of one microbatch.
+        hosts: ranks * replicas. Replica d has the hosts d * ranks to (d + 1) * ranks - 1, as a mesh (dp, pp) has them.
+        ranks: how many each pipeline has.
+        schedule, microbatches, cuts, opens: as `penstock.pipeline` takes them. Without a
+            pipeline, microbatches (1 by default) are those whose gradients are accumulated before they are sent.
+        sharded: the replicas divide the parameters among themselves, like FSDP2 (`fully_shard`).
+        compute: what is put in front of the transfers; see `Compute`.
+        gradient_dtype: as for `penstock.pipeline`: gradients of parameters in lower precision are summed in this dtype.
+
+    Raises:
+        ArgumentError: an argument is invalid, or nothing would be sent.
+        PartitionError: the model cannot be recorded or cut.
+        ScheduleError: the schedule cannot be run.
+    """
+    if traffic not in get_args(Traffic):
+        raise ArgumentError(f"traffic={traffic!r}: expected one of {', '.join(map(repr, get_args(Traffic)))}")
+    if traffic == "sharded":
+        traffic, sharded = "gradients", True
+    if traffic == "tensor":
+        _check_tensor(hosts, ranks, sharded, compute)
+        ranks = hosts  # of one group; there are no replicas
+    _check(hosts, ranks, sharded)
+    _check_compute(compute)
+    whole = as_module(model)
+    given = whole, args, kwargs or {}
+    _check_dtype(gradient_dtype, whole, traffic, sharded)
+    seconds = 0.0 if isinstance(compute, str) else float(compute)
+    if traffic == "tensor":
+        return _tensor(record(*given, 1), type(whole).__name__, hosts, microbatches or 1, seconds)
+    order = order_of(schedule, ranks, microbatches, None)
+    depth = order.placement.depth
+    options: dict[str, Any] = {"cuts": cuts, "opens": opens, "balance": "flops"}
+    job = Job(record(*given, depth, **options), order, hosts, sharded, gradient_dtype)
+    made: Sequence[Transfer]
+    backward: Sequence[float]
+    if traffic == "pipeline":
+        stages = None if compute == "none" else [(seconds, 2 * seconds)] * depth
+        made, after = pipeline.transfers(
+            job, measure.stage_seconds(*given, depth, **options) if compute == "measure" else stages
+        )
+    else:
+        ready, after = gradients.transfers(job), 0.0
+        forward, backward = seconds * depth, gradients.shares(job, 2 * seconds * depth)
+        if compute == "measure" and ready:
+            forward, backward = measure.layer_seconds(whole, gradients.backward_layers(job), *given[1:])
+        count = microbatches or 1  # of which the last one's gradients are sent
+        made = gradients.with_compute(ready, count * forward + (count - 1) * sum(backward), backward)
+    if not made:
+        raise ArgumentError(
+            f"traffic={traffic!r} of {counted(ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
+            "replicas send gradients, so pass more hosts than ranks; or pass two or more ranks, and traffic='pipeline'"
+        )
+    return Workload(
+        _name(job, traffic, type(whole).__name__),
+        tuple(made),
+        hosts,
+        _element_bytes(job, traffic),
+        after,
+        _notes(job, traffic),
+    )
+
+
+def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> None:
+    if ranks != 1 or sharded or hosts < 2:
+        raise ArgumentError(
+            f"traffic='tensor' with hosts={hosts}, ranks={ranks}, sharded={sharded}: all hosts divide each layer, so "
+            "pass 2 or more, and neither ranks nor sharded"
+        )
+    if compute == "measure":
+        raise ArgumentError("traffic='tensor' cannot measure divided layers here: pass compute='none', or seconds")
+
+
+def _tensor(recorded: Recorded, name: str, hosts: int, microbatches: int, seconds: float) -> Workload:
+    made = tensor.transfers(recorded.products, microbatches, seconds)
+    if not made:
+        raise ArgumentError("traffic='tensor': the forward multiplies by no layer's matrix, so that nothing is divided")
+    sizes = [parameter.element_size() for _, parameter in recorded.used]
+    name = f"tensor of {name}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
+    said = (*recorded.partition.notes, *tensor.notes(recorded.products))
+    return Workload(name, tuple(made), hosts, min(sizes), 0.0, said)
+
+
+def _check(hosts: int, ranks: int, sharded: bool) -> None:
+    replicas = hosts // max(ranks, 1)
+    if min(ranks, replicas) < 1 or ranks * replicas != hosts:
+        raise ArgumentError(f"hosts={hosts}, ranks={ranks}, replicas={replicas}: hosts are ranks * replicas, both >= 1")
+    if sharded and replicas == 1:
+        raise ArgumentError("sharded=True divides parameters among replicas, of which there is one: pass more hosts")
+
+
+def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, sharded: bool) -> None:
+    if checked_dtype(dtype) is None:
+        return
+    if traffic == "tensor":
+        raise ArgumentError(f"gradient_dtype={dtype}: traffic='tensor' sends no gradients of parameters; leave it out")
+    lifted = [name for name, p in model.named_parameters() if gradient_dtype(p, dtype) != gradient_dtype(p)]
+    if sharded and lifted:
+        raise ArgumentError(
+            f"gradient_dtype={dtype}: fully_shard, which sharded=True stands for, sums the gradient of {lifted[0]!r} "
+            "itself; leave gradient_dtype out"
+        )
+
+
+def _check_compute(compute: Compute) -> None:
+    number = isinstance(compute, (int, float)) and not isinstance(compute, bool)
+    if compute not in ("none", "measure") and not (number and 0 <= float(compute) < float("inf")):
+        raise ArgumentError(f"compute={compute!r}: expected 'none', 'measure', or the seconds of a stage's forward")
+
+
+def _name(job: Job, traffic: Traffic, model: str) -> str:
+    what = f"parameters and {traffic}" if job.sharded and traffic == "gradients" else traffic
+    name = f"{what} of {model}, {job.replicas} x {job.ranks} hosts"
+    if traffic == "pipeline":
+        name += f", {job.order.name}, {counted(job.order.microbatches, 'microbatch')}"
+    return name
+
+
+def _notes(job: Job, traffic: Traffic) -> tuple[str, ...]:
+    notes = list(job.recorded.partition.notes)
+    if job.recorded.unused:
+        notes.append(f"without gradients, since the forward does not use them: {', '.join(job.recorded.unused)}")
+    if traffic == "gradients" and job.ranks > 1:
+        notes.append("gradients between replicas alone: what the stages of a pipeline send each other is left out")
+    return tuple(notes)
+
+
+def _element_bytes(job: Job, traffic: Traffic) -> int:
+    """The size of the smallest number that is sent."""
+    used = [parameter for _, parameter in job.recorded.used]
+    sizes = [dtype.itemsize for dtype in by_gradient_dtype(used, job.gradient_dtype)]
+    if job.sharded:
+        sizes += [parameter.element_size() for parameter in used]
+    if traffic == "pipeline":
+        inputs = (i for stage in job.recorded.partition.stages for i in stage.meta.inputs)
+        sizes += [pipeline.element_bytes(i.meta) for i in inputs if i.source != MODEL_INPUT]
+    return min(sizes)

@@ -1,0 +1,91 @@
+"""What replicas of a model send each other: every layer's gradients, in the order in which backward produces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from penstock._base.gradients import gradient_bytes
+from penstock.network.fabric.traffic.layers import Job, Layer, bytes_of, sharded_bytes
+from penstock.network.fabric.workload import Transfer
+
+
+class Ready(NamedTuple):
+    """A transfer, and the number of backward layers after which it can begin; -1: in the forward."""
+
+    transfer: Transfer
+    layers: int
+
+
+def backward_layers(job: Job) -> tuple[Layer, ...]:
+    """The layers in the order in which backward finishes them."""
+    return job.recorded.layers[::-1]
+
+
+def transfers(job: Job) -> list[Ready]:
+    """The transfers of a step, in order; none if there is only one replica."""
+    return list(_sharded(job) if job.sharded else _summed(job)) if job.replicas > 1 else []
+
+
+def with_compute(made: Sequence[Ready], forward: float, backward: Sequence[float]) -> list[Transfer]:
+    """The transfers with the computation between them.
+
+    Args:
+        forward: seconds of all computation before the backward whose gradients are sent.
+        backward: seconds by layer, in backward order.
+    """
+    result, done = [], -1
+    for ready in made:
+        seconds = forward if done < 0 <= ready.layers else 0.0
+        seconds += sum(backward[max(done, 0) : max(ready.layers, 0)])
+        done = max(done, ready.layers)
+        result.append(replace(ready.transfer, compute_seconds=seconds))
+    return result
+
+
+def shares(job: Job, seconds: float) -> list[float]:
+    """A backward's seconds, divided among the layers in proportion to what they train."""
+    sizes = [bytes_of(layer.trained) for layer in backward_layers(job)]
+    return [seconds * size / max(sum(sizes), 1) for size in sizes]
+
+
+def _held(job: Job, layer: Layer) -> Iterator[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
+    """A layer's parameters by the rank that holds them, with that rank's hosts, empty if these are all hosts, and a
+    suffix for names: empty if one rank holds them all."""
+    ids: dict[int, set[int]] = {}
+    for stage, rank in enumerate(job.order.placement.rank_of):
+        ids.setdefault(rank, set()).update(map(id, job.parameters(stage).values()))
+    held = {rank: [one for one in layer.parameters if id(one) in ids[rank]] for rank in sorted(ids)}
+    several = sum(map(bool, held.values())) > 1
+    for rank, some in held.items():
+        if some:
+            yield f" on rank {rank}" if several else "", job.same_rank(rank) if job.ranks > 1 else (), some
+
+
+def _summed(job: Job) -> Iterator[Ready]:
+    for place, layer in enumerate(backward_layers(job), start=1):
+        for suffix, hosts, held in _held(job, layer):
+            if trained := [parameter for parameter in held if parameter.requires_grad]:
+                size = gradient_bytes(trained, job.gradient_dtype)
+                yield Ready(Transfer(layer.name + suffix, size, "all_reduce", hosts), place)
+
+
+def _sharded(job: Job) -> Iterator[Ready]:
+    """Gathers a layer's parameters for its forward and again for its backward, even if it is frozen."""
+
+    def gathered(layer: Layer, way: str, behind: int) -> Iterator[Ready]:
+        for suffix, hosts, held in _held(job, layer):
+            size = sharded_bytes(held, job.replicas)
+            name = f"{layer.name}{suffix}, {way}"
+            yield Ready(Transfer(name, size, "all_gather", hosts, 0.0, "parameters"), behind)
+
+    for layer in job.recorded.layers:
+        yield from gathered(layer, "forward", -1)
+    for place, layer in enumerate(backward_layers(job), start=1):
+        yield from gathered(layer, "backward", place - 1)
+        for suffix, hosts, held in _held(job, layer):
+            if size := sharded_bytes([parameter for parameter in held if parameter.requires_grad], job.replicas):
+                yield Ready(Transfer(f"{layer.name}{suffix}, gradients", size, "reduce_scatter", hosts), place)

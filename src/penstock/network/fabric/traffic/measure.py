@@ -1,0 +1,111 @@
+"""How long a model's layers or stages compute on this machine: medians of a few runs on a copy of the model."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock._base.stages import MODEL_INPUT
+from penstock._base.trees import flatten, leaf_tensors
+from penstock.errors import ArgumentError
+from penstock.network.fabric.traffic.layers import Layer, record
+from penstock.partition.measure.clock import settle
+from penstock.partition.measure.running import RunningUnit, seeded
+from penstock.partition.run.loan import untouched_generators
+
+REPETITIONS = 5
+"""Follows an uncounted run, in which memory is allocated and kernels are chosen."""
+
+
+def layer_seconds(
+    model: nn.Module, layers: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[float, tuple[float, ...]]:
+    """The seconds of the forward, and of the backward from each layer's gradients to the next, in backward order.
+
+    Args:
+        model: with weights; neither it nor the random generators are changed.
+        layers: in the order in which backward finishes them; those with nothing to train take no time.
+
+    Raises:
+        ArgumentError: the weights are missing, or no result takes a gradient.
+    """
+    _check_weights(model)
+    places = {id(p): place for place, one in enumerate(layers) for p in one.trained}
+    clones: dict[int, Any] = {}
+    twin = copy.deepcopy(model, clones)
+    ended = [0] * len(layers)
+
+    def stamp(place: int) -> Any:
+        def note(parameter: Tensor) -> None:
+            settle(parameter.device)
+            ended[place] = time.perf_counter_ns()
+
+        return note
+
+    for key, place in places.items():
+        clones[key].register_post_accumulate_grad_hook(stamp(place))
+    runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
+    forwards, backwards = zip(*runs, strict=True)
+    return statistics.median(forwards), tuple(statistics.median(times) for times in zip(*backwards, strict=True))
+
+
+def _backward_of_layers(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ended: list[int]
+) -> tuple[float, list[float]]:
+    """One run. A layer that ends before one ahead of it took no time itself."""
+    model.zero_grad()
+    ended[:] = [0] * len(ended)
+    with untouched_generators():
+        began = time.perf_counter_ns()
+        roots, seeds = seeded(leaf_tensors(model(*args, **kwargs)))
+        if not roots:
+            raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
+        settle(roots[0].device)
+        forward_ended = at = time.perf_counter_ns()
+        torch.autograd.backward(roots, seeds)
+    seconds = []
+    for end in ended:
+        seconds.append(max(end - at, 0) / 1e9)
+        at = max(at, end)
+    return (forward_ended - began) / 1e9, seconds
+
+
+def stage_seconds(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stages: int, **options: Any
+) -> list[tuple[float, float]]:
+    """The seconds of each stage's forward and whole backward for one microbatch. Changes nothing, as `layer_seconds`.
+
+    Raises:
+        ArgumentError: the weights are missing.
+    """
+    _check_weights(model)
+    partition = record(model, args, kwargs, stages, **options).partition
+    given = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)
+    values: dict[tuple[int, str], Tensor] = {
+        (MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, given, strict=True)
+    }
+    measured = []
+    with torch.enable_grad(), untouched_generators():
+        for stage in partition.stages:
+            unit = RunningUnit(stage, [values[i.source, i.name] for i in stage.meta.inputs], (), (), stage.device)
+            unit.first()
+            for _ in range(REPETITIONS):
+                unit.run()
+            times = unit.times()
+            measured.append((times.forward, times.input_gradient + times.weight_gradient))
+            values |= {(stage.meta.index, o.name): x for o, x in zip(stage.meta.outputs, unit.outputs, strict=True)}
+    return measured
+
+
+def _check_weights(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ArgumentError(
+            "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or pass the "
+            "seconds of a stage's forward"
+        )

@@ -1,0 +1,225 @@
+"""The messages of a pipeline's step: what each rank sends, sums and gathers, in order.
+
+A message is placed where its SEND is in a run of the schedule in which each action starts as soon as it can. So every
+rank finds its messages in the order of its row, those that it receives before the work that needs them, and no rank
+waits for a message that is produced later than what it could send meanwhile. A sum is placed where its last member
+reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from math import prod
+
+import torch
+from torch import nn
+
+from penstock._base.gradients import BUCKET_BYTES, buckets, by_gradient_dtype, summed_bytes
+from penstock._base.stages import (
+    StageMeta,
+    TensorMeta,
+    backward_links,
+    forward_links,
+    shifted,
+    ties,
+    ties_across_ranks,
+)
+from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.traffic.layers import Job, sharded_bytes, type_name
+from penstock.network.fabric.workload import Transfer
+from penstock.schedule import Action, Dependencies, Op, Schedule
+from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
+from penstock.schedule.order import earliest_times, runnable_order
+
+Seconds = tuple[float, float]
+"""The times of a stage's forward and whole backward for one microbatch."""
+
+
+def _metas(job: Job) -> list[StageMeta]:
+    """The metadata of all stages, including those of copies of the model."""
+    stages = job.recorded.partition.stages
+    return [shifted(stage.meta, first) for first in range(0, job.order.stages, len(stages)) for stage in stages]
+
+
+def _tie_groups(job: Job) -> list[tuple[int, ...]]:
+    """The sets of stages on several ranks that share parameters."""
+    return list(ties_across_ranks(ties(_metas(job)), job.order.placement.rank_of))
+
+
+def lowered(job: Job) -> Schedule:
+    """The schedule as a pipeline runs it: with messages, reductions and gathers. Raises ScheduleError."""
+    order = job.order
+    sharded = Sharded(set(range(order.stages))) if job.sharded else UNSHARDED
+    return lower_training(order, [_metas(job)], _tie_groups(job), sharded, order if job.replicas > 1 else None)
+
+
+def transfers(job: Job, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
+    """What a step sends, and the seconds of computation after the last transfer.
+
+    Args:
+        seconds: for each stage of the model; None: computation takes no time, and backward counts as twice as long as
+            forward if the order depends on it.
+    """
+    return _Walk(job, seconds).run()
+
+
+class _Walk:
+    """Walks through the actions of all ranks in the order in which they end, and adds up what each rank computes."""
+
+    def __init__(self, job: Job, seconds: Sequence[Seconds] | None) -> None:
+        self._job = job
+        self._order = lowered(job)
+        self._times = seconds
+        self._computed = [0.0] * job.ranks
+        self._made: list[Transfer] = []
+        self._reached: dict[int, set[int]] = {}
+        metas = _metas(job)
+        self._tied = ties(metas)
+        self._groups = _tie_groups(job)
+        self._rank_of = job.order.placement.rank_of
+        values = {(i.source, i.name): i.meta for meta in metas for i in meta.inputs}
+        ways = {Op.SEND_F: forward_links(metas), Op.SEND_B: backward_links(metas)}
+        self._sent = {
+            (op, link.source, link.target): [values[value] for value in link.values]
+            for op, links in ways.items()
+            for link in links
+        }
+        """The values of each kind of message; gradients have the size of their values."""
+
+    def run(self) -> tuple[list[Transfer], float]:
+        dependencies = Dependencies(self._order)
+        actions, rank_of = dependencies.actions, dependencies.rank_of
+        last = {a.stage: n for n, a in enumerate(actions) if a.op in (Op.B, Op.W)}
+        for node in _by_time(dependencies, lambda n: self._seconds(actions[n], ordering=True)):
+            action = actions[node]
+            if action.op.is_compute:
+                self._computed[rank_of[node]] += self._seconds(action)
+                if self._job.sharded and last.get(action.stage) == node:
+                    self._scatter(action.stage)
+            elif action.op.is_send:
+                self._send(action)
+            elif action.op is Op.UNSHARD:
+                size = sharded_bytes(self._divided(action.stage), self._job.replicas)
+                name = f"parameters of stage {action.stage}"
+                self._add_all(name, size, "all_gather", "parameters", self._rank_of[action.stage])
+            elif action.op is Op.REDUCE_GRAD and action.microbatch is None:
+                self._average(rank_of[node], self._own(action.stage), f"stage {action.stage}")
+            elif action.op is Op.REDUCE_GRAD:
+                self._sum_tied(action, rank_of[node])
+        self._average_tied()
+        return self._made, max(self._computed)
+
+    def _seconds(self, action: Action, *, ordering: bool = False) -> float:
+        if not action.op.is_compute or (self._times is None and not ordering):
+            return 0.0
+        forward, backward = (
+            (1.0, 2.0) if self._times is None else self._times[action.stage % self._order.placement.depth]
+        )
+        return {Op.F: forward, Op.B: backward}.get(action.op, backward / 2)
+
+    # -- each kind of transfer --------------------------------------------------------------------------------------
+
+    def _send(self, action: Action) -> None:
+        """Integers and booleans, such as labels and masks, are not activations."""
+        assert action.peer is not None
+        values = self._sent[action.op, action.stage, action.peer]
+        letter, kind = "B", "activation gradient"
+        if action.op is Op.SEND_F:
+            dtypes = [getattr(torch, value.dtype) for value in values]
+            floats = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+            letter, kind = "F", "activation" if floats else "integers"
+        size = sum(prod(value.shape) * element_bytes(value) for value in values)
+        name = f"{letter}{action.microbatch} stage {action.stage}->{action.peer}"
+        self._add_each(name, size, "send", kind, (self._rank_of[action.stage], self._rank_of[action.peer]))
+
+    def _scatter(self, stage: int) -> None:
+        trained = [parameter for parameter in self._divided(stage) if parameter.requires_grad]
+        for suffix, some in self._by_dtype(trained):
+            size = sharded_bytes(some, self._job.replicas)
+            name = f"gradients of stage {stage}{suffix}"
+            self._add_all(name, size, "reduce_scatter", "gradient", self._rank_of[stage])
+
+    def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
+        """Averages parameters' gradients over replicas, in buckets."""
+        for suffix, some in self._by_dtype(parameters):
+            pieces = list(buckets(some, BUCKET_BYTES, self._job.gradient_dtype))
+            for number, bucket in enumerate(pieces):
+                place = f", bucket {number}" if len(pieces) > 1 else ""
+                size = summed_bytes(bucket, self._job.gradient_dtype)
+                self._add_all(f"gradients of {what}{place}{suffix}", size, "all_reduce", "gradient", rank)
+
+    def _sum_tied(self, action: Action, rank: int) -> None:
+        """Sums the gradients of tied parameters when the last of a group's ranks gets there."""
+        assert action.microbatch is not None
+        stages = self._groups[action.microbatch]
+        members = {self._rank_of[stage] for stage in stages}
+        reached = self._reached.setdefault(action.microbatch, set())
+        reached.add(rank)
+        if reached < members:
+            return
+        held = self._job.parameters(stages[0])
+        tied = [held[name] for name, on in self._tied.items() if on == stages and held[name].requires_grad]
+        for suffix, some in self._by_dtype(tied):
+            name = f"tied gradients of stages {', '.join(map(str, stages))}{suffix}"
+            size = summed_bytes(some, self._job.gradient_dtype)
+            self._add_each(name, size, "all_reduce", "tied gradient", tuple(sorted(members)))
+
+    def _average_tied(self) -> None:
+        """Averages tied parameters over replicas, once the sums over stages are there."""
+        for rank in range(self._job.ranks) if self._job.replicas > 1 else ():
+            held = chain.from_iterable(
+                self._job.parameters(stage).items() for stage in self._order.placement.stages_on(rank)
+            )
+            shared = {id(p): p for name, p in held if name in self._tied and p.requires_grad}
+            self._average(rank, list(shared.values()), f"tied parameters of rank {rank}")
+
+    # -- what they are made of --------------------------------------------------------------------------------------
+
+    def _own(self, stage: int) -> list[nn.Parameter]:
+        """The parameters that only this stage holds, and that it trains and does not divide."""
+        return [] if self._job.sharded else [one for one in self._divided(stage) if one.requires_grad]
+
+    def _divided(self, stage: int) -> list[nn.Parameter]:
+        """The parameters that replicas divide, if they are sharded; tied ones stay whole."""
+        return [one for name, one in self._job.parameters(stage).items() if name not in self._tied]
+
+    def _by_dtype(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn.Parameter]]]:
+        """The parameters by their gradients' dtype, with a suffix for names: empty if there is only one dtype."""
+        found = by_gradient_dtype(parameters, self._job.gradient_dtype)
+        for dtype, some in found.items():
+            yield f" ({type_name(dtype)})" if len(found) > 1 else "", some
+
+    def _add_each(self, name: str, size: int, collective: Collective, kind: str, ranks: tuple[int, ...]) -> None:
+        """Adds one transfer for each replica, among some of its ranks."""
+        if not size:
+            return
+        seconds = tuple(self._take(rank) for rank in ranks)
+        for replica in range(self._job.replicas):
+            of = f" of replica {replica}" if self._job.replicas > 1 else ""
+            hosts = tuple(replica * self._job.ranks + rank for rank in ranks)
+            self._made.append(Transfer(name + of, size, collective, hosts, max(seconds), kind, seconds))
+
+    def _add_all(self, name: str, size: int, collective: Collective, kind: str, rank: int) -> None:
+        """Adds one transfer among the same rank of all replicas."""
+        if size:
+            hosts = self._job.same_rank(rank)
+            self._made.append(Transfer(name, size, collective, hosts, self._take(rank), kind))
+
+    def _take(self, rank: int) -> float:
+        """Takes the time that a rank has computed since its last transfer."""
+        seconds, self._computed[rank] = self._computed[rank], 0.0
+        return seconds
+
+
+def _by_time(dependencies: Dependencies, duration: Callable[[int], float]) -> list[int]:
+    """The nodes by end time, where only computations take time; those that others wait for come first."""
+    order = runnable_order(dependencies)
+    _, ends = earliest_times(dependencies, duration, lambda _before, _node: 0.0)
+    return sorted(order, key=ends.__getitem__)
+
+
+def element_bytes(meta: TensorMeta) -> int:
+    """The size of one number of a value."""
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return dtype.itemsize

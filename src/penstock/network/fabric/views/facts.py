@@ -1,0 +1,307 @@
+"""What every report says about a run in words: title, warnings, overall figures, and notes for the reader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from penstock._base.words import counted
+from penstock.network.director import Happened
+from penstock.network.fabric.algorithms import ENGINE
+from penstock.network.fabric.autocorrelation import FEWEST
+from penstock.network.fabric.ports import changed
+from penstock.network.fabric.results import ABOVE_IDEAL
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.statistics import PERCENTILES, fewest
+from penstock.network.fabric.times import iterations_of, rate_key, runs_ahead
+from penstock.network.fabric.views.network import network_facts, saturated
+from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
+
+TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
+"""Column headings of times, by their name in the results."""
+
+
+_OFTEN = 0.5
+"""A rank that arrives last in more than this fraction of its transfers gets a line."""
+
+_FEWEST_FOR_LATE = 20
+"""With fewer trials, any rank may arrive last that often by chance."""
+
+_NAMED = 12
+"""The most trials that a line lists."""
+
+_DEPENDENT = 0.8
+"""If the effective number of trials is below this fraction of the actual number, a note says so."""
+_WIDEST = 1.0
+"""An interval wider than this fraction of the mean says nothing."""
+
+
+def title(run: Run) -> str:
+    """Returns what was run, in one line."""
+    return f"{run.record['workload']['name']}: {', '.join(headings(run))}"
+
+
+def headings(run: Run) -> list[str]:
+    """Returns hosts, algorithm and collectives, trials, backend, and link."""
+    record = run.record
+    kinds = list(dict.fromkeys(transfer["collective"] for transfer in record["workload"]["transfers"]))
+    algorithm = "torch.distributed's own" if record["algorithm"] == ENGINE else record["algorithm"]
+    done, asked = len(run.start_ns), record["trials"]
+    return [
+        f"{record['hosts']} hosts",
+        f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
+        counted(done, "trial") if done == asked else f"{done:,} of {counted(asked, 'trial')}",
+        str(record["backend"]),
+        *([f"link {record['link']}"] if record.get("link") else []),
+    ]
+
+
+def warnings(run: Run, results: dict[str, Any]) -> list[str]:
+    """Returns reasons why the figures may not be what they seem."""
+    found = []
+    if not results["complete"]:
+        found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+    if run.record.get("steady") is False:
+        found.append(
+            f"times were still changing after {run.record['warmup']} trials of warm-up, so the first measured trials "
+            "may be off: pass a larger --warmup"
+        )
+    told = run.record.get("switch")
+    if told and (reason := saturated(told)):
+        found.append(reason)
+    found += _beyond_ideal(run, results)
+    if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
+        found.append(f"processors: {results['cpu']['text']}")
+    return found
+
+
+def _beyond_ideal(run: Run, results: dict[str, Any]) -> list[str]:
+    """Warns about figures that exceed what is possible."""
+    most = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
+    if (most["ideal_percent"] or 0.0) <= ABOVE_IDEAL:
+        return []
+    why = "so Penstock has its links wrong, which is a bug in Penstock"
+    if most is not results["step"] and runs_ahead(run.record, most["collective"], most["shares"]):
+        why = (
+            "because a rank can begin it while others are still in the previous transfer: some traffic is then timed "
+            "in one of the two, and its bytes are counted in the other"
+        )
+    percent = f"{most['ideal_percent']:,.0f}%"
+    return [f"ideal: {most['name']} is at {percent} of the possible rate, {why}; ignore this column"]
+
+
+def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns (name, text) pairs: the step with and without overlap, the links, the fits, the processors."""
+    found = []
+    step = results["step"]
+    overlaps = [
+        f"{seconds(step[key])} {name} overlap with compute ({'measured' if step['overlap'] == overlap else 'computed'})"
+        for name, key, overlap in (("without", "without_overlap_s", False), ("with", "with_overlap_s", True))
+        if step[key] is not None
+    ]
+    if overlaps and not step["compute_s"]:
+        overlaps = ["there is no compute between the transfers, so overlap changes nothing"]
+    if overlaps:
+        found.append(("step", ", ".join(overlaps)))
+    if results["stalled"]:
+        found.append(("stalls", _stalls(results["stalled"], len(run.start_ns))))
+    found += [*network(run), *links(run), *(("fit", _fit(one["fit"])) for one in results["model"])]
+    late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
+    among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
+    if late and among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
+        found.append(
+            ("late", f"rank {late.rank} came last to {late.last:.0%} of its transfers: the others waited for it")
+        )
+    text = results["cpu"]["text"]
+    if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
+        found.append(("cpu", str(text)))
+    return found
+
+
+class OfRank(NamedTuple):
+    """One rank's figures, over all trials of the transfers that it takes part in.
+
+    Attributes:
+        longest: the fraction of these in which it took the longest of all ranks.
+        last: the fraction of these in which it was the last to start, so that the others waited for it.
+    """
+
+    rank: int
+    longest: float
+    last: float
+
+
+def figures_of_ranks(results: dict[str, Any]) -> list[OfRank]:
+    """Returns the figures of each rank that takes part in a transfer; empty for a run without trials."""
+    counts: dict[int, tuple[int, int, int]] = {}
+    for transfer in results["transfers"]:
+        for found in transfer["per_rank"]:
+            trials, longest, last = counts.get(found["rank"], (0, 0, 0))
+            more = transfer["trials"], found["trials_slowest"], found["trials_latest"]
+            counts[found["rank"]] = (trials + more[0], longest + more[1], last + more[2])
+    return [OfRank(rank, longest / n, last / n) for rank, (n, longest, last) in sorted(counts.items())]
+
+
+def _stalls(stalled: Sequence[int], trials: int) -> str:
+    """Says which trials met a stall, naming only the first of many."""
+    said = ", ".join(f"{trial:,}" for trial in stalled[:_NAMED])
+    more = f" and {len(stalled) - _NAMED:,} more" if len(stalled) > _NAMED else ""
+    which = "trial" if len(stalled) == 1 else "trials"
+    return f"{len(stalled):,} of {counted(trials, 'trial')} met a requested stall: {which} {said}{more}"
+
+
+def network(run: Run) -> list[tuple[str, str]]:
+    """Describes what shaped the links, if that was more than a rate, what the switch did, and what changed."""
+    described = run.record.get("network")
+    if not described or (described["shaper"] in (None, "tbf") and not described["slow"]):
+        return []
+    happened = [str(Happened(**one)) for one in run.record.get("happened") or ()]
+    return network_facts(described, told=run.record.get("switch"), happened=happened)
+
+
+def links(run: Run) -> list[tuple[str, str]]:
+    """Describes the links measured before the trials: each one, or the range if there are many."""
+    measured = run.record.get("links") or ()
+    if len(measured) <= 2:
+        return [(f"link {link['from']}-{link['to']}", _link([link])) for link in measured]
+    slowest = min(measured, key=lambda link: float(link["bytes_per_second"] or math.inf))
+    return [("links", f"{len(measured)}, {_link(measured)}; {slowest['from']} to {slowest['to']} is the slowest")]
+
+
+def _link(measured: Sequence[dict[str, Any]]) -> str:
+    latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
+    known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
+    rates = f", {bits(*dict.fromkeys((known[0], known[-1])))}" if known else ""
+    missing = max(float(link.get("missing_seconds") or 0.0) for link in measured)
+    sooner = f" (0: a few bytes arrived up to {seconds(missing)} sooner than these rates allow)" if missing else ""
+    return f"alpha {_range(latencies)}{sooner}{rates}"
+
+
+def _fit(found: dict[str, Any]) -> str:
+    """Describes the link fitted to a collective's medians."""
+    held = " (limited to the links)" if found["held_to_links"] else ""
+    return (
+        f"{found['collective']}: alpha {seconds(found['alpha_seconds'])} a step, 1/beta "
+        f"{rate_of(found['bytes_per_second'])}{held}; at most {found['largest_residual']:.0%} off"
+    )
+
+
+def _range(ordered: list[str]) -> str:
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
+
+
+def bits(*bytes_per_second: float) -> str:
+    """Formats bandwidths in a common unit: 95.5 to 95.59 Mbit/s."""
+    unit, scale = ("Gbit/s", 1e9) if max(bytes_per_second) * 8 >= 9.9995e9 else ("Mbit/s", 1e6)
+    return f"{_range([f'{rate * 8 / scale:,.4g}' for rate in bytes_per_second])} {unit}"
+
+
+def rate_of(bytes_per_second: float | None) -> str:
+    """Formats a fitted link's bandwidth; None means that beta is 0."""
+    return bits(bytes_per_second) if bytes_per_second else "no limit"
+
+
+def mean(entry: dict[str, Any]) -> str:
+    """Formats a mean with the wider side of its interval, or n/a for an interval that says nothing.
+
+    An interval says nothing with too few trials, or with an outlier among not quite so few.
+    """
+    middle, interval = entry["time_s"]["mean"], entry["mean_interval"]
+    if not middle:
+        return seconds(middle)
+    wider = max(interval[1] - middle, middle - interval[0]) / middle if interval else math.inf
+    return f"{seconds(middle)} \u00b1{f'{wider:.1%}' if wider <= _WIDEST else NONE}"
+
+
+def columns(
+    results: dict[str, Any], times: Sequence[str], *, rates: bool = True, every: bool = False
+) -> list[list[str]]:
+    """Returns the lines of a table: its heads, a line for each group of similar transfers, and the step's.
+
+    Args:
+        times: names from `TIMES` to show, followed by the mean; no mean is shown without them.
+        rates: whether to show skew, bandwidths and what is ideal, and collectives if they differ.
+        every: whether to show the time from the last arrival on, too.
+    """
+    often, (scale, unit) = in_groups(results), rate_unit(results)
+    kinds = rates and has_kinds(results)
+    waits = ("arrival_skew_s", *(("transfer_s",) if every else ()))
+    shown = [*(["times"] if often else []), *([*(TIMES[name] for name in times), "mean"] if times else [])]
+    after = ["skew\np50", *(["transfer\np50"] if every else []), f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%"]
+    lines = [["transfer", *(["collective"] if kinds else []), "bytes", *shown, *(after if rates else [])]]
+    for entry in (*results["groups"], {**results["step"], "times": len(results["transfers"])}):
+        line = [entry["name"], *([entry["collective"] or ""] if kinds else []), f"{entry['bytes']:,}"]
+        line += [f"{entry['times']:,}"] if often else []
+        line += [*(seconds(entry["time_s"][name]) for name in times), mean(entry)] if times else []
+        if rates:
+            line += [seconds(entry[name]["p50"]) if name in entry else "" for name in waits]
+            speeds = (entry[name] and entry[name] * scale for name in ("algbw_GBps", "busbw_GBps"))
+            line += [*map(digits, speeds), percent(entry["ideal_percent"])]
+        lines.append(line)
+    return lines
+
+
+def has_kinds(results: dict[str, Any]) -> bool:
+    """Whether collectives differ."""
+    return len({group["collective"] for group in results["groups"]}) > 1
+
+
+def in_groups(results: dict[str, Any]) -> bool:
+    """Whether any row has more than one transfer."""
+    return len(results["groups"]) < len(results["transfers"])
+
+
+def notes(run: Run, results: dict[str, Any]) -> list[str]:
+    """Returns what a reader must know about the columns."""
+    found = [
+        "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
+        "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
+        "n/a above 100%."
+    ]
+    if in_groups(results):
+        found.append(
+            "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
+            "transfer, percentiles are over all of them, and those of one trial count as one sample."
+        )
+    if (times := iterations_of(run.record)) > 1:
+        found.append(f"Times are per iteration, of {times} in a row; a trial's skew is that of its first iteration.")
+    if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
+        found.append("Rates and ideal of a send are measured from when both of its ranks had arrived.")
+    if changed(run.record):
+        found.append("Ideal is n/a: a scenario may have changed the links.")
+    elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
+        found.append("Ideal is n/a if a host has several partners and no shaper sets the rate of its port.")
+    found += _too_few(results, len(run.start_ns))
+    return [*found, *run.record["workload"]["notes"]]
+
+
+def _too_few(results: dict[str, Any], trials: int) -> list[str]:
+    """Explains why percentiles are n/a, or may be wrong."""
+    times = [one["time_s"] for one in results["groups"]]
+    short = [
+        f"{TIMES[name]} needs {fewest(q):,}"
+        for name, q in PERCENTILES.items()
+        if name in TIMES and any(one[name] is None for one in times)
+    ]
+    worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
+    said = []
+    if worth < _DEPENDENT * trials:
+        said.append(
+            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many."
+        )
+    if 0 < trials < FEWEST:
+        said.append(
+            "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
+            f"narrow. Pass --trials {FEWEST} or more."
+        )
+    if short:
+        kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"
+        said.append(f"n/a: {min(trials, int(worth)):,} {kind} are too few for that percentile; {', '.join(short)}.")
+    return said
+
+
+def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
+    """Returns the factor from GB/s, and the unit that suits a run's bandwidths: GB/s, or MB/s on slow links."""
+    most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["groups"]), default=0.0)
+    return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")

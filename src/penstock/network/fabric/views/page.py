@@ -1,0 +1,207 @@
+"""Render a run as one self-contained HTML page: figures, tables and pictures, what was run, and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from penstock._base.files import write_text
+from penstock.errors import require
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.views.facts import (
+    TIMES,
+    columns,
+    facts,
+    figures_of_ranks,
+    has_kinds,
+    headings,
+    notes,
+    rate_unit,
+    warnings,
+)
+from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
+from penstock.network.fabric.views.plots import draw
+from penstock.report.frame import frame
+
+CAPTIONS = {
+    "cdf": "How the times are distributed. The right picture shows the tail: what fraction took at least that long.",
+    "trials": "Trials in the order they ran, with the median as a line; outliers are circled.",
+    "busbw": "How well the transfers used the network, by the convention of nccl-tests.",
+    "timeline": "Where a trial's time went: one lane per rank, one bar per round of the algorithm.",
+}
+
+
+def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
+    """Writes the page. Raises OSError: the file cannot be written."""
+    write_text(path, page(run, results))
+
+
+def page(run: Run, results: dict[str, Any]) -> str:
+    """Returns the page as HTML."""
+    require("fabric", "jinja2", for_what="report.html")
+    from jinja2 import Environment, StrictUndefined
+
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    name = run.record["workload"]["name"]
+    body = template.from_string(BODY).render(
+        name=name,
+        headings=headings(run),
+        warnings=warnings(run, results),
+        figures=_figures(run, results),
+        left=1 + has_kinds(results),
+        table=columns(results, tuple(TIMES), every=True),
+        facts=facts(run, results),
+        notes=notes(run, results),
+        pictures=[(CAPTIONS[name], Markup(drawn)) for name, drawn in draw(run, results).items()],
+        ranks=_ranks(run, results),
+        environment=_environment(run),
+    )
+    return frame(name, body, style=STYLE, generator="penstock fabric")
+
+
+def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Returns the key figures as (name, value, explanation)."""
+    step = results["step"]["time_s"]
+    tail = next((name for name in ("p999", "p99", "p90") if step[name] is not None), "max")
+    rates = [group for group in results["groups"] if group["busbw_GBps"]]
+    scale, unit = rate_unit(results)
+    found = [("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
+    ratio = "too few trials for more"
+    if step["p50"] and step[tail]:
+        ratio = f"{step[tail] / step['p50']:.3g} times the median"
+    found.append((f"step, {TIMES[tail]}", seconds(step[tail]), ratio))
+    if rates:
+        best = max(rates, key=lambda transfer: float(transfer["busbw_GBps"]))
+        found.append(("best busbw", f"{digits(best['busbw_GBps'] * scale)} {unit}", best["name"]))
+        shares = [transfer for transfer in rates if transfer["ideal_percent"]]
+        if shares:
+            worst = min(shares, key=lambda transfer: float(transfer["ideal_percent"]))
+            found.append(("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
+    return found
+
+
+def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
+    """Returns the table of ranks: their times, their processor usage, and their clock offsets."""
+    record = run.record
+    longest = max(results["groups"], key=lambda group: float(group["time_s"]["mean"] or 0))  # per transfer
+    by_rank = {found["rank"]: found for found in longest["per_rank"]}
+    heads = ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last"]
+    heads += ["busy", "switches", "clock offset"]
+    rows = []
+    for found in figures_of_ranks(results):
+        told = [record.get(key) or () for key in ("cpu", "clock", "environment")]
+        cpu, clock, host = (one[found.rank] if found.rank < len(one) else {} for one in told)
+        wall = cpu.get("wall_seconds")
+        used = cpu.get("cpu_seconds", 0.0)
+        switches = cpu.get("involuntary_switches")
+        row = [str(found.rank), str(host.get("host", ""))]
+        row += [seconds(by_rank.get(found.rank, {}).get(name)) for name in ("p50", "p99")]
+        row += [f"{found.longest:.0%}", f"{found.last:.0%}", f"{used / wall:.0%}" if wall else NONE]
+        row += [f"{switches:,}" if switches is not None else NONE, _clock(clock)]
+        rows.append(row)
+    return {"heads": heads, "rows": rows}
+
+
+def _clock(clock: dict[str, Any]) -> str:
+    if clock.get("offset_ns") is None:
+        return NONE
+    return f"{seconds(clock['offset_ns'] / 1e9)} \u00b1{seconds((clock.get('uncertainty_ns') or 0) / 1e9)}"
+
+
+def _environment(run: Run) -> list[tuple[str, str]]:
+    """Returns (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
+    settings = {
+        key: value for key, value in run.record.items() if key not in ("workload", "environment", "switch_qdiscs")
+    }
+    hosts: dict[str, list[int]] = {}
+    for rank, found in enumerate(run.record.get("environment") or ()):
+        hosts.setdefault(_pairs({key: value for key, value in found.items() if key != "host"}), []).append(rank)
+    titles = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in hosts.values()]
+    return [
+        *((f"Host of {title}", body) for title, body in zip(titles, hosts, strict=True)),
+        *([("Ports of the switch", str(ports))] if (ports := run.record.get("switch_qdiscs")) else []),
+        ("Settings, links, clocks and processors", _pairs(settings)),
+        ("Workload", _pairs(run.record["workload"])),
+    ]
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    """Formats one pair per line; multi-line values keep their line breaks."""
+    lines = []
+    for key, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if not isinstance(value, str) and len(text) > 100:
+            text = json.dumps(value, indent=1, ensure_ascii=False)
+        lines.append(f"{key}:\n{text}" if "\n" in text else f"{key}: {text}")
+    return "\n".join(lines)
+
+
+# The page's body as a jinja2 template, and its styles besides those of all pages; no scripts.
+
+STYLE = """\
+body { max-width: 68rem; }
+.warning { font-weight: 600; }
+.wide table { width: 100%; }
+.wide th, .wide td { padding: .3rem .5rem; text-align: right; }
+.wide th.left, .wide td.left { text-align: left; padding-left: 0; }
+tr.whole td { font-weight: 650; border-bottom: 0; }
+figure { margin: 1.4rem 0; overflow-x: auto; }
+figure svg { display: block; width: 100%; min-width: 36rem; height: auto; }
+"""
+
+BODY = """\
+<main>
+<h1>{{ name }}</h1>
+<p class="muted">{{ headings | join(" \u00b7 ") }}</p>
+{% for line in warnings %}
+<p class="warning">{{ line }}</p>
+{% endfor %}
+<dl class="figures">
+{% for name, value, of in figures %}
+<div><dt>{{ name }}</dt><dd class="value">{{ value }}</dd><dd class="of">{{ of }}</dd></div>
+{% endfor %}
+</dl>
+
+<h2>Transfers, in order of execution</h2>
+<div class="wide" tabindex="0"><table>
+<tr>{% for head in table[0] %}<th{% if loop.index <= left %} class="left"{% endif %}>
+{{- head.split("\\n") | join("<br>" | safe) }}</th>{% endfor %}</tr>
+{% for row in table[1:] %}
+<tr{% if loop.last %} class="whole"{% endif %}>
+{%- for cell in row %}<td{% if loop.index <= left %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
+<dl class="facts">
+{% for name, text in facts %}
+<dt>{{ name }}</dt><dd>{{ text }}</dd>
+{% endfor %}
+</dl>
+{% for note in notes %}
+<p class="notes">{{ note }}</p>
+{% endfor %}
+
+<h2>Pictures</h2>
+{% if not pictures %}
+<p class="muted">No trial was completed, so there is nothing to draw.</p>
+{% endif %}
+{% for caption, picture in pictures %}
+<figure><div class="wide" tabindex="0">{{ picture }}</div><figcaption>{{ caption }}</figcaption></figure>
+{% endfor %}
+
+<h2>Ranks</h2>
+<div class="wide" tabindex="0"><table>
+<tr>{% for head in ranks.heads %}<th{% if loop.index <= 2 %} class="left"{% endif %}>{{ head }}</th>{% endfor %}</tr>
+{% for row in ranks.rows %}
+<tr>{% for cell in row %}<td{% if loop.index <= 2 %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
+
+<h2>What was run, and where</h2>
+{% for title, body in environment %}
+<details><summary>{{ title }}</summary><pre>{{ body }}</pre></details>
+{% endfor %}
+</main>
+"""

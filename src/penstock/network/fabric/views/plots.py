@@ -1,0 +1,254 @@
+"""Draw a run as SVG: the distribution of its times, its slow trials, its bandwidths, and where a trial's time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock._base.words import counted
+from penstock.network.fabric.grouped import groups
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.statistics import outliers
+from penstock.network.fabric.times import TransferTimes
+from penstock.network.fabric.units import size_text
+from penstock.network.fabric.views.chart import (
+    COLORS,
+    INK,
+    MUTED,
+    WIDTH,
+    Panel,
+    Scale,
+    apart,
+    colors,
+    legend,
+    svg,
+    words,
+)
+from penstock.network.fabric.views.facts import rate_unit
+from penstock.network.fabric.views.numbers import cut, cut_apart, seconds
+from penstock.network.fabric.workload import Workload
+from penstock.report.marks import Axis
+
+Floats = NDArray[np.float64]
+
+MAX_LANES = 24
+"""The most ranks shown in a timeline."""
+MAX_LETTERS = 28
+"""The most letters of a name in a legend."""
+MAX_MARKED = 40
+"""The most outliers marked per transfer, slowest first."""
+_LEFT, _RIGHT, _BESIDE = 66, 650, 700
+"""Where panels begin and end, and the legend beside them begins."""
+
+
+def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
+    """Draws the pictures and returns them by name: cdf, trials, busbw if sizes differ, and timeline.
+
+    A run without a complete trial has none.
+    """
+    if not len(run.start_ns):
+        return {}
+    workload = Workload.from_dict(run.record["workload"])
+    found = groups(workload)
+    by_group = [[TransferTimes.of(run, workload, place) for place in group.places] for group in found]
+    times = [np.stack([one.completion for one in members], axis=1) for members in by_group]
+    drawn = {"cdf": _cdf([group.name for group in found], times), "trials": _trials(results, times)}
+    if len({group["bytes"] for group in results["groups"]}) > 1:
+        pairs = zip(results["groups"], by_group, strict=True)
+        rated = [np.stack([one.rated(group["collective"]) for one in members]) for group, members in pairs]
+        drawn["busbw"] = _busbw(results, rated)
+    return {**drawn, "timeline": _timeline(run)}
+
+
+def _legend(names: Sequence[str], y: float) -> list[str]:
+    """Names the groups: all of them, or an even selection."""
+    count, shown = len(names), min(len(names), len(COLORS))
+    chosen = sorted(set(np.linspace(0, count - 1, shown).round().astype(int).tolist()))
+    color, name = colors(count), cut_apart(names, MAX_LETTERS)
+    return legend([(color[place], name[place]) for place in chosen], _BESIDE, y)
+
+
+# -- distribution -----------------------------------------------------------------------------------------------------
+
+
+def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
+    """Draws one curve per group from its transfers' times in all trials; `times` have shape [trial, transfer]."""
+    samples = max(one.size for one in times)
+    least, most = min(float(one.min()) for one in times), max(float(one.max()) for one in times)
+    of = "trials" if all(one.shape[1] == 1 for one in times) else "transfers"
+    rows = Scale(0.0, 1.0, 250, 30), Scale(0.7 / samples, 1.2, 250, 30, is_log=True)
+    columns = [Scale(least / 1.1, most * 1.15, first, first + 250, is_log=True) for first in (_LEFT, 400)]
+    ended, took = panels = [Panel(x, y) for x, y in zip(columns, rows, strict=True)]
+    ended.title(f"Share of {of} that had ended")
+    took.title(f"Share of {of} that took at least as long")
+    for panel in panels:
+        ticks = [(value, seconds(value)) for value in panel.x.ticks(62)]
+        panel.x_ticks(ticks, "completion time, slowest rank", grid=True)
+        panel.y_axis(lambda share: f"{share * 100:g}%", 30)  # all digits: ticks may be 2.5% apart
+    for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
+        if share >= 1 / samples:
+            took.level(share, dash="1 3", text=text)
+    for color, one in zip(colors(len(times)), times, strict=True):
+        ordered = np.sort(one, axis=None)
+        at, size = _kept(len(ordered)), len(ordered)
+        # Steps: the share that has ended rises at a sample, the share that took as long falls after it.
+        ended.line(np.repeat(ordered[at], 2)[1:], np.repeat((at + 1) / size, 2)[:-1], color)
+        took.line(np.repeat(ordered[at], 2)[:-1], np.repeat((size - at) / size, 2)[1:], color)
+    return svg(290, [*panels, *_legend(names, 40)])
+
+
+def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
+    """Returns the indices of sorted samples that suffice to draw a curve: all, or an even selection and the last."""
+    if samples <= most:
+        return np.arange(samples)
+    tail = samples - np.geomspace(1, samples, most // 2)
+    return np.unique(np.concatenate([np.linspace(0, samples - 1, most // 2), tail]).round().astype(np.int64))
+
+
+# -- by trial ---------------------------------------------------------------------------------------------------------
+
+
+def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
+    """Draws one row for each of the groups whose transfers take longest, with one dot per transfer."""
+    medians = np.array([np.median(one) for one in times])
+    shown = sorted(np.argsort(-medians, kind="stable")[: len(COLORS)].tolist())
+    color, trials = colors(len(times)), len(times[0])
+    columns = Scale(-0.01 * trials, trials * 1.01, _LEFT, WIDTH - 10)
+    panels = []
+    for row, number in enumerate(shown):
+        took, each = times[number].ravel(), times[number].shape[1]
+        trial = np.arange(len(took)) // each
+        far = outliers(took)
+        far = far[np.argsort(-took[far], kind="stable")]
+        top = 28 + 104 * row
+        panel = Panel(columns, Scale(took.min() / 1.12, took.max() * 1.25, top + 72, top, is_log=True))
+        note = _trials_note(float(medians[number]), took[far], trial[far])
+        panel.title(cut(results["groups"][number]["name"], 48), note)
+        panel.y_axis(seconds)
+        for stalled in results["stalled"][:MAX_MARKED]:
+            panel.line([stalled, stalled], [panel.y.low, panel.y.high], MUTED, 0.7, "1 2")
+        panel.dots(trial, took, color[number], 2.5 if len(took) <= 500 else 1.5)
+        panel.level(float(medians[number]), INK)
+        panel.dots(trial[far[:MAX_MARKED]], took[far[:MAX_MARKED]], INK, 6)
+        panel.dots(trial[far[:MAX_MARKED]], took[far[:MAX_MARKED]], color[number], 4)
+        panels.append(panel)
+    stalls = "; dotted: it met a requested stall" if results["stalled"] else ""
+    panels[-1].x_ticks(Axis.of(trials, "slots").ticks, f"trial, in order; completion time of the slowest rank{stalls}")
+    return svg(104 * len(shown) + 40, panels)
+
+
+def _trials_note(median: float, far: Floats, trials: NDArray[np.int64]) -> str:
+    """Summarizes outliers; `far` has their times, slowest first, and `trials` their trials."""
+    text = f"median {seconds(median)}"
+    if not len(far):
+        return text
+    return f"{text}, {counted(len(far), 'outlier')}, slowest {seconds(float(far[0]))} in trial {trials[0]:,}"
+
+
+# -- by size ----------------------------------------------------------------------------------------------------------
+
+
+def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
+    """Draws each collective's bus bandwidth by size, and what the links and any algorithm could reach."""
+    entries, (scale, unit) = results["groups"], rate_unit(results)
+    speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
+    slowest = min(speeds) / 1e9 * scale if speeds else 0.0  # an algorithm that avoids this link may be faster
+    curves, names = [], []
+    kinds = [*dict.fromkeys(entry["collective"] for entry in entries)]
+    for kind, color in zip(kinds, colors(len(kinds)), strict=True):
+        found = sorted((t["bytes"], n) for n, t in enumerate(entries) if t["collective"] == kind and t["busbw_GBps"])
+        if not found:
+            continue
+        # The bandwidth at a percentile is the size over that percentile of the time.
+        factors = [size * entries[n]["busbw_GBps"] / (entries[n]["algbw_GBps"] or 1) / 1e9 for size, n in found]
+        spread = np.array([np.percentile(times[n], (10, 50, 90)) for _, n in found])
+        rates = np.array(factors)[:, None] * scale / spread
+        ideal = [
+            (size, middle * 100 / percent)
+            for (size, n), middle in zip(found, rates[:, 1], strict=True)
+            if (percent := entries[n].get("ideal_percent"))
+        ]
+        curves.append((color, [size for size, _ in found], rates, ideal))
+        names.append((color, f"{kind}, p50"))
+    sizes = sorted({entry["bytes"] for entry in entries})
+    highest = max([slowest, *(max(rates.max(), *(v for _, v in ideal), 0.0) for _, _, rates, ideal in curves)])
+    panel = Panel(Scale(sizes[0] / 1.05, sizes[-1] * 1.05, _LEFT, _RIGHT, is_log=True), Scale(0, highest, 250, 30))
+    panel.title("Bus bandwidth by size", f"{unit}; band: p10 to p90, dashed: ideal")
+    panel.y_axis(lambda value: f"{value:g}", 30)
+    ticks = apart(sizes, lambda size: float(panel.x.at(size)), 56)
+    panel.x_ticks([(size, _size_label(size)) for size in ticks], "size")
+    if slowest:
+        panel.level(slowest, dash="1 2", text=f"slowest link, {slowest:.3g} {unit}")
+    for color, of_sizes, rates, ideal in curves:
+        panel.band(of_sizes, rates[:, 2], rates[:, 0], color)
+        panel.line(of_sizes, rates[:, 1], color)
+        panel.dots(of_sizes, rates[:, 1], color, 5)
+        if ideal:
+            panel.line([size for size, _ in ideal], [value for _, value in ideal], color, 1.2, "4 2")
+    return svg(290, [panel, *legend(names, _BESIDE, 60)])
+
+
+def _size_label(size: int) -> str:
+    """Formats a tick: the exact size if it is a power of two, otherwise three digits."""
+    if size < 1000 or size & (size - 1) == 0:
+        return size_text(size) + ("" if size % 1024 == 0 else " B")
+    return f"{size / 1e3:.3g} kB" if size < 1e6 else f"{size / 1e6:.3g} MB"
+
+
+# -- one trial --------------------------------------------------------------------------------------------------------
+
+
+def _timeline(run: Run) -> str:
+    """Draws the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
+    found = groups(Workload.from_dict(run.record["workload"]))
+    by_place = {place: color for color, group in zip(colors(len(found)), found, strict=True) for place in group.places}
+    hosts = run.start_ns.shape[2]
+    lanes, top, panels, names = min(hosts, MAX_LANES), 30.0, [], list[str]()
+    for trial, title in _chosen_trials(run):
+        took_part = run.end_ns[trial] >= 0
+        zero, last = run.start_ns[trial][took_part].min(), run.end_ns[trial].max()
+        axis = Axis.of(float(last - zero) / 1e9)
+        bottom = top + 25 * lanes
+        panel = Panel(Scale(0, float(last - zero) / 1e9, _LEFT, _RIGHT), Scale(lanes - 0.5, -0.5, bottom, top))
+        panel.title(title)
+        panel.x_ticks([(second, f"{text} {axis.unit}") for second, text in axis.ticks], grid=True)
+        names += [words(f"rank {rank}", 10, float(panel.y.at(rank)) + 4) for rank in range(lanes)]
+        _lanes(panel, run, trial, by_place)
+        panels.append(panel)
+        top = bottom + 54
+    shown = f"; {lanes} of {hosts} ranks" if lanes < hosts else ""
+    names.append(words(f"time since the first rank began its first transfer{shown}", _LEFT, top - 20))
+    return svg(top - 10, [*panels, *names, *_legend([group.name for group in found], 40)])
+
+
+def _chosen_trials(run: Run) -> list[tuple[int, str]]:
+    """Returns the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
+    begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
+    took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
+    kept = [trial for trial in np.unique(run.steps[:, 0]).tolist() if trial < len(took)] or range(len(took))
+    slowest = max(kept, key=lambda trial: took[trial])
+    chosen = [(0, f"First trial: {seconds(took[0])}")]
+    if slowest:
+        times = f"{took[slowest] / took[0]:.3g} times as long"
+        chosen.append((slowest, f"Slowest trial, number {slowest:,}: {seconds(took[slowest])}, {times}"))
+    return chosen
+
+
+def _lanes(panel: Panel, run: Run, trial: int, color: dict[int, str]) -> None:
+    """Draws each rank's transfers pale, from start to end, and their rounds in full color with gaps between them."""
+    took_part = run.end_ns[trial] >= 0
+    zero = run.start_ns[trial][took_part].min()
+    rounds: dict[tuple[int, int], list[Sequence[int]]] = {}
+    for row in run.steps[run.steps[:, 0] == trial].tolist():
+        rounds.setdefault((row[1], row[2]), []).append(row)
+    for number, rank in np.argwhere(took_part[:, :MAX_LANES]).tolist():
+        start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))
+        parts = rounds.get((number, rank), [])
+        panel.bars([start], [end], rank, color[number], 0.3 if parts else 1.0)
+        if parts:
+            began, ended = (np.array([row[column] - zero for row in parts]) / 1e9 for column in (4, 5))
+            gap = np.minimum(panel.x.high * 0.0015, (ended - began) * 0.3)
+            panel.bars(began, ended - gap, rank, color[number])

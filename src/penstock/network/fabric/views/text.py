@@ -1,0 +1,125 @@
+"""Print results as tables in a terminal, and compare two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.network.fabric.compare import FEWEST, Comparison, Difference
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.views.facts import TIMES, columns, facts, notes, title, warnings
+from penstock.network.fabric.views.numbers import NONE, cut, seconds
+from penstock.report.text import print_unbroken, table, width_of
+
+
+def show(run: Run, results: dict[str, Any], console: Console) -> None:
+    """Prints all of a run's figures. A table that does not fit the console's width is split in two.
+
+    A run without a complete trial has no table.
+    """
+    console.print(Text(title(run), "bold"), soft_wrap=True)
+    for line in warnings(run, results):
+        console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
+    console.print()
+    if results["trials"]:
+        _print_figures(results, console)
+        console.print()
+    for name, text in facts(run, results):
+        console.print(Text(f"{name:<10}{text}"), soft_wrap=True)
+    for note in notes(run, results) if results["trials"] else ():
+        console.print(Text(note, "dim"))
+
+
+def _print_figures(results: dict[str, Any], console: Console) -> None:
+    whole = _table(results, tuple(TIMES), rates=True)
+    if width_of(whole, console) <= console.width:
+        print_unbroken(console, whole)
+        return
+    times = _table(results, tuple(TIMES), rates=False)
+    if width_of(times, console) > console.width:
+        times = _narrow(results, console, tuple(name for name in TIMES if name != "min"))
+    print_unbroken(console, times)
+    console.print()
+    print_unbroken(console, _narrow(results, console, ()))
+
+
+def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
+    """Returns a table of some times, or of the rates, shortening names that are too long for it."""
+    longest = max(len(group["name"]) for group in results["groups"])
+    made = _table(results, times, rates=not times)
+    if width_of(made, console) > console.width:
+        made.padding = (0, 1, 0, 0)
+    excess = width_of(made, console) - console.width
+    return made if excess <= 0 else _table(results, times, rates=not times, name_width=max(longest - excess, 12))
+
+
+def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
+    """Returns a table with one row for each group of similar transfers, and one for the step.
+
+    `times` are the names from `TIMES` to show, followed by the mean; no mean is shown without them.
+    """
+    heads, *lines, step = columns(results, times, rates=rates)
+    made = table(*heads, left=heads.index("bytes"))
+    for name, *cells in lines:
+        made.add_row(*map(Text, [cut(name, name_width), *cells]))
+    made.add_row()
+    made.add_row(*map(Text, step), style="bold")
+    return made
+
+
+# -- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def show_comparison(
+    comparison: Comparison, console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
+) -> None:
+    """Prints two runs side by side, with their names and their reports' warnings, and which of their differences are
+    more than chance."""
+    for letter, name in zip("AB", names, strict=False):
+        console.print(Text(f"{letter}: {name}", "bold"), soft_wrap=True)
+    for letter, lines in zip("AB", warned, strict=False):
+        for line in lines:
+            console.print(Text(f"warning: {letter}: {line}", "bold yellow"), soft_wrap=True)
+    for setting, (a, b) in comparison.other_settings.items():
+        console.print(Text(f"{setting}: {a} in A, {b} in B"), soft_wrap=True)
+    console.print()
+    rows = [*comparison.transfers, *([comparison.step] if comparison.step else [])]
+    whole = _compared(rows, tails=True)
+    print_unbroken(console, whole if width_of(whole, console) <= console.width else _compared(rows, tails=False))
+    console.print()
+    for letter, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
+        if only:
+            console.print(Text(f"only in {letter}: {', '.join(only)}"), soft_wrap=True)
+    verdict = "No difference shown: what differs may be chance."
+    if comparison.differs:
+        verdict = "The runs differ."
+    elif all(one.verdict == "too few samples" for one in rows):
+        verdict = f"Too few samples to tell: each run needs {FEWEST} trials or more."
+    console.print(Text(verdict, "bold"))
+    console.print(Text(COMPARISON_NOTE, "dim"))
+
+
+COMPARISON_NOTE = (
+    "B/A: how many times as long B takes, with its 95% interval. Differs: a test of the medians (Mann-Whitney), of the "
+    "distributions' shape (Kolmogorov-Smirnov) or of the tails (Fisher) is below 5%, corrected for all of them (Holm)."
+)
+
+
+def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
+    further = ["p99 A", "p99 B"] if tails else []
+    made = table("transfer", *(["bytes"] if tails else []), "p50 A", "p50 B", "B/A", "", *further, "verdict")
+    for column in made.columns:
+        column.justify = "left" if column.header in ("transfer", "", "verdict") else "right"
+    for one in rows:
+        low_high = one.ratio_interval
+        interval = f"{low_high[0]:.3f} to {low_high[1]:.3f}" if low_high else ""
+        ratio = NONE if one.ratio is None else f"{one.ratio:.3f}"
+        cells = [one.name if tails else cut(one.name, 20), *([f"{one.bytes:,}"] if tails else [])]
+        cells += [*map(seconds, one.p50_s), ratio, interval, *(map(seconds, one.p99_s) if tails else [])]
+        verdict = f"differs: {', '.join(one.differs_in)}" if one.verdict == "differs" else one.verdict
+        made.add_row(*map(Text, [*cells, verdict]), style="bold" if one.verdict == "differs" else "")
+    return made

@@ -1,0 +1,225 @@
+"""What a job sends in one step: the transfers in order, each with the computation before it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self, get_args
+
+from penstock._base.files import STRICT, validate
+from penstock.errors import ArgumentError
+from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.units import size_text
+
+BYTES = {
+    "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
+"""The size of one element of each type, in bytes."""
+
+USUAL = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
+"""The default type for each element size in bytes."""
+
+NCCL = {"float16": "half", "float32": "float", "float64": "double"}
+"""nccl-tests' names, where they differ."""
+
+Op = Literal["sum", "prod", "min", "max", "avg"]
+OPS: tuple[Op, ...] = get_args(Op)
+
+REDUCES = ("all_reduce", "reduce_scatter", "reduce")
+"""Collectives that take a reduction op."""
+
+MAX_SECONDS = 1e9
+MAX_SIZES = 1000
+"""The most sizes in a sweep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective, or one message.
+
+    Attributes:
+        name: the name of the layer, the parameter or the message; unique within a workload.
+        bytes: the size as nccl-tests defines it: of a rank's largest buffer (all_gather, gather: the gathered result;
+            reduce_scatter, all_to_all: what each rank contributes).
+        collective: the operation.
+        ranks: the participants, with the root (or sender) first; empty for all hosts.
+        compute_seconds: how long its ranks compute between the previous transfer and this one.
+        compute_by_rank: the same for each of `ranks`, in their order, if they differ; otherwise empty.
+        shares: for an uneven all_to_all, how much goes to each of `ranks`, in their order; empty if all get the same.
+        kind: what it carries: gradient, activation, activation gradient, tied gradient, parameters...; empty if
+            unspecified, as for sizes given by hand.
+    """
+
+    __pydantic_config__ = STRICT
+    name: str
+    bytes: int
+    collective: Collective = "all_reduce"
+    ranks: tuple[int, ...] = ()
+    compute_seconds: float = 0.0
+    kind: str = "gradient"
+    compute_by_rank: tuple[float, ...] = ()
+    shares: tuple[int, ...] = ()
+
+    def compute_of(self, host: int) -> float:
+        """Returns how long a host computes before this transfer, in seconds."""
+        return self.compute_by_rank[self.ranks.index(host)] if self.compute_by_rank else self.compute_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The transfers of one trial.
+
+    Attributes:
+        name: what it was made from.
+        hosts: the number of hosts it needs; 0 for any number.
+        transfers: in order of execution.
+        element_bytes: the size of one element; all sizes are multiples of it.
+        dtype: the type of the elements; empty for the default type of this size.
+        op: the reduction op, for collectives that reduce.
+        compute_seconds: computation after the last transfer, up to the end of the step.
+        notes: what a reader must know about how it was made.
+
+    Raises:
+        ArgumentError: there is nothing to send, a size is 0 or not a multiple of an element, names repeat, or ranks are
+            not among the hosts.
+    """
+
+    __pydantic_config__ = STRICT
+    name: str
+    transfers: tuple[Transfer, ...]
+    hosts: int = 0
+    element_bytes: int = 4
+    compute_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    dtype: str = ""
+    op: Op = "sum"
+
+    def __post_init__(self) -> None:
+        if self.element_bytes not in (1, 2, 4, 8):
+            raise ArgumentError(f"element_bytes is {self.element_bytes}: pass 1, 2, 4 or 8")
+        if self.dtype and BYTES.get(self.dtype) != self.element_bytes:
+            raise ArgumentError(
+                f"dtype is {self.dtype!r}, but element_bytes is {self.element_bytes}: pass a dtype of that size"
+            )
+        op_of(self.op, self.number)
+        if self.op != "sum" and not any(transfer.collective in REDUCES for transfer in self.transfers):
+            raise ArgumentError(f"op is {self.op!r}, but no transfer reduces: only {', '.join(REDUCES)} do")
+        if not self.transfers:
+            raise ArgumentError(f"the workload {self.name!r} has no transfers: pass at least one size")
+        names: set[str] = set()
+        for transfer in self.transfers:
+            if transfer.bytes < 1 or transfer.bytes % self.element_bytes:
+                raise ArgumentError(
+                    f"the transfer {transfer.name} has {transfer.bytes} bytes: pass a multiple of the element size, "
+                    f"{self.element_bytes} bytes, above 0"
+                )
+            if transfer.name in names:
+                raise ArgumentError(f"two transfers are called {transfer.name!r}: give each its own name")
+            names.add(transfer.name)
+            for seconds in (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank):
+                if not 0 <= seconds <= MAX_SECONDS:
+                    raise ArgumentError(f"{transfer.name}: compute time {seconds:g} s: expected 0 to {MAX_SECONDS:g} s")
+            if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
+                raise ArgumentError(
+                    f"{transfer.name}: compute_by_rank has {len(transfer.compute_by_rank)} times for "
+                    f"{len(transfer.ranks)} ranks: pass one for each, or none"
+                )
+            if transfer.shares and (
+                transfer.collective != "all_to_all"
+                or len(transfer.shares) != (len(transfer.ranks) or self.hosts)
+                or min(transfer.shares) < 0
+                or not any(transfer.shares)
+            ):
+                raise ArgumentError(
+                    f"{transfer.name} has the shares {transfer.shares}: only an all_to_all takes shares, an "
+                    "integer >= 0 for each rank, not all 0"
+                )
+            if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
+                raise ArgumentError(
+                    f"{transfer.name} is between the ranks {transfer.ranks}: pass two or more, each once"
+                )
+            if self.hosts and not all(0 <= rank < self.hosts for rank in transfer.ranks):
+                raise ArgumentError(
+                    f"{transfer.name} is between the ranks {transfer.ranks}: pass 0 to {self.hosts - 1}"
+                )
+
+    @property
+    def number(self) -> str:
+        """The type of the elements that are sent."""
+        return self.dtype or USUAL[self.element_bytes]
+
+    @property
+    def is_by_hand(self) -> bool:
+        """True for bare sizes that belong to no job: no transfer depends on the one before it."""
+        return not any(one.kind for one in self.transfers)
+
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
+        """Makes one transfer per size, in the given order, named after it; a repeated size gets a number in its name.
+
+        A message goes from rank 0 to rank 1.
+        """
+        ranks = (0, 1) if collective == "send" else ()
+        made: list[Transfer] = []
+        seen: Counter[int] = Counter()
+        for size in sizes:
+            seen[size] += 1
+            again = f" #{seen[size]}" if seen[size] > 1 else ""
+            made.append(Transfer(size_text(size) + again, size, collective, ranks, kind=""))
+        return cls("sizes", tuple(made), element_bytes=element_bytes)
+
+    @classmethod
+    def sweep(
+        cls, first: int, last: int, factor: float = 2, collective: Collective = "all_reduce", element_bytes: int = 4
+    ) -> Self:
+        """Makes a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements.
+
+        Raises:
+            ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole elements.
+        """
+        if not factor > 1:
+            raise ArgumentError(f"factor is {factor}: pass a factor above 1")
+        if last < first:
+            raise ArgumentError(f"a sweep from {first} to {last} bytes is empty: pass the smaller size first")
+        if first < 1 or first % element_bytes:
+            raise ArgumentError(
+                f"a sweep from {first} bytes: pass a multiple of the element size, {element_bytes} bytes, above 0"
+            )
+        if math.log(last / first) > MAX_SIZES * math.log(factor):
+            raise ArgumentError(f"factor is {factor}: a sweep from {first} to {last} has more than {MAX_SIZES:,} sizes")
+        sizes, size = [], float(first)
+        while size <= last * (1 + 1e-9):
+            sizes.append(min(round(size), last) // element_bytes * element_bytes)
+            size *= factor
+        return cls.of_sizes(sorted(set(sizes)), collective, element_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a dict that can be serialized as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Any, what: str = "the workload") -> Self:
+        """Rebuilds the workload from what `to_dict` returned. Raises ArgumentError if it is something else."""
+        return validate(cls, given, what)
+
+
+def dtype_of(text: str) -> str:
+    """Returns torch's name of a type, given torch's or nccl-tests'. Raises ArgumentError if it is unknown."""
+    name = {theirs: ours for ours, theirs in NCCL.items()}.get(text, text)
+    if name not in BYTES:
+        raise ArgumentError(f"there is no dtype {text!r}: pass one of {', '.join(BYTES)}")
+    return name
+
+
+def op_of(text: str, dtype: str) -> Op:
+    """Looks up a reduction op by name. Raises ArgumentError if it is unknown or not defined for this type."""
+    for op in OPS:
+        if op == text:
+            break
+    else:
+        raise ArgumentError(f"there is no op {text!r}: pass one of {', '.join(OPS)}")
+    if op == "avg" and "float" not in dtype:
+        raise ArgumentError(f"{dtype} cannot hold an average: pass --op sum, or a dtype like float32")
+    return op

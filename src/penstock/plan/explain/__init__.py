@@ -1,0 +1,24 @@
+"""From a measured step to what to change first: traces read, compared with what they should have been, and explained.
+
+>>> from penstock.plan.explain import explain, read_run
+>>> from penstock.report import write_perfetto
+>>> from penstock.schedule import generate
+>>> from penstock.simulate import StageCost, simulate
+>>> costs = [StageCost(1.0, 1.0, 1.0), StageCost(1.5, 1.5, 1.5)]
+>>> write_perfetto(simulate(generate("1f1b", ranks=2, microbatches=4), costs), "timeline.json")
+>>> print(explain(read_run(["timeline.json"])).changes[0].text)
+stage 1 takes 1.20 times the mean (rank 1): move work off it
+
+Pure values and functions, but for `read_run`, which reads files; no torch.
+"""
+
+from __future__ import annotations
+
+from penstock.plan.explain.changes import Change
+from penstock.plan.explain.explanation import Explanation, explain
+from penstock.plan.explain.predicted import Predicted
+from penstock.trace.event import Event, Recording
+from penstock.trace.measured import Run, run_of
+from penstock.trace.reading import read_run
+
+__all__ = ["Change", "Event", "Explanation", "Predicted", "Recording", "Run", "explain", "read_run", "run_of"]

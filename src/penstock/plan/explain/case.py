@@ -1,0 +1,255 @@
+"""A step as the simulator replays it, so that parts of it can be changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.plan.explain.factors import PLACE
+from penstock.schedule import Op, Schedule
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import LinkCost
+from penstock.simulate.columns import COMPUTE, Columns, Floats, column
+from penstock.simulate.simulator import timed_columns
+from penstock.simulate.work import CostColumns
+from penstock.trace.around import PIPELINE, Around, around, done
+from penstock.trace.measured import Replica, Step
+
+_F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
+_FEW = 3
+"""Fewer waits than this between two ranks do not tell how long their messages take."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that the time of a step depends on.
+
+    Attributes:
+        schedules: of each replica.
+        begins: when each replica begins, in seconds.
+        seconds: what each action takes, [R, O, S, M] as in `Factors`.
+        host: what its rank does after an action before it can begin another, in seconds, [O, S].
+        latency: what a message takes beyond that, in seconds, by (source, target) rank.
+        around: what ranks do before and after; None if that is not known, and so stays as it is.
+    """
+
+    schedules: tuple[Schedule, ...]
+    begins: tuple[float, ...]
+    seconds: Floats
+    host: Floats
+    latency: Mapping[tuple[int, int], float]
+    around: Around | None = None
+
+    @property
+    def work_seconds(self) -> float:
+        """What all actions take in sum."""
+        return float(np.nansum(self.seconds))
+
+    def with_seconds(self, seconds: Floats) -> Case:
+        return replace(self, seconds=seconds)
+
+    def with_links(self, factor: float) -> Case:
+        """Messages take so many times as long; so does what a rank does longer after actions that send."""
+        sends = _sends(self.schedules[0])
+        quiet = float(np.median(self.host[~sends])) if not sends.all() else 0.0
+        least = np.minimum(self.host, quiet)
+        host = np.where(sends, least + factor * (self.host - least), self.host)
+        return replace(self, host=host, latency={pair: factor * seconds for pair, seconds in self.latency.items()})
+
+    @cached_property
+    def sending(self) -> Case:
+        """If a message kept the rank that sends it busy for as long as it takes, so that no order hides it."""
+        usual = median(self.latency.values()) if self.latency else 0.0
+        host = np.where(_sends(self.schedules[0]), self.host + usual, self.host)
+        return replace(self, host=host, latency=dict.fromkeys(self.latency, 0.0))
+
+    def without_host(self) -> Case:
+        return replace(self, host=np.zeros_like(self.host))
+
+    @property
+    def free(self) -> Case:
+        """With nothing between actions."""
+        return self.with_links(0.0).without_host()
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """From the first action's start to the last one's end, over all replicas."""
+        ends = [begin + end for begin, end in zip(self.begins, self.spans, strict=True)]
+        return max(ends) - min(self.begins)
+
+    @property
+    def step_seconds(self) -> float:
+        """With what ranks do before and after their pipelines, as far as it is known."""
+        if self.around is None:
+            return self.pipeline_seconds
+        begins = np.repeat(np.array(self.begins)[:, None], self.schedules[0].ranks, axis=1)
+        if self.around.before:
+            begins = done(self.around.before, self.around.durations, np.zeros_like(begins))
+        return float(done(self.around.after, self.around.durations, np.array(self._ends(begins))).max())
+
+    @cached_property
+    def spans(self) -> list[float]:
+        """Of each replica, from its first start to its last end."""
+        return [max(ends) for ends in self._ends()]
+
+    def _ends(self, begins: Floats | None = None) -> list[list[float]]:
+        """When each rank of each replica has done its last action, without what its host does after it."""
+        found: dict[tuple[Schedule, bytes, bytes], list[float]] = {}
+        made = []
+        for place, (schedule, seconds) in enumerate(zip(self.schedules, self.seconds, strict=True)):
+            begin = None if begins is None else begins[place]
+            key = schedule, seconds.tobytes(), b"" if begin is None else begin.tobytes()
+            if key not in found:
+                timeline = self.timeline(schedule, seconds, None if begin is None else begin.tolist())
+                lasts = [track.actions[len(track) - 1] for track in timeline.tracks]
+                found[key] = [
+                    track.end[-1] - float(self.host[COMPUTE.index(last.op), last.stage])
+                    for track, last in zip(timeline.tracks, lasts, strict=True)
+                ]
+            made.append(found[key])
+        return made
+
+    def timeline(self, schedule: Schedule, seconds: Floats, begin: Sequence[float] | None = None) -> Timeline:
+        """One replica's, with what the host does as a part of the action before."""
+        costs, links = _costs(seconds, self.host), self._links(schedule.ranks)
+        return timed_columns(schedule, _columns(schedule), costs, links, begin=begin)
+
+    def _links(self, ranks: int) -> dict[tuple[int, int], LinkCost]:
+        usual = median(self.latency.values()) if self.latency else 0.0
+        pairs = ((one, two) for one in range(ranks) for two in range(ranks))
+        return {pair: LinkCost(self.latency.get(pair, usual)) for pair in pairs}
+
+
+def _sends(schedule: Schedule) -> NDArray[np.bool_]:
+    """Which op of which stage has an output that another rank needs, [O, S]."""
+    placement, found = schedule.placement, np.zeros((len(COMPUTE), schedule.stages), bool)
+    for stage in range(schedule.stages):
+        if not placement.is_last(stage) and placement.rank_of[stage + 1] != placement.rank_of[stage]:
+            found[_F, stage] = True
+        if not placement.is_first(stage) and placement.rank_of[stage - 1] != placement.rank_of[stage]:
+            found[[_B, _I], stage] = True
+    return found
+
+
+_columns = lru_cache(maxsize=4)(Columns.of)
+"""One schedule is replayed a dozen times."""
+
+
+def _costs(seconds: Floats, host: Floats) -> CostColumns:
+    """[O, S, M] as costs by stage and microbatch. A backward that is not split counts as I."""
+    with_host = np.nan_to_num(seconds + host[:, :, None])
+    backward = np.where(np.isnan(seconds[_B]), with_host[_I], with_host[_B])
+    made = np.zeros((len(Op), *seconds.shape[1:]))
+    made[Op.F.code], made[Op.B.code] = with_host[_F], backward + with_host[_W]
+    made[Op.I.code], made[Op.W.code] = backward, with_host[_W]
+    return CostColumns.of_seconds(made)
+
+
+def case_of(step: Step, seconds: Floats) -> Case:
+    """The replay of a step: its own order and durations, with the typical time between actions and of messages."""
+    gaps = [_Gaps.of(replica) for replica in step.replicas]
+    usual = median(flights) if (flights := [value for one in gaps for *_, value in one.flights()]) else 0.0
+    stages = step.replicas[0].schedule.stages
+    host = _host([entry for one in gaps for entry in one.host(usual)], stages)
+    by_pair: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for one in gaps:
+        for source, target, op, stage, flight in one.flights():
+            by_pair[source, target].append(max(0.0, flight - float(host[op, stage])))
+    every = [value for values in by_pair.values() for value in values]
+    latency = {pair: median(values if len(values) >= _FEW else every) for pair, values in by_pair.items()}
+    return Case(
+        tuple(one.schedule for one in step.replicas),
+        tuple(one.begin_seconds for one in step.replicas),
+        seconds,
+        host,
+        latency,
+        around_of(step),
+    )
+
+
+def case_of_traced(schedule: Schedule, given: Around) -> Case:
+    """A step as `traced` gives it: nothing is lost between ops, and a message keeps its sender busy. `schedule`: what
+    every replica ran; one stage a rank, backwards not split."""
+    forward, backward, sent_forward, sent_backward = (np.nan_to_num(given.durations[name]) for name in PIPELINE)
+    seconds = np.full((len(forward), len(COMPUTE), *forward.shape[1:]), np.nan)
+    seconds[:, _F], seconds[:, _B] = forward + sent_forward, backward + sent_backward
+    replicas, host = len(forward), np.zeros((len(COMPUTE), schedule.stages))
+    return Case((schedule,) * replicas, (0.0,) * replicas, seconds, host, {}, given)
+
+
+def around_of(step: Step) -> Around | None:
+    """What ranks did around the pipelines of a step; None if they did nothing, or nobody knows with whom."""
+    if not step.others or step.unknown:
+        return None
+    return around((len(step.replicas), step.slowest.schedule.ranks), step.numbered)
+
+
+def times_of(timeline: Timeline) -> tuple[Floats, Floats]:
+    """Starts and ends of all computations."""
+    tracks = timeline.tracks
+    return np.concatenate([column(one.start) for one in tracks]), np.concatenate([column(one.end) for one in tracks])
+
+
+def _host(samples: Sequence[tuple[int, int, float]], stages: int) -> Floats:
+    """The median of what follows each op on each stage; of the op on any stage, or of any op, where there is none."""
+    by_stage: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    by_op: defaultdict[int, list[float]] = defaultdict(list)
+    for op, stage, seconds in samples:
+        by_stage[op, stage].append(seconds)
+        by_op[op].append(seconds)
+    every = [seconds for *_, seconds in samples] or [0.0]
+    return np.array(
+        [
+            [median(by_stage.get((op, stage)) or by_op.get(op) or every) for stage in range(stages)]
+            for op in range(len(COMPUTE))
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """Between what an action needs, what its rank did before, and its start: one entry for each action.
+
+    Attributes:
+        ready: when what it needs from another rank was made; NaN if it needs nothing.
+        before: when its rank's previous action ended; NaN for the first.
+    """
+
+    columns: Columns
+    starts: Floats
+    ready: Floats
+    before: Floats
+
+    @classmethod
+    def of(cls, replica: Replica) -> _Gaps:
+        columns = Columns.of(replica.schedule)
+        starts, ends = times_of(replica.timeline)
+        ready = np.where(columns.need >= 0, ends[columns.need], np.nan)
+        return cls(columns, starts, ready, columns.before(ends))
+
+    def flights(self) -> Iterator[tuple[int, int, int, int, float]]:
+        """For each message that was waited for: source and target rank, op and stage that made it, and its seconds."""
+        rank = np.repeat(np.arange(self.columns.ranks), np.diff(self.columns.first))
+        made, stage = self.columns.op, np.concatenate([column(row.stage) for row in self.columns.rows])
+        waited = np.flatnonzero((self.columns.need >= 0) & ~(self.before > self.ready))
+        for node in waited.tolist():
+            need = int(self.columns.need[node])
+            op = int(PLACE[made[need]])
+            yield int(rank[need]), int(rank[node]), op, int(stage[need]), float(self.starts[node] - self.ready[node])
+
+    def host(self, flight: float) -> Iterator[tuple[int, int, float]]:
+        """For each action that waited for nobody: op and stage of the one before, and the seconds between."""
+        stage = np.concatenate([column(row.stage) for row in self.columns.rows])
+        arrived = np.where(np.isnan(self.ready), -np.inf, self.ready + flight)
+        for node in np.flatnonzero(self.before >= arrived).tolist():
+            yield (
+                int(PLACE[self.columns.op[node - 1]]),
+                int(stage[node - 1]),
+                max(0.0, float(self.starts[node] - self.before[node])),
+            )

@@ -1,0 +1,368 @@
+"""What would make a step faster, and by how much: each change is tried on the replay of the step."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock._base.words import counted
+from penstock.errors import ArgumentError
+from penstock.plan.explain.case import Case
+from penstock.plan.explain.factors import Factors
+from penstock.plan.explain.predicted import Predicted
+from penstock.plan.explain.schedules import Idea, Price, another, other_schedules, twice_the_microbatches
+from penstock.plan.explain.stragglers import slow_ranks
+from penstock.schedule.said import WORDS, Kind
+from penstock.simulate.columns import COMPUTE, Floats
+from penstock.trace.measured import Replica, Step
+
+LEAST_GAIN = 0.005
+"""Changes that bring less of a step than this are not worth a line."""
+_LEAST_SHARE = 1 / 3
+"""A gain that rests on assumptions has a ± only if so much of it is certain. Without a ±, it is advice only if it
+usually brings so much of what it brings at most."""
+_UNEVEN = 1.05
+_OWN = 1.3
+"""An action is called slow by itself if it takes so many times what explains it."""
+_MAX_RANKS = 3
+_SAME_WORK = "the same work in sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that could be different, and what is claimed of it.
+
+    Attributes:
+        kind: "cut", "rank", "microbatches", "actions", "schedule", "pieces", or "what if".
+        text: what is, and what to do.
+        step_seconds: what the step would take.
+        gain: how much less that is, as a share of the step; below 0 if it is more. If not `measured`, it is no more.
+        note: what it assumes, or costs.
+        error: by how much the gain may be wrong: the replay's error, and the widths of all that is assumed.
+        measured: whether the gain rests on nothing but what was measured, or bounds that hold anyway.
+    """
+
+    kind: str
+    text: str
+    step_seconds: float
+    gain: float
+    note: str = ""
+    error: float = 0.0
+    measured: bool = True
+
+    @property
+    def certain(self) -> float:
+        """The gain that is certain: what changes are ordered by."""
+        return self.gain - self.error if self.measured else min(0.0, self.gain)
+
+    @property
+    def claim(self) -> str:
+        """By how much the step changes, in words: `-12.3% ± 1.0%`, or `at most -12.3%`."""
+        if not self.measured:
+            return f"at {'most' if self.gain >= 0 else 'least'} {-self.gain:+.1%}"
+        return f"{-self.gain:+.1%} ± {f'{self.error:.1%}' if self.error >= 0.001 else '<0.1%'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A measured step, what explains its times, and its replay: what changes are tried on. `shared`: its ranks had
+    fewer cores than they need, so that what one of them leaves idle another one uses: nothing is certain then.
+    """
+
+    step: Step
+    factors: Factors
+    replay: Case
+    replay_seconds: float
+    predicted: Predicted | None = None
+    shared: bool = False
+
+    @property
+    def slowest(self) -> Replica:
+        return self.step.slowest
+
+    def gains(self, idea: Idea) -> tuple[float, ...]:
+        """What an idea brings, as shares of the step: as usual, and at the ends of what it assumes. One of these is,
+        of another order, whether messages travel while their ranks compute.
+        """
+        pairs = [(self.replay_seconds, case) for case in idea.cases]
+        if idea.cases[0].schedules != self.replay.schedules:
+            pairs.insert(1, (self.replay.sending.step_seconds, idea.cases[0].sending))
+        return tuple((now - case.step_seconds) / self.step.seconds if self.step.seconds else 0.0 for now, case in pairs)
+
+    def expected_gain(self, idea: Idea) -> float:
+        """Return what an idea usually brings, as a share of the step. If ranks share cores, added work costs its own
+        time, since what one of them leaves idle another one uses."""
+        gain, added = min(self.gains(idea)[:2]), idea.cases[0].work_seconds - self.replay.work_seconds
+        return -added / self.step.seconds if self.shared and added > 0 and self.step.seconds else gain
+
+    def change(self, idea: Idea, error: float, elsewhere: Sequence[float] = ()) -> Change:
+        """What is claimed of an idea: that it brings what it usually does, as wrong as the replay, what is assumed, and
+        what it brings in other steps; or, of what nobody measured, at most what it can bring."""
+        gains, measured = self.gains(idea), idea.measured and not self.shared
+        gain, width = (
+            (gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere)))
+            if measured
+            else (min(1.0, max((*gains, *elsewhere)) + error), 0.0)  # a step takes some time, whatever is assumed
+        )
+        return Change(idea.kind, idea.text, self.step.seconds * (1 - gain), gain, idea.note, width, measured)
+
+    @property
+    def price(self) -> tuple[Price, ...] | None:
+        """What the profile says that splitting a backward costs."""
+        return self.predicted.price if self.predicted else None
+
+    @property
+    def totals(self) -> Floats:
+        """What a microbatch takes on each stage, of a rank that is not slow."""
+        return np.asarray(np.nansum(self.factors.typical, axis=0))
+
+    @property
+    def excess(self) -> Floats:
+        """What actions that are slow by themselves take beyond what is usual, in seconds; 0 for all others."""
+        return np.asarray(np.nan_to_num(self.factors.seconds) * (1 - 1 / _own(self)))
+
+    def scaled(self, case: Case, scale: Floats) -> Case:
+        """What work usually takes so many times as long. An action's excess has other causes, and so stays."""
+        return case.with_seconds((case.seconds - self.excess) * scale + self.excess)
+
+
+def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
+    """The changes that bring something, ordered by what is certain.
+
+    A gain counts as far as every one of the steps shows it, and the replay's error leaves it: what may be nothing is no
+    advice. What nobody measured, or what assumptions leave little of, is advice only if it usually brings something,
+    and comes after what is certain.
+
+    Args:
+        trials: the step that is explained, and others of its run.
+        error: of the replay.
+    """
+    first, found = trials[0], []
+    ideas = [*_ideas(first)]
+    wanted = {(one.kind, one.key) for one in ideas if one.measured and first.change(one, error).certain > 0}
+    others = [
+        {(one.kind, one.key): one for one in _ideas(trial) if (one.kind, one.key) in wanted} for trial in trials[1:]
+    ]
+    for idea in ideas:
+        key = idea.kind, idea.key
+        elsewhere = [
+            trial.gains(known[key])[0] if key in known else 0.0
+            for trial, known in zip(trials[1:], others, strict=True)
+            if key in wanted
+        ]
+        change, usual = first.change(idea, error, elsewhere), first.expected_gain(idea)
+        if change.certain < _LEAST_SHARE * change.gain and len(idea.cases) > 1:
+            change = first.change(_with(idea, idea.cases, "little of it is certain", measured=False), error, elsewhere)
+        least = max(LEAST_GAIN, error, 0.0 if change.measured else _LEAST_SHARE * (change.gain - error))
+        if (change.certain >= LEAST_GAIN or not change.measured) and usual >= least:
+            found.append((not change.measured, -change.certain, -usual, change, idea))
+    found.sort(key=lambda entry: entry[:3])
+    ideas = [idea for *_, idea in found]
+    return tuple(entry[3] for place, entry in enumerate(found) if not _beaten(entry[4], ideas[:place]))
+
+
+def _beaten(idea: Idea, before: Sequence[Idea]) -> bool:
+    """Whether another schedule, which needs no more memory, comes before this one."""
+    return idea.kind == "schedule" and any(one.kind == "schedule" and idea.memory >= one.memory for one in before)
+
+
+def _ideas(trial: Trial) -> Iterator[Idea]:
+    yield from _cut(trial)
+    yield from _ranks(trial)
+    yield from _microbatches(trial)
+    yield from _actions(trial)
+    yield from other_schedules(trial.replay, trial.factors.rank, trial.price)
+    yield from twice_the_microbatches(trial.replay)
+
+
+def _cut(trial: Trial) -> Iterator[Idea]:
+    totals, placement = trial.totals, trial.slowest.schedule.placement
+    mean = float(totals.mean())
+    stage = int(np.argmax(totals))
+    if not mean or totals[stage] < _UNEVEN * mean:
+        return
+    rank = placement.rank_of[stage]
+    is_so = f"stage {stage} takes {totals[stage] / mean:.2f} times the mean (rank {rank})"
+    known = trial.predicted
+    if known is None or not known.units or known.unlikely(list(totals)):
+        needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
+        note = _doubted(trial, f"if stages were even; {needed} which cuts there are")
+        yield Idea("cut", f"{is_so}: move work off it", (_even(trial, trial.replay),), note, measured=False)
+        return
+    starts, *ends = known.recut([float(total) for total in totals])
+    moves = [
+        f"begin stage {place} at {known.units[new_one].name} instead of {known.units[old].name}"
+        for place, (old, new_one) in enumerate(zip(known.starts, starts, strict=True))
+        if old != new_one
+    ]
+    if moves:
+        cases = tuple(trial.scaled(trial.replay, (np.array(new) / totals)[None, None, :, None]) for new in ends)
+        note = _doubted(trial, "units as profiled, scaled to what was measured")
+        yield Idea("cut", f"{is_so}: {'; '.join(moves)}", cases, note)
+
+
+def _doubted(trial: Trial, note: str) -> str:
+    """A note that says if a single interruption explains as much: each op of a stage ran once."""
+    once = trial.slowest.schedule.microbatches == 1
+    return "; ".join(filter(None, [note, "of one microbatch, a single interruption looks the same" if once else ""]))
+
+
+def _even(trial: Trial, case: Case) -> Case:
+    """All stages as long as their mean, each op's share of its stage as it is."""
+    totals = trial.totals
+    scale = np.where(totals > 0, totals.mean() / np.where(totals > 0, totals, 1.0), 1.0)
+    return trial.scaled(case, scale[None, None, :, None])
+
+
+def _ranks(trial: Trial) -> Iterator[Idea]:
+    """The slow ranks by what they lose, the worst few."""
+    factors, numbers = trial.factors, [one.number for one in trial.step.replicas]
+    for one in slow_ranks(trial.step, factors)[:_MAX_RANKS]:
+        scale, place = np.ones_like(factors.rank), numbers.index(one.replica)
+        scale[place][one.slow] /= factors.rank[place][one.slow]
+        ops = ", ".join(
+            f"{WORDS[Kind.of(op)]}s {factors.rank[place][row][one.slow[row]].max():.1f}x"
+            for row, op in enumerate(COMPUTE)
+            if one.slow[row].any()
+        )
+        text = f"{one.who} is slow ({ops} its replicas'): mend or replace it"
+        case = trial.scaled(trial.replay, scale[..., None])
+        yield Idea("rank", text, (case,), _doubted(trial, ""), key=one.who)
+
+
+def _microbatches(trial: Trial) -> Iterator[Idea]:
+    factor = trial.factors.microbatch
+    if factor.max() == 1.0:
+        return
+    place, microbatch = np.unravel_index(int(np.argmax(factor)), factor.shape)
+    of = f" of replica {trial.step.replicas[int(place)].number}" if len(trial.step.replicas) > 1 else ""
+    text = (
+        f"microbatches are unequal (microbatch {microbatch}{of} takes {factor.max():.2f} times the mean): give each as "
+        "much work, such as sequences of the same length in sum"
+    )
+    yield Idea("microbatches", text, (_equal(trial, trial.replay),), _SAME_WORK)
+
+
+def _equal(trial: Trial, case: Case) -> Case:
+    return trial.scaled(case, 1 / trial.factors.microbatch[:, None, None, :])
+
+
+def _actions(trial: Trial) -> Iterator[Idea]:
+    own = _own(trial)
+    slow = own > 1.0
+    if not slow.any():
+        return
+    excess = trial.excess
+    place, op, stage, microbatch = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
+    of = f" of replica {trial.step.replicas[place].number}" if len(trial.step.replicas) > 1 else ""
+    name = f"{stage}{COMPUTE[op].value}{microbatch}"
+    text = (
+        f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name}{of} most "
+        f"({own[place, op, stage, microbatch]:.1f}x): look for what else ran then"
+    )
+    note = "none slower than is usual there"
+    yield Idea("actions", text, (_usual(trial, trial.replay),), note, measured=False)
+
+
+def _usual(trial: Trial, case: Case) -> Case:
+    return case.with_seconds(case.seconds - trial.excess)
+
+
+def _own(trial: Trial) -> Floats:
+    """By how much each action that is slow by itself is slower than is usual; 1 for all others."""
+    own = np.nan_to_num(trial.factors.own, nan=1.0)
+    return np.where(own >= _OWN, own, 1.0)
+
+
+# -- what if ----------------------------------------------------------------------------------------------------------
+
+WHAT_IFS = (
+    "schedule=NAME (or NAME/CHUNKS), cut=even, cut=2:0.1 (a tenth of stage 2 goes to stage 1; below 0, of 1 to 2), "
+    "stragglers=none, rank=N (of any replica), microbatches=equal, actions=usual, link=0.5 (so many times the "
+    "transfer), host=none; several with commas between them"
+)
+
+
+def what_if(trial: Trial, text: str, error: float = 0.0) -> tuple[Change, Case]:
+    """What is claimed of the step if things were different, and its replay then.
+
+    Args:
+        text: changes as in `WHAT_IFS`. Another schedule is made last, and before it slow actions become usual, once.
+        error: of the replay.
+
+    Raises:
+        ArgumentError: it is none of them.
+    """
+    idea = Idea("what if", text, (trial.replay,))
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    usual = [part for part in parts if part[0] == "actions"]
+    rest = [part for part in parts if part[0] != "actions"]
+    for name, _, value in sorted([*rest, *dict.fromkeys(usual)], key=lambda part: part[0] == "schedule"):
+        idea = _changed(trial, idea, name, value)
+    return trial.change(idea, error), idea.cases[0]
+
+
+def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:
+    """One change more, and what it assumes."""
+    (case,), slow, placement = idea.cases[:1], trial.factors.rank, trial.slowest.schedule.placement
+    note, measured = "", True
+    match name, value:
+        case "schedule", _ if value:
+            found = another(case, value, slow, trial.price)
+            return _with(idea, found.cases, found.note, measured=found.measured)
+        case "cut", "even":
+            made, measured = _even(trial, case), False
+        case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < placement.depth:
+            made, note = _recut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
+        case "stragglers", "none":
+            made = trial.scaled(case, 1 / slow[..., None])
+        case "rank", _ if value.isdigit() and int(value) < placement.ranks:
+            of_rank = np.ones_like(slow)
+            stages = list(placement.by_rank[int(value)])
+            of_rank[:, :, stages] = slow[:, :, stages]
+            made = trial.scaled(case, 1 / of_rank[..., None])
+        case "microbatches", "equal":
+            made, note = _equal(trial, case), _SAME_WORK
+        case "actions", "usual":
+            made, measured = _usual(trial, case), False
+        case "link", _ if _is_factor(value):
+            made, measured = case.with_links(float(value)), False
+        case "host", "none":
+            made, measured = case.without_host(), False
+        case _:
+            size = f"this step has {counted(placement.depth, 'stage')} on {counted(placement.ranks, 'rank')}"
+            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}; {size}")
+    return _with(idea, (made,), note, measured=measured)
+
+
+def _with(idea: Idea, cases: tuple[Case, ...], note: str, *, measured: bool) -> Idea:
+    notes = "; ".join(filter(None, [idea.note, note]))
+    return replace(idea, cases=cases, note=notes, measured=idea.measured and measured)
+
+
+_CUT = re.compile(r"([0-9]{1,4}):(-?(?:0?\.[0-9]+|0|1))")
+_PROPORTIONS = "moved work is forward and backward in the proportion of the stage that takes it"
+
+
+def _recut(trial: Trial, case: Case, stage: int, share: float) -> Case:
+    """The cut before a stage moved: later, by a share of its work, or below 0 earlier, by a share of the one before."""
+    now, replayed = (np.nansum(one.seconds - trial.excess, axis=(0, 1, 3)) for one in (case, trial.replay))
+    totals = trial.totals * now / np.where(replayed > 0, replayed, 1.0)
+    moved = totals.copy()
+    for upper in range(stage, len(totals), trial.slowest.schedule.placement.depth):  # in each copy of the model
+        amount = share * totals[upper if share > 0 else upper - 1]
+        moved[upper - 1] += amount
+        moved[upper] -= amount
+    scale = np.where(totals > 0, moved / np.where(totals > 0, totals, 1.0), 1.0)
+    return trial.scaled(case, scale[None, None, :, None])
+
+
+def _is_factor(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False

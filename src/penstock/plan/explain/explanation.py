@@ -1,0 +1,333 @@
+"""Explains a run: where the time of a step went, why, and what to change first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.plan.explain.case import Case, case_of
+from penstock.plan.explain.changes import LEAST_GAIN, Change, Trial, suggestions, what_if
+from penstock.plan.explain.factors import factors_of, seconds_of
+from penstock.plan.explain.predicted import Predicted
+from penstock.plan.explain.schedules import MAX_ACTIONS
+from penstock.plan.explain.stragglers import Slowdowns, StepSummary, in_words, slowdowns_of, summaries
+from penstock.plan.explain.where import Bubble, Reason, Where, bubble_of, where_of
+from penstock.schedule.timeline import Timeline
+from penstock.trace.event import Recording
+from penstock.trace.measured import Run, Step, run_of
+
+_CROWDED = (
+    "ranks had fewer cores than they compute with: what one of them leaves idle another one uses, so a better order or "
+    "cut may bring nothing"
+)
+_TURNS = (
+    "no two ranks compute at once, though their order would let them: if one process ran them in turns, the waits "
+    "below are no pipeline's; record a run with a process per rank"
+)
+_EXACT = 1e-7
+"""What was measured is never replayed so well."""
+_FAR = 0.25
+"""A prediction that is wrong by such a share is said to be, first of all."""
+_MAX_ADVICE = 6
+_APART, _IN_TURNS_AT = 0.01, 0.8
+_STEPS = 5
+"""A gain has to show in so many steps, if there are as many."""
+_UNKNOWN = "nobody knows which ranks do {!r} together: what-ifs leave everything outside the pipeline as it was"
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """What a microbatch takes on one stage: a rank that is not slow, the mean microbatch.
+
+    Attributes:
+        seconds: F + B.
+        of_mean: how many times the mean of all stages that is.
+        predicted_seconds: what the plan or profile said; None if there is none.
+    """
+
+    stage: int
+    rank: int
+    seconds: float
+    of_mean: float
+    predicted_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a step took as long as it did.
+
+    Attributes:
+        run: all steps; `step` is the one that is explained.
+        replay_error: the replay's time of the step less the measured one, as a share of it: what is to be expected of
+            the predictions in `changes`.
+        worst_error: the largest of that, over all replicas, and the steps that took nearly as long.
+        stages: what each takes.
+        predicted_seconds: the pipeline by the plan's or profile's costs; None if there is none.
+        where: where the time went.
+        bubble: the longest wait of the slowest replica.
+        changes: what would bring something, ordered by what is certain.
+        what_ifs: what was asked for.
+        what_if_replays: the same replayed, of the same places.
+        whole_error: by how much the replay of the whole step is wrong, with what ranks do before and after their
+            pipelines; 0 if they do nothing, or nobody knows with whom.
+        slowdowns: what stragglers cost; None where that cannot be told.
+        steps: each step of the run in short.
+        even: the slowest replica's schedule if stages, ranks and microbatches were alike and nothing between actions.
+        predicted: the same schedule by the plan's or profile's costs; None if there is none.
+    """
+
+    run: Run
+    step: Step
+    replay_error: float
+    worst_error: float
+    stages: tuple[StageTime, ...]
+    predicted_seconds: float | None
+    where: Where
+    bubble: Bubble | None
+    changes: tuple[Change, ...]
+    what_ifs: tuple[Change, ...]
+    what_if_replays: tuple[Case, ...]
+    whole_error: float
+    slowdowns: Slowdowns | None
+    steps: tuple[StepSummary, ...]
+    even: Timeline
+    predicted: Timeline | None
+
+    @property
+    def error(self) -> float:
+        """The worst that the replay of a pipeline was, as a share of the step."""
+        return max(abs(self.replay_error), self.worst_error)
+
+    @property
+    def change_error(self) -> float:
+        """By how much of the step a predicted gain may be wrong: the worst that any replay was."""
+        return max(self.error, self.whole_error)
+
+    @property
+    def origin(self) -> str:
+        """Where the times are from: those of a simulation are replayed exactly."""
+        return "measured" if self.error > _EXACT else "simulated"
+
+    @property
+    def advice(self) -> tuple[Change, ...]:
+        """The first of the changes, as every page and screen lists them."""
+        return self.changes[:_MAX_ADVICE]
+
+    @property
+    def nothing(self) -> str:
+        """What is said where there is no advice."""
+        if self.change_error > LEAST_GAIN:
+            return f"nothing for certain: no change brings more than the replay's error, {self.change_error:.1%}"
+        return f"nothing: stages, ranks and microbatches are alike, as far as {LEAST_GAIN:.1%} of a step goes"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        slowest = self.step.slowest
+        schedule = slowest.schedule
+        return {
+            "schedule": schedule.name,
+            "ranks": schedule.ranks,
+            "stages": [asdict(one) for one in self.stages],
+            "microbatches": schedule.microbatches,
+            "replicas": len(self.step.replicas),
+            "step": self.step.number,
+            "steps": {step.number: step.seconds for step in self.run.steps},
+            "origin": self.origin,
+            "step_seconds": self.step.seconds,
+            "pipeline_seconds": self.step.pipeline_seconds,
+            "others_seconds": dict(self.step.others),
+            "predicted_seconds": self.predicted_seconds,
+            "replay_error": self.replay_error,
+            "worst_replay_error": self.worst_error,
+            "even_seconds": self.where.even_seconds,
+            "added_seconds": _plain(self.where.added_seconds),
+            "slowest_replica": slowest.number,
+            "by_rank": [
+                {"rank": one.rank, "compute_seconds": one.compute_seconds, "idle_seconds": _plain(one.idle_seconds)}
+                for one in self.where.ranks
+            ],
+            "largest_bubble": None if self.bubble is None else _bubble(self.bubble),
+            "changes": [asdict(one) | {"claim": one.claim} for one in self.advice],
+            "what_ifs": [asdict(one) | {"claim": one.claim} for one in self.what_ifs],
+            "whole_replay_error": self.whole_error,
+            "slowdowns": None if self.slowdowns is None else asdict(self.slowdowns),
+            "steps_in_words": list(in_words(self.steps)),
+            "each_step": [_step(one) for one in self.steps],
+            "nothing": "" if self.advice else self.nothing,
+            "notes": list(self.run.notes),
+        }
+
+
+def _step(one: StepSummary) -> dict[str, Any]:
+    slow = one.slowest
+    who = None if slow is None else {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
+    return asdict(replace(one, slowest=None)) | {"slowest": who}
+
+
+def _plain(seconds: Mapping[Reason, float]) -> dict[str, float]:
+    return {str(reason): value for reason, value in seconds.items()}
+
+
+def _bubble(bubble: Bubble) -> dict[str, Any]:
+    culprit = None if bubble.culprit is None else str(bubble.culprit)
+    return asdict(bubble) | {"before": str(bubble.before), "culprit": culprit}
+
+
+def explain(
+    recording: Recording | Run,
+    *,
+    step: int | None = None,
+    predicted: Predicted | None = None,
+    what_ifs: Sequence[str] = (),
+) -> Explanation:
+    """Explains one step of a run.
+
+    Args:
+        recording: what `read_run` read, or the run that `run_of` made of it.
+        step: which one; None: the one whose time is the median.
+        predicted: what the stages should have taken.
+        what_ifs: more to try, as in `schedule=zb-h1`.
+
+    Raises:
+        ArgumentError: the trace has no complete step (says what is missing), not this one, or a what-if is unknown.
+    """
+    run = run_of(recording) if isinstance(recording, Recording) else recording
+    chosen = _chosen(run, step)
+    if predicted is not None and len(predicted.stage_seconds) != chosen.slowest.schedule.placement.depth:
+        raise ArgumentError(
+            f"the prediction is for {len(predicted.stage_seconds)} stages, and the run has "
+            f"{chosen.slowest.schedule.placement.depth}"
+        )
+    trial = _trial(run, chosen, predicted)
+    factors, replay, replay_seconds = trial.factors, trial.replay, trial.replay_seconds
+    place = chosen.replicas.index(chosen.slowest)
+    even = factors.even[place]
+    even_timeline = replay.free.timeline(chosen.slowest.schedule, even)
+    planned = None if predicted is None else predicted.timeline(replay.schedules[0])
+    ahead = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
+    replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
+    like = _like(run, chosen)
+    worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
+    outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
+    error = max(abs(replay_error), worst, outside)
+    notes = [*run.notes]
+    if predicted is not None and ahead is not None:
+        notes = [*_doubts(predicted, trial, ahead), *notes]
+    if run.crowded:
+        notes.insert(0, _CROWDED)
+    elif trial.shared:
+        notes.insert(0, _TURNS)
+    if chosen.unknown:
+        notes.append(_UNKNOWN.format(chosen.unknown[0]))
+    run = replace(run, notes=tuple(notes))
+    tried = [what_if(trial, text, error) for text in what_ifs]
+    return Explanation(
+        run,
+        chosen,
+        replay_error,
+        worst,
+        _stages(trial),
+        ahead,
+        where_of(chosen, factors, replay),
+        bubble_of(chosen.slowest, even_timeline),
+        suggestions([trial, *_others(run, trial, like)], error),
+        tuple(change for change, _ in tried),
+        tuple(replayed for _, replayed in tried),
+        outside,
+        slowdowns_of(run, chosen),
+        summaries(run),
+        even_timeline,
+        planned,
+    )
+
+
+def _trial(run: Run, step: Step, predicted: Predicted | None, rolled: int = 0, *, usual: bool = False) -> Trial:
+    """A step to try changes on; `rolled`: as if its microbatches had come so many places later; `usual`: as if none of
+    its actions had been slow or fast by itself."""
+    factors = factors_of(step.replicas)
+    seconds = np.roll(factors.by_microbatch if usual else factors.seconds, rolled, axis=3)
+    factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
+    replay = case_of(step, seconds)
+    shared = _in_turns(step, replay) if run.crowded is None else run.crowded
+    return Trial(step, factors, replay, replay.step_seconds, predicted, shared)
+
+
+def _in_turns(step: Step, replay: Case) -> bool:
+    """Whether no two ranks compute at once, though their order would let them."""
+    return step.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * step.pipeline_seconds
+
+
+def _like(run: Run, step: Step) -> list[Step]:
+    """The other steps that took most nearly as long."""
+    alike = [one for one in run.steps if one is not step and one.slowest.schedule == step.slowest.schedule]
+    return sorted(alike, key=lambda one: abs(one.seconds - step.seconds))[: _STEPS - 1]
+
+
+def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
+    """The step without what is an action's own, the steps like it, or if there are none its own microbatches in other
+    orders: what a change brings there, too, is certain."""
+    step, schedule = trial.step, trial.slowest.schedule
+    if sum(map(len, schedule.rows)) * len(step.replicas) > MAX_ACTIONS // _STEPS:
+        return []
+    rolls = [schedule.microbatches * part // _STEPS for part in range(1, 1 if like else _STEPS)]
+    return [
+        _trial(run, step, trial.predicted, usual=True),
+        *(_trial(run, one, trial.predicted) for one in like),
+        *(_trial(run, step, trial.predicted, rolled) for rolled in rolls),
+    ]
+
+
+def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
+    """How far off the prediction is, or why it is not of this run: what is said first."""
+    measured, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
+    if seconds and measured and abs(seconds / measured - 1) >= _FAR:
+        why = "" if found else ": it was made with other threads, rows or devices, or other work ran on the machine"
+        found.insert(0, f"the pipeline took {measured / seconds:.2f} times what was predicted{why}")
+    return [*found, _guess(predicted, trial)] if predicted.guessed else found
+
+
+def _guess(predicted: Predicted, trial: Trial) -> str:
+    """What was taken for the run's cuts, and whether that can be."""
+    names = ", ".join(predicted.units[start].name for start in predicted.starts[1:])
+    taken = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
+    measured = [float(total) for total in trial.totals]
+    if not predicted.unlikely(measured):
+        return taken
+    ratios = [took / was for took, was in zip(measured, predicted.stage_seconds, strict=False) if was]
+    wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
+    return f"{taken}. They were probably others: stages take {wrong}, so the prediction below is not of this run"
+
+
+def _chosen(run: Run, number: int | None) -> Step:
+    if number is None:
+        return run.typical
+    for step in run.steps:
+        if step.number == number:
+            return step
+    known = ", ".join(str(step.number) for step in run.steps)
+    raise ArgumentError(f"step={number}: the trace has complete steps {known}")
+
+
+def _worst_error(step: Step, replay: Case) -> float:
+    """Of any replica, as a share of the step."""
+    pairs = zip(replay.spans, step.replicas, strict=True)
+    return max(abs(span - one.span_seconds) / step.seconds for span, one in pairs) if step.seconds else 0.0
+
+
+def _stages(trial: Trial) -> tuple[StageTime, ...]:
+    totals, known = trial.totals, trial.predicted
+    mean, placement = float(totals.mean()), trial.slowest.schedule.placement
+    return tuple(
+        StageTime(
+            stage,
+            placement.rank_of[stage],
+            float(total),
+            float(total) / mean if mean else 1.0,
+            None if known is None else known.stage_seconds[stage % placement.depth],
+        )
+        for stage, total in enumerate(totals)
+    )

@@ -1,0 +1,121 @@
+"""Why actions take as long as they do: the stage, the rank that runs it, the microbatch, and what is left.
+
+An action's time is taken as a product: what its op takes on its stage (typical of all replicas), how slow its rank is,
+how long its microbatch, and a rest that is its own. Medians, so that a few slow actions do not count as a slow stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.schedule import Op
+from penstock.simulate.columns import COMPUTE, Floats, column
+from penstock.trace.measured import Replica
+
+PLACE = np.array([COMPUTE.index(op) if op.is_compute else -1 for op in Op])
+"""Where an op is along O, by its code."""
+ALIKE = 0.05
+"""Microbatches that differ by less than this are taken as alike."""
+SLOW = 1.1
+"""A rank is called slow if one of its ops takes so many times what is typical of the stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Times by replica (R), op (O, as in `COMPUTE`), stage (S) and microbatch (M); NaN where there is no such action.
+
+    Attributes:
+        seconds: as measured, [R, O, S, M].
+        typical: of the stage's op, [O, S].
+        rank: by how much the rank is slower than is typical, [R, O, S].
+        microbatch: by how much a microbatch is longer than the mean, [R, M].
+    """
+
+    seconds: Floats
+    typical: Floats
+    rank: Floats
+    microbatch: Floats
+
+    @property
+    def even(self) -> Floats:
+        """If all stages were alike."""
+        used = ~np.isnan(self.typical)
+        means = np.nansum(self.typical, axis=1) / np.maximum(1, used.sum(axis=1))
+        return self._spread(np.where(used, means[:, None], np.nan))
+
+    @property
+    def by_stage(self) -> Floats:
+        """If no rank were slow, and all microbatches alike."""
+        return self._spread(self.typical)
+
+    @property
+    def by_rank(self) -> Floats:
+        """If all microbatches were alike."""
+        return self._spread(self.typical) * self.rank[..., None]
+
+    @property
+    def by_microbatch(self) -> Floats:
+        """Without what is an action's own."""
+        return self.by_rank * self.microbatch[:, None, None, :]
+
+    @property
+    def own(self) -> Floats:
+        """By how much each action is slower than all that explains it."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.by_microbatch > 0, self.seconds / self.by_microbatch, 1.0)
+
+    def _spread(self, by_stage: Floats) -> Floats:
+        """[O, S] for every action that there is."""
+        return np.where(np.isnan(self.seconds), np.nan, by_stage[None, :, :, None])
+
+
+def factors_of(replicas: Sequence[Replica]) -> Factors:
+    """What explains the times of one step."""
+    seconds = seconds_of(replicas)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        microbatch = _microbatches(seconds)
+        base = _usual(seconds / microbatch[:, None, None, :], axis=3)
+        typical = _usual(base, axis=0)
+        rank = np.where(base > 0, base / typical[None], 1.0)
+        rank = np.where(np.isfinite(rank), rank, 1.0)
+    return Factors(seconds, typical, rank, microbatch)
+
+
+def _usual(values: Floats, axis: int | tuple[int, ...], *, keepdims: bool = False) -> Floats:
+    """The median of what is there, NaN where nothing is; of two in the middle the lower one, so that of two values one
+    that was held up does not count. (numpy's warns of a stage without an op, and a warning cannot be silenced in one
+    thread alone.)"""
+    axes = (axis,) if isinstance(axis, int) else axis
+    last = np.moveaxis(values, axes, range(-len(axes), 0))
+    ordered = np.sort(last.reshape(*last.shape[: -len(axes)], -1), axis=-1)  # NaN sorts last
+    there = np.count_nonzero(~np.isnan(ordered), axis=-1, keepdims=True)
+    found = np.take_along_axis(ordered, np.maximum(there - 1, 0) // 2, axis=-1)[..., 0]
+    return np.expand_dims(found, axes) if keepdims else found
+
+
+def _microbatches(seconds: Floats) -> Floats:
+    """By how much each microbatch is longer than the mean, [R, M]: what most ops of most stages say."""
+    alike = _usual(seconds, axis=(0, 3), keepdims=True)
+    ratio = seconds / np.where(alike > 0, alike, np.nan)
+    found = _usual(ratio, axis=(1, 2))
+    found = np.where(found > 0, found, 1.0)  # unknown, or beyond the clock: a range that is all wait leaves nothing
+    uniform = found.max(axis=1) < found.min(axis=1) * (1 + ALIKE)  # then it is the replica's ranks
+    found[uniform] = 1.0
+    found /= found.mean()
+    return found if np.abs(found - 1).max() >= ALIKE else np.ones_like(found)
+
+
+def seconds_of(replicas: Sequence[Replica]) -> Floats:
+    """What each action took, [R, O, S, M]."""
+    schedule = replicas[0].schedule
+    microbatches = max(one.schedule.microbatches for one in replicas)
+    found = np.full((len(replicas), len(COMPUTE), schedule.stages, microbatches), np.nan)
+    for number, replica in enumerate(replicas):
+        for track in replica.timeline.tracks:
+            row = track.actions
+            took = column(track.end) - column(track.start)
+            found[number, PLACE[column(row.op)], column(row.stage), column(row.microbatch)] = took
+    return found

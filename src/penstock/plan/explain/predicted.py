@@ -1,0 +1,168 @@
+"""What a plan or a profile said that stages would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock._base.words import counted
+from penstock.costs import Profile, UnitCost, best_starts
+from penstock.costs.stage_costs import priced, problem_of, slowest_link, usual_link
+from penstock.errors import ArgumentError
+from penstock.plan.explain.schedules import Price
+from penstock.schedule import Schedule
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
+from penstock.simulate.columns import Floats
+
+_LEAST = 1e-12
+_ALIKE = 1.5
+"""By how much more one stage may differ from what was predicted than another, if the cuts are those of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What one microbatch was predicted to take on each stage.
+
+    Attributes:
+        stage_seconds: F + I + W of each stage.
+        pipeline_seconds: of a step, as the plan or the run's folder predicted it; 0: simulated from the stages' costs.
+        units: the model's units, in order; empty if only stages are known.
+        costs: of each stage; empty if only its seconds are known.
+        link: what a message costs.
+        action_seconds: what the runtime adds to an action.
+        starts: the unit with which each stage begins, by its place.
+        guessed: whether the starts are the profile's own best, as nobody said with which the run was cut.
+        price: what splitting the stages' backwards costs, if it was measured.
+        note: why it may be a prediction of something else.
+    """
+
+    stage_seconds: tuple[float, ...]
+    pipeline_seconds: float = 0.0
+    units: tuple[UnitCost, ...] = ()
+    costs: tuple[StageCost, ...] = ()
+    link: LinkCost = NO_COST
+    action_seconds: float = 0.0
+    starts: tuple[int, ...] = ()
+    guessed: bool = False
+    price: tuple[Price, ...] | None = None
+    note: str = ""
+
+    @classmethod
+    def of_profile(
+        cls,
+        profile: Profile,
+        stages: int,
+        cuts: Sequence[str] | None = None,
+        rows: int | None = None,
+        threads: int = 0,
+        *,
+        splits: bool = False,
+    ) -> Predicted:
+        """Of a profile's units in so many stages.
+
+        Args:
+            profile: of the model that ran; of several sizes, that of the run's microbatches counts.
+            stages: how many there are.
+            cuts: the unit with which each stage but the first begins; None: where the profile itself would cut.
+            rows: of a microbatch, if that is known.
+            threads: of a rank, on a CPU; 0: not known.
+            splits: whether the run split backwards.
+
+        Raises:
+            ArgumentError: a cut is no unit, or they are not as many as the stages need.
+        """
+        sizes, notes = {one.rows: one for one in profile.each_size}, []
+        if rows is None and len(sizes) > 1:
+            notes.append(f"the run does not say how many rows a microbatch has; the profile's {profile.rows} are taken")
+        elif rows and any(sizes) and rows not in sizes:
+            notes.append(f"microbatches have {rows} rows, and the profile is of {', '.join(map(str, sizes))}")
+        if threads not in (0, profile.threads) and profile.device == "cpu":
+            notes.append(f"ranks had {counted(threads, 'thread')}, and the profile was made with {profile.threads}")
+        profile = sizes.get(rows or 0, profile)
+        names = [unit.name for unit in profile.units]
+        units = tuple(unit.split if splits else unit for unit in profile.units)
+        link = slowest_link(profile) or usual_link(profile.device)
+        if cuts is None:
+            starts = best_starts(problem_of(units, link), stages)
+        else:
+            if unknown := [name for name in cuts if name not in names]:
+                raise ArgumentError(
+                    f"cuts={list(cuts)}: {unknown[0]!r} is no unit of the profile: that is of another model, or these "
+                    "are not the cuts of the run"
+                )
+            starts = [0, *map(names.index, cuts)]
+            if len(starts) != stages or starts != sorted({*starts}):
+                raise ArgumentError(
+                    f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"
+                )
+        action, guessed, note = profile.action_seconds or 0.0, cuts is None, "; ".join(notes)
+        costs = priced(units, starts, [1.0] * stages, action)
+        price = _price(profile, starts)
+        return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note)
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """A step by these costs. If only sums of stages are known, F, I and W are taken as equally long: roughly, and
+        without messages."""
+        costs = self.costs or [StageCost(one / 3, one / 3, one / 3) for one in self.stage_seconds]
+        return simulate(schedule, costs, self.link)
+
+    def unlikely(self, measured: Sequence[float]) -> bool:
+        """Whether the starts are guessed, and what stages took says that they were others."""
+        ratios = [took / was for took, was in zip(measured, self.stage_seconds, strict=False) if was]
+        return self.guessed and bool(ratios) and max(ratios) > _ALIKE * min(ratios)
+
+    def recut(self, measured: Sequence[float]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+        """The best starts, and what each stage then takes: if each unit takes as many times what was predicted as the
+        stage that it is on did, and if that is due to the rank, which takes as many times for whatever it has.
+
+        Args:
+            measured: F + I + W of each stage, as it ran.
+        """
+        ends, ones = [*self.starts[1:], len(self.units)], [1.0] * len(self.starts)
+        times = [took / was if was else 1.0 for took, was in zip(measured, self.stage_seconds, strict=True)]
+        scaled = [
+            _slower(unit, by)
+            for by, start, end in zip(times, self.starts, ends, strict=True)
+            for unit in self.units[start:end]
+        ]
+        starts = best_starts(problem_of(scaled, self.link), len(self.starts))
+        of_rank = 2 * self.action_seconds  # of F, and of B or I
+        units = _seconds(priced(scaled, starts, ones, 0.0))
+        stages = _seconds(priced(self.units, starts, ones, self.action_seconds))
+        by_unit = tuple(seconds + of_rank * by for seconds, by in zip(units, times, strict=True))
+        return tuple(starts), by_unit, tuple(seconds * by for seconds, by in zip(stages, times, strict=True))
+
+
+def _slower(unit: UnitCost, times: float) -> UnitCost:
+    return replace(
+        unit,
+        forward_seconds=unit.forward_seconds * times,
+        input_gradient_seconds=unit.input_gradient_seconds * times,
+        weight_gradient_seconds=unit.weight_gradient_seconds * times,
+    )
+
+
+def _seconds(costs: Sequence[StageCost]) -> tuple[float, ...]:
+    return tuple(cost.forward_seconds + cost.backward_seconds for cost in costs)
+
+
+def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
+    """What splitting the backward of each stage costs, and within which bounds; None where that was not measured."""
+    if not all(unit.split_forward_seconds is not None for unit in profile.units):
+        return None
+    each, action = (profile.units, [unit.split for unit in profile.units]), profile.action_seconds or 0.0
+    whole, split = (priced(units, starts, [1.0] * len(starts), action) for units in each)
+
+    def shares(part: str, of: str) -> Floats:
+        return np.array([getattr(a, part) / max(getattr(b, of), _LEAST) for a, b in zip(split, whole, strict=True)])
+
+    times = shares("forward_seconds", "forward_seconds")
+    inputs, weights = (shares(f"backward_{part}_seconds", "backward_seconds") for part in ("input", "weight"))
+    spread = np.add.reduceat([unit.seconds * unit.spread for unit in profile.units], starts)
+    spread /= [max(cost.forward_seconds + cost.backward_seconds, _LEAST) for cost in whole]
+    best = np.maximum(1 - spread / 2, 1 / np.maximum(inputs + weights, _LEAST))  # both parts are no less than the whole
+    bounds = (np.ones_like(spread), best, 1 + spread / 2)
+    return tuple(Price(np.maximum(times * by, 1.0), inputs * by, weights * by) for by in bounds)

@@ -1,0 +1,163 @@
+"""Where a step's time went: from an ideal step to the measured one, each cause added to those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from penstock.plan.explain.case import Case, times_of
+from penstock.plan.explain.factors import Factors
+from penstock.schedule import Action
+from penstock.schedule.timeline import Timeline
+from penstock.simulate.columns import Columns, Floats, Ints
+from penstock.simulate.waits import Waits
+from penstock.trace.measured import Replica, Step
+
+
+class Reason(StrEnum):
+    """What a step's time, or a rank's idle time, is due to. The value is the name in tables and JSON."""
+
+    SCHEDULE = "warm-up and drain"
+    STAGES = "uneven stages"
+    RANKS = "slow ranks"
+    MICROBATCHES = "unequal microbatches"
+    ACTIONS = "single slow actions"
+    LINKS = "transfers"
+    HOST = "between actions"
+    REST = "not explained"
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Where one rank's time went: `compute_seconds` and `idle_seconds` add up to its pipeline's span."""
+
+    rank: int
+    compute_seconds: float
+    idle_seconds: Mapping[Reason, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where the time went.
+
+    Attributes:
+        even_seconds: the pipeline's time with stages, ranks and microbatches alike and nothing between actions.
+        added_seconds: what each reason adds, in the order in which they were added; may be below 0.
+        ranks: of the slowest replica.
+    """
+
+    even_seconds: float
+    added_seconds: Mapping[Reason, float]
+    ranks: tuple[RankTime, ...]
+
+
+def where_of(step: Step, factors: Factors, replay: Case) -> Where:
+    """The cases from an ideal step to the replay; the measured step is the last."""
+    free = replay.free
+    cases = {
+        Reason.SCHEDULE: free.with_seconds(factors.even),
+        Reason.STAGES: free.with_seconds(factors.by_stage),
+        Reason.RANKS: free.with_seconds(factors.by_rank),
+        Reason.MICROBATCHES: free.with_seconds(factors.by_microbatch),
+        Reason.ACTIONS: free,
+        Reason.LINKS: replay.without_host(),
+        Reason.HOST: replay,
+    }
+    times = [case.pipeline_seconds for case in cases.values()] + [step.pipeline_seconds]
+    names = [*[*cases][1:], Reason.REST]
+    added = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
+    place = step.replicas.index(step.slowest)
+    busy = [step.slowest.timeline.busy_seconds(rank) for rank in range(step.slowest.timeline.ranks)]
+    idle = [_idle(case, place) for case in cases.values()] + [[step.slowest.span_seconds - one for one in busy]]
+    ranks = tuple(
+        RankTime(rank, busy[rank], _shares([*Reason], [one[rank] for one in idle])) for rank in range(len(busy))
+    )
+    return Where(times[0], added, ranks)
+
+
+def _idle(case: Case, place: int) -> list[float]:
+    """Of each rank of a replica: its pipeline's span less its own work."""
+    schedule, seconds = case.schedules[place], case.seconds[place]
+    work = np.nansum(seconds, axis=(0, 2))  # by stage
+    return [case.spans[place] - float(work[list(stages)].sum()) for stages in schedule.placement.by_rank]
+
+
+def _shares(reasons: Sequence[Reason], idle: Sequence[float]) -> dict[Reason, float]:
+    """What each reason adds to a rank's idle time, none below 0: a rank that has more work idles less, so what is
+    taken away comes off the reasons before.
+    """
+    found = dict.fromkeys(reasons, 0.0)
+    before = 0.0
+    for place, (reason, seconds) in enumerate(zip(reasons, idle, strict=True)):
+        more, before = seconds - before, seconds
+        found[reason] = max(0.0, more)
+        for earlier in reversed(reasons[:place]):
+            if more >= 0:
+                break
+            taken = min(found[earlier], -more)
+            found[earlier] -= taken
+            more += taken
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """The wait between two actions of a rank that is longest beyond what the schedule itself makes it wait there.
+
+    Attributes:
+        rank, before: where it was, and the action that came after it.
+        seconds: how long it lasted.
+        culprit: the action on the chain that it waited for that took most beyond an even share; None: none did.
+        culprit_rank, culprit_seconds, usual_seconds: where that ran, how long it took, and the even share.
+    """
+
+    rank: int
+    before: Action
+    seconds: float
+    culprit: Action | None = None
+    culprit_rank: int = 0
+    culprit_seconds: float = 0.0
+    usual_seconds: float = 0.0
+
+
+def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
+    """The largest bubble of a replica, warm-up and drain apart; None if there is none.
+
+    Args:
+        replica: as measured.
+        ideal: its schedule with stages, ranks and microbatches alike, and nothing between actions.
+    """
+    waits = Waits.of(replica.schedule, replica.timeline)
+    columns = waits.columns
+    starts, ends = np.concatenate(waits.starts), np.concatenate(waits.ends)
+    ideal_starts, ideal_ends = times_of(ideal)
+    gap = np.nan_to_num(starts - columns.before(ends))
+    node = int(np.argmax(gap - np.nan_to_num(ideal_starts - columns.before(ideal_ends))))
+    if gap[node] <= 0:
+        return None
+    rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
+    took, usual = ends - starts, ideal_ends - ideal_starts
+    chain = _chain(waits.need, columns, ends, node)
+    worst = max(chain, key=lambda one: float(took[one] - usual[one]), default=-1)
+    found = int(rank[node]), columns.action(node), float(gap[node])
+    if worst < 0 or took[worst] <= usual[worst]:
+        return Bubble(*found)
+    return Bubble(*found, columns.action(worst), int(rank[worst]), float(took[worst]), float(usual[worst]))
+
+
+def _chain(need: Ints, columns: Columns, ends: Floats, node: int) -> list[int]:
+    """What ran while a node's rank was idle, of all that it waited for, latest first."""
+    since, found = ends[node - 1], []
+    at = int(need[node])
+    first = set(columns.first.tolist())
+    while at >= 0 and ends[at] > since:
+        found.append(at)
+        before = -1 if at in first else at - 1
+        other = int(need[at])
+        late_other = ends[other] if other >= 0 else -np.inf
+        late_before = ends[before] if before >= 0 else -np.inf
+        at = other if late_other > late_before else before
+    return found

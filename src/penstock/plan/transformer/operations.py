@@ -1,0 +1,178 @@
+"""What one device of a tensor-parallel group computes for one microbatch, layer by layer: products and bytes moved.
+
+A matrix product of the forward, of n tokens by k by m, has two in the backward: for its input's gradient and for its
+weight's. What is no product is bound by memory: each kernel reads its inputs and writes its outputs once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.costs.hardware import Operation
+from penstock.plan.transformer.job import Job
+
+VALUE = 2
+"""Bytes of an activation."""
+
+SUM = 4
+"""Bytes of a value in float32: weight gradients are added up in it, and logits are computed in it for the loss."""
+
+ATTENTION_AGAIN = 2.5
+"""A fused backward does five products where the forward did two (Dao 2023, FlashAttention-2, section 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a device divides a matrix product: in tiles, of which each processor computes one at a time.
+
+    The last wave of tiles takes as long as a full one, which costs products of a few hundred tiles up to a tenth
+    (NVIDIA, "Matrix Multiplication Background", on wave quantization).
+
+    Attributes:
+        processors: how many the device has; 0: not known, and nothing is rounded.
+        tile: rows and columns of its usual tile; either may lie along the rows.
+    """
+
+    processors: int = 0
+    tile: tuple[int, int] = (256, 128)
+
+    def waste(self, rows: float, columns: float) -> float:
+        """The time of a product with a result of that size, as a multiple of what its flops alone take."""
+        if not self.processors:
+            return 1.0
+        high, wide = self.tile
+        return min(self._waste(rows, columns, high, wide), self._waste(rows, columns, wide, high))
+
+    def _waste(self, rows: float, columns: float, high: int, wide: int) -> float:
+        tiles = math.ceil(rows / high) * math.ceil(columns / wide)
+        waves = math.ceil(tiles / self.processors)
+        return waves * self.processors * high * wide / (rows * columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a part of the model does with one microbatch on one device.
+
+    Attributes:
+        forward, input_gradient, weight_gradient: F, I and W.
+        repeated: the part of the forward that selective recomputation does again.
+        forward_sums, backward_sums: bytes of each tensor that an all-reduce of the group adds up, in F and in I; with
+            sequence parallelism each is a reduce-scatter and an all-gather, which send as much.
+    """
+
+    forward: tuple[Operation, ...] = ()
+    input_gradient: tuple[Operation, ...] = ()
+    weight_gradient: tuple[Operation, ...] = ()
+    repeated: tuple[Operation, ...] = ()
+    forward_sums: tuple[float, ...] = ()
+    backward_sums: tuple[float, ...] = ()
+
+    def then(self, other: Work) -> Work:
+        """This, and then the other."""
+        return Work(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.repeated + other.repeated,
+            self.forward_sums + other.forward_sums,
+            self.backward_sums + other.backward_sums,
+        )
+
+
+def layer_work(job: Job, rows: int, grid: Grid) -> Work:
+    """One layer. With t = 1 nothing is sent."""
+    model, t = job.model, job.tensor_parallel
+    n = rows * job.sequence
+    whole = n / t if job.sequence_parallel else n
+    parts = (
+        _moved(whole * model.hidden, 2, 3),  # norm
+        _product(job, grid, n, model.hidden, (model.hidden + 2 * model.kv_width) / t),
+        _attention(job, rows),
+        _product(job, grid, n, model.hidden / t, model.hidden),
+        _added(job, whole),
+        _moved(whole * model.hidden, 2, 3),
+        _product(job, grid, n, model.hidden, (2 if model.gated else 1) * model.inner / t),
+        _moved(n * model.inner / t, 3, 5) if model.gated else _moved(n * model.inner / t, 2, 3),
+        _product(job, grid, n, model.inner / t, model.hidden),
+        _added(job, whole),
+    )
+    sums = _sums(job, rows)
+    found = Work(forward_sums=2 * sums, backward_sums=2 * sums)
+    for part in parts:
+        found = found.then(part)
+    return found
+
+
+def embedding_work(job: Job, rows: int) -> Work:
+    """Before the first layer: each device looks up its part of the vocabulary, and an all-reduce adds them up."""
+    n = rows * job.sequence
+    size = n * job.model.hidden
+    forward, backward = _kernel(2 * VALUE * size), _kernel((VALUE + 2 * SUM) * size)
+    return Work((forward,), (), (backward,), forward_sums=_sums(job, rows))
+
+
+def head_work(job: Job, rows: int, grid: Grid) -> Work:
+    """After the last layer: norm, logits, and a loss that takes them divided among the devices."""
+    model, t = job.model, job.tensor_parallel
+    n = rows * job.sequence
+    whole = n / t if job.sequence_parallel else n
+    logits = n * model.vocabulary / t
+    loss = Work((_kernel((VALUE + 3 * SUM) * logits),), (_kernel((SUM + VALUE) * logits),))
+    found = (
+        _moved(whole * model.hidden, 2, 3).then(_product(job, grid, n, model.hidden, model.vocabulary / t)).then(loss)
+    )
+    return found.then(Work(backward_sums=_sums(job, rows)))
+
+
+def _sums(job: Job, rows: int) -> tuple[float, ...]:
+    """The tensor of all tokens, if a group adds it up."""
+    return (float(VALUE * rows * job.sequence * job.model.hidden),) if job.tensor_parallel > 1 else ()
+
+
+def _attention(job: Job, rows: int) -> Work:
+    """Scores, their softmax, dropout, and values: of this device's heads."""
+    model, t = job.model, job.tensor_parallel
+    n = rows * job.sequence
+    flops = 2.0 * n * job.sequence * model.hidden / t
+    widths = VALUE * n * (model.hidden + model.kv_width) / t
+    if job.fused_attention:  # masked blocks, half of all, are left out
+        forward = Operation(flops, 2 * widths, job.dtype)
+        return Work((forward,), (Operation(ATTENTION_AGAIN * flops, 4 * widths, job.dtype),), (), ())
+    scores = n * job.sequence * model.heads / t
+    product = Operation(flops, widths + VALUE * scores, job.dtype)
+    kept = (1 if model.dropout else 0) * scores
+    softmax = _kernel(2 * VALUE * scores)
+    dropped = (_kernel(2 * VALUE * scores + kept),) if model.dropout else ()
+    forward_all = (product, softmax, *dropped, product)
+    backward = (
+        Operation(flops, widths + VALUE * scores, job.dtype, 4),
+        _kernel(3 * VALUE * scores),
+        *((_kernel(2 * VALUE * scores + kept),) if model.dropout else ()),
+    )
+    return Work(forward_all, backward, (), forward_all)
+
+
+def _product(job: Job, grid: Grid, n: float, k: float, m: float) -> Work:
+    """n tokens by a weight of k x m."""
+    flops, moved = 2.0 * n * k * m, VALUE * (n * k + k * m + n * m)
+    forward = Operation(flops * grid.waste(n, m), moved, job.dtype)
+    inputs = Operation(flops * grid.waste(n, k), moved, job.dtype)
+    weights = Operation(flops * grid.waste(k, m), VALUE * (n * k + n * m) + 2 * SUM * k * m, job.dtype)
+    return Work((forward,), (inputs,), (weights,))
+
+
+def _added(job: Job, tokens: float) -> Work:
+    """Dropout and the sum with the residual, in one kernel."""
+    size = tokens * job.model.hidden
+    mask = size if job.model.dropout else 0
+    return Work((_kernel(3 * VALUE * size + mask),), (_kernel(2 * VALUE * size + mask),))
+
+
+def _moved(size: float, forward: int, backward: int) -> Work:
+    """A kernel that reads and writes so many tensors of that many values."""
+    return Work((_kernel(VALUE * forward * size),), (_kernel(VALUE * backward * size),))
+
+
+def _kernel(moved: float) -> Operation:
+    return Operation(0.0, moved)

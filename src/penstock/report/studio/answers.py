@@ -1,0 +1,218 @@
+"""The answer to each question of the page, as plain values for JSON. Pure functions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import lru_cache
+from typing import Any
+
+from penstock.errors import ArgumentError
+from penstock.report import Moment, schedule_svg, to_perfetto, walkthrough
+from penstock.report.marks import label_of
+from penstock.report.studio.question import MAX_CELLS, MAX_SECONDS, MAX_TO_SEARCH, Question
+from penstock.report.web.page_data import Order, band, curve, timeline_data
+from penstock.schedule import Placement, Schedule, generate, generators, to_csv
+from penstock.schedule.generators import Numbers
+from penstock.simulate import LinkCost, StageCost, memory
+from penstock.simulate.costs import OF_MICROBATCH, divided
+from penstock.simulate.figures import Figures, units_of_memory, with_activations
+from penstock.simulate.search import Found
+from penstock.simulate.search.search import search_within
+
+SEARCHED = "search"
+"""The name of a schedule that was searched for."""
+
+
+def catalog() -> dict[str, Any]:
+    """Every schedule that has a name, and the usual question."""
+    known = [
+        {
+            "name": one.name,
+            "rule": one.rule,
+            "comparable": one.slices == 1 and one.placement != "bidirectional",
+        }
+        for one in generators()
+    ]
+    return {"schedules": known, "usual": asdict(Question())}
+
+
+def stage_costs(question: Question, placement: Placement, slices: int = 1) -> list[StageCost]:
+    """What each stage costs, copies included."""
+    per_rank = StageCost(question.forward, question.backward_input, question.backward_weight)
+    one = divided(per_rank, placement.depth // placement.ranks)
+    more = {name: getattr(one, name) + question.head * getattr(per_rank, name) for name in OF_MICROBATCH[:3]}
+    usual, last = (divided(stage, slices, OF_MICROBATCH) for stage in (one, replace(one, **more)))
+    return [*[usual] * (placement.depth - 1), last] * placement.pipelines
+
+
+@lru_cache(maxsize=64)
+def named(question: Question, name: str) -> Figures:
+    """One of a question's schedules. Raises ArgumentError if it is not one, or its definition does not allow it."""
+    entry = next((one for one in question.entries() if one.name == name), None)
+    if entry is None:
+        raise ArgumentError(f"schedule={name[:40]!r} is not in the question: {', '.join(question.schedules)}")
+    return _figures(question, _generated(name, question.numbers(entry)))
+
+
+@lru_cache(maxsize=64)
+def _generated(name: str, numbers: Numbers) -> Schedule:
+    """The same while only costs change."""
+    return generate(name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices)
+
+
+def _figures(question: Question, schedule: Schedule) -> Figures:
+    costs = stage_costs(question, schedule.placement, schedule.slices)
+    return Figures.of(schedule, costs, LinkCost(question.comm))
+
+
+def simulate(question: Question) -> dict[str, Any]:
+    """Every schedule of a question on one axis of time: `penstock simulate`'s figures, and what a timeline shows."""
+    found, refused = [], []
+    for entry in question.entries():
+        if reason := entry.refusal(question.numbers(entry)):
+            refused.append({"name": entry.name, "reason": reason})
+        else:
+            found.append(named(question, entry.name))
+    return {
+        "schedules": [_described(question, one) for one in found],
+        "not_allowed": refused,
+        "timeline": timeline_data([_band(question, one) for one in found], unit="units"),
+    }
+
+
+def _described(question: Question, one: Figures) -> dict[str, Any]:
+    return one.to_dict() | {"fits": fits(question, one)}
+
+
+def fits(question: Question, one: Figures) -> bool:
+    """Whether every rank keeps to the memory limit."""
+    limit = math.inf if question.memory_limit is None else question.memory_limit
+    return max(one.peak_activations) <= limit * (1 + 1e-9)
+
+
+def _band(question: Question, one: Figures) -> dict[str, Any]:
+    placement, slices = one.schedule.placement, one.schedule.slices
+    costs = with_activations(placement, one.by_stage, slices)
+    units = units_of_memory(placement, costs, slices)
+    curves = []
+    for held, unit in zip(memory(one.schedule, costs, one.timeline), units, strict=True):
+        made = curve(held, question.memory_limit, unit="", label="activations")
+        curves.append(made | {"bytes": made["bytes"] / unit})  # 1 is one microbatch on all of a rank's stages
+    note = f"span {one.timeline.span_seconds:.4g}, bubble {one.timeline.bubble_rate:.1%}"
+    order = _order(one.schedule)
+    return band(one.schedule.name, one.timeline, one.schedule, path=one.path, memory=curves, note=note, order=order)
+
+
+@lru_cache(maxsize=64)
+def _order(schedule: Schedule) -> Order:
+    """The same while only costs change."""
+    return Order.of(schedule.rows, schedule).packed()
+
+
+# -- search -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def searched(question: Question, where: str, seconds: float) -> tuple[Found, Figures]:
+    """The best schedule found for a question's costs within its memory limit. Raises ArgumentError: there is too much
+    to search, the limit leaves no room, or stages are neither in a loop nor on a v."""
+    if where not in ("loop", "v"):
+        raise ArgumentError(f"placement={where[:20]!r}: expected loop or v")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ArgumentError(f"seconds={seconds:g}: the studio searches up to {MAX_SECONDS:g} s; `penstock search` more")
+    chunks = 2 if where == "v" else question.chunks or 1
+    actions = 3 * question.ranks * question.microbatches * chunks
+    if actions > MAX_TO_SEARCH:
+        raise ArgumentError(
+            f"{question.size}: a schedule has {actions:,} actions, and the studio searches up to {MAX_TO_SEARCH:,}; "
+            f"take fewer, or use `penstock search`"
+        )
+    placement = Placement.v(question.ranks) if where == "v" else Placement.loop(question.ranks, chunks)
+    costs, links = stage_costs(question, placement), LinkCost(question.comm)
+    limit, microbatches = question.memory_limit, question.microbatches
+    found = search_within(limit, placement, microbatches, costs, links, objective="span", seconds=seconds)
+    made = found.schedule
+    return found, _figures(question, Schedule(SEARCHED, made.placement, made.microbatches, made.rows, made.slices))
+
+
+def search_for(question: Question, where: str, seconds: float) -> dict[str, Any]:
+    """What a search found, its figures, its timeline, and how far it may be from the best."""
+    found, figures = searched(question, where, seconds)
+    return {
+        "schedules": [_described(question, figures)],
+        "timeline": timeline_data([_band(question, figures)], unit="units"),
+        "lower_bound": found.lower_bound_seconds,
+        "gap": found.gap,
+        "is_named": found.schedule.name if found.schedule.name != SEARCHED else None,
+    }
+
+
+# -- walk-through -----------------------------------------------------------------------------------------------------
+
+
+def walk(question: Question) -> dict[str, Any]:
+    """The slots of a question's schedules in words. Raises ArgumentError: they have more slots and ranks than anybody
+    reads."""
+    walks, cells = [], 0
+    for entry in question.entries():
+        if reason := entry.refusal(question.numbers(entry)):
+            raise ArgumentError(f"{entry.name} {reason}")
+        found = walkthrough(named(question, entry.name).schedule)
+        cells += found.slots * question.ranks
+        if cells > MAX_CELLS:
+            raise ArgumentError(
+                f"{entry.name} with {question.size} has {found.slots} slots, too many to go through; "
+                f"take fewer microbatches (up to {MAX_CELLS:,} cells are shown)"
+            )
+        longest = max(len(label_of(action.microbatch or 0, found.schedule.slices)) for action in found.schedule.rows[0])
+        walks.append(
+            {
+                "name": entry.name,
+                "rule": entry.rule,
+                "longest": 1 + longest,
+                "slots": found.slots,
+                "headlines": [found.headline(slot) for slot in range(found.slots)],
+                "ranks": [[_cell(moment, found.schedule.slices) for moment in moments] for moments in found.ranks],
+            }
+        )
+    return {"walks": walks}
+
+
+def _cell(moment: Moment, slices: int) -> dict[str, Any]:
+    action = moment.action
+    doing = {}
+    if action is not None:
+        doing = {"op": action.op.value, "label": action.op.value + label_of(action.microbatch or 0, slices)}
+    needs = [[one.rank, one.slot] for one in moment.needs]
+    return {"text": moment.text, "needs": needs, **doing}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+_FILES: Mapping[str, tuple[str, str, Callable[[Figures], str]]] = {
+    "csv": ("csv", "text/csv", lambda one: to_csv(one.schedule)),
+    "svg": ("svg", "image/svg+xml", lambda one: schedule_svg(one.schedule, one.timeline, unit="units")),
+    "perfetto": (
+        "perfetto.json",
+        "application/json",
+        lambda one: json.dumps(to_perfetto(one.timeline, slices=one.schedule.slices)),
+    ),
+}
+"""How a file's name ends, its type, and what is in it. Of the SVG the page makes a PNG."""
+
+
+def export(figures: Figures, kind: str) -> tuple[str, str, str]:
+    """A simulated schedule as a file of that kind: its name, its type, and what is in it.
+
+    Raises:
+        ArgumentError: there is no such kind.
+        ScheduleError: a CSV cannot say what the schedule has.
+    """
+    if kind not in _FILES:
+        raise ArgumentError(f"export {kind[:20]!r}: expected {', '.join(_FILES)}")
+    ending, media_type, write = _FILES[kind]
+    schedule = figures.schedule
+    return f"{schedule.name}-p{schedule.ranks}-m{schedule.microbatches}.{ending}", media_type, write(figures)

@@ -1,0 +1,73 @@
+"""Reads big files in a process of its own: parsing JSON lets no other thread run, so the page would get no answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ArgumentError, PenstockError
+from penstock.report.studio import opened
+from penstock.report.web.page import page
+from penstock.report.web.sources import shown
+
+
+def report(path: Path, step: int | None = None) -> str:
+    """The page of `penstock report`. Raises ArgumentError if there is nothing to report, or no such step."""
+    return page(shown([path], step))
+
+
+BIG_BYTES = 8 << 20
+MAX_SECONDS = 60.0
+_READERS: Mapping[str, Callable[..., Any]] = {"opened": opened.opened, "report": report}
+
+
+def read(reader: str, path: Path, *arguments: Any) -> Any:
+    """Return what a reader makes of a file or folder. Raises ArgumentError as it does, and if it takes too long."""
+    if not any(map(_is_big, path.rglob("*") if path.is_dir() else [path])):
+        return _READERS[reader](path, *arguments)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "penstock.report.studio.background"],
+            input=json.dumps([reader, str(path), arguments]),
+            capture_output=True,
+            text=True,
+            timeout=MAX_SECONDS,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise ArgumentError(f"{path} takes more than {MAX_SECONDS:g} s to read; use `penstock explain`") from None
+    except subprocess.CalledProcessError as error:
+        raise ArgumentError(f"{path} cannot be read: its reader ended with status {error.returncode}") from None
+    answer, refusal = json.loads(done.stdout)
+    if refusal is not None:
+        raise ArgumentError(refusal)
+    return answer
+
+
+def _is_big(file: Path) -> bool:
+    """Whether parsing a file may take long: packed ones may be of any size."""
+    with contextlib.suppress(OSError):  # it was replaced just now, or is a folder
+        with file.open("rb") as data:
+            return data.read(2) == b"\x1f\x8b" or os.fstat(data.fileno()).st_size >= BIG_BYTES
+    return False
+
+
+def _main() -> None:
+    os.nice(10)
+    reader, path, arguments = json.load(sys.stdin)
+    answer = refusal = None
+    try:
+        answer = _READERS[reader](Path(path), *arguments)
+    except PenstockError as error:
+        refusal = str(error)
+    json.dump([answer, refusal], sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()

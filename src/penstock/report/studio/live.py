@@ -1,0 +1,92 @@
+"""How a run stands just now: its steps, its progress, and what each of its ranks does."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock._base.words import counted
+from penstock.errors import ScheduleError
+from penstock.report.walkthrough import WORK
+from penstock.schedule import Action
+from penstock.trace.runs import About, RankState, read_run
+from penstock.trace.runs.folder import ABOUT, RANKS, STEPS
+from penstock.trace.runs.health import Health, health
+from penstock.trace.runs.progress import Progress
+from penstock.trace.runs.reading import joined
+from penstock.trace.runs.records import with_text_loss
+
+_MAX_STEPS = 5_000
+"""In one answer."""
+PARTS = (ABOUT, STEPS, RANKS)
+"""Of a run's folder, what is read here; of timelines only the names."""
+_RECENT_BYTES = 16_000
+"""Of the file of steps, which progress is known from."""
+
+
+def live(path: Path, place: int = 0) -> dict[str, Any]:
+    """How a run stands: its steps from a place in their file on, and what each of its ranks does now. Raises
+    ArgumentError: it is no run."""
+    run, now = read_run(path), time.time()
+    about = run.about
+    added, end = run.steps_after(place)
+    progress = Progress.of(run.steps(_RECENT_BYTES), about.total_steps)
+    return {
+        "id": about.id,
+        "headline": _headline(about),
+        "ranks": about.ranks,
+        "alone": about.processes == about.replicas,
+        "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MAX_STEPS:]],
+        "place": end,
+        "recorded": max(run.timeline_steps(), default=None),
+        "progress": None if progress is None else progress.to_dict(),
+        "states": [_state(one, now) for one in run.ranks()],
+    }
+
+
+def _headline(about: About) -> str:
+    ranks = counted(about.ranks, "rank") + (
+        f" in each of {counted(about.replicas, 'replica')}" if about.replicas > 1 else ""
+    )
+    return ", ".join((about.model, about.schedule, ranks, counted(about.microbatches, "microbatch"), about.device))
+
+
+def _state(state: RankState, now: float) -> dict[str, Any]:
+    how = health(state, now)
+    return state.to_dict() | {
+        "health": how,
+        "doing": in_words(state, how),
+        "action_seconds": max(0.0, state.written - state.since) if state.action else 0.0,
+        "silent_seconds": max(0.0, now - state.written),
+    }
+
+
+def in_words(state: RankState, how: Health) -> str:
+    """What a rank does, in plain words."""
+    match how:
+        case "failed":
+            return f"failed: {state.failure}"
+        case "interrupted":
+            return "was interrupted"
+        case "ended":
+            return "has ended"
+        case "gone":
+            return "process exited unexpectedly"
+        case "silent":
+            return f"no heartbeat; last action: {state.action}" if state.action else "no heartbeat"
+        case "waits":
+            return f"waits for a message of rank {' and '.join(map(str, state.waits_for))} ({state.action})"
+        case "computes":
+            return _work(state.action)
+    return "is between steps"
+
+
+def _work(text: str) -> str:
+    with contextlib.suppress(ScheduleError):  # it has words for what is no action: the building of the pipeline
+        action = Action.parse(text)
+        if action.op.is_compute:
+            return f"{WORK[action.op]} microbatch {action.microbatch} on stage {action.stage}"
+    return f"runs {text}"

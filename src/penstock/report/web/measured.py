@@ -1,0 +1,147 @@
+"""A measured step, explained -> what a report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock._base.words import counted
+from penstock.plan.explain import Explanation
+from penstock.report.text import TURNS
+from penstock.report.web.page_data import band, curve
+from penstock.report.web.shown import Figure, Held, Idle, Shown, duration
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import Memory, StageCost, memory
+from penstock.simulate.figures import title
+
+_IDLE_NOTE = (
+    "Warm-up and drain are the schedule's own; what follows is added by what is uneven, as penstock explain counts it."
+)
+
+
+def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Shown:
+    """What `penstock explain` found of a step.
+
+    Args:
+        name: of the file or folder.
+        costs: what each stage keeps; empty: nobody knows.
+    """
+    step = found.step
+    slowest = step.slowest
+    held = memory(slowest.schedule, costs, slowest.timeline) if costs else []
+    what = f"{found.origin}, step {step.number}" if len(found.run.steps) > 1 else found.origin
+    measured = band(what, slowest.timeline, slowest.schedule, memory=_curves(held))
+    return Shown(
+        title=title(slowest.schedule),
+        headings=tuple(_headings(found, name)),
+        warnings=found.run.notes,
+        figures=tuple(figures_of(found)),
+        bands=(measured, *compared(found, costs)),
+        idle=idle_of(found),
+        improvements=found.advice,
+        nothing_better=found.nothing,
+        memory=tuple(Held(rank, one.peak, None, "predicted") for rank, one in enumerate(held)),
+        memory_note="Predicted by what the profile says that stages keep." if held else "",
+        numbers=found.to_dict(),
+        explanation=found,
+    )
+
+
+def _headings(found: Explanation, name: str) -> list[str]:
+    replicas = len(found.step.replicas)
+    several = [counted(len(found.run.steps), "step")] if len(found.run.steps) > 1 else []
+    more = [f"{counted(replicas, 'replica')}; the slowest is shown"] if replicas > 1 else []
+    return [name, *several, *more]
+
+
+def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
+    """What the measured timeline is compared with: what-ifs, the prediction, or else the same order with everything
+    alike."""
+    schedule = found.step.slowest.schedule
+    if found.what_ifs:
+        place = found.step.replicas.index(found.step.slowest)
+        return [
+            band(
+                f"what if {change.text}",
+                case.timeline(case.schedules[place], case.seconds[place]),
+                case.schedules[place],
+                note=f"simulated; the step {change.claim}",
+            )
+            for change, case in zip(found.what_ifs, found.what_if_replays, strict=True)
+        ]
+    if found.predicted is not None:
+        held = memory(schedule, costs, found.predicted) if costs else []
+        rough = "" if found.predicted_seconds == found.predicted.makespan_seconds else "; roughly, without messages"
+        return [
+            band(
+                "predicted",
+                found.predicted,
+                schedule,
+                memory=_curves(held),
+                note=f"by what the plan or profile said of each stage{rough}",
+            )
+        ]
+    return [band("if all were even", found.even, schedule, note="stages, ranks and microbatches alike")]
+
+
+def _curves(held: Sequence[Memory]) -> list[dict[str, Any] | None] | None:
+    return [curve(one, label="predicted") for one in held] or None
+
+
+def figures_of(found: Explanation) -> list[Figure]:
+    """The summary of a step."""
+    step = found.step
+    several = f"step {step.number}, the median of {len(found.run.steps)}" if len(found.run.steps) > 1 else ""
+    outside = step.seconds - step.pipeline_seconds
+    if outside > 0.001 * step.seconds:
+        several = "; ".join(filter(None, [several, f"{duration(outside)} outside the pipeline"]))
+    return [Figure("a step takes", duration(step.seconds), several), *reasons(found), *predicted_of(found)]
+
+
+def reasons(found: Explanation) -> list[Figure]:
+    """Why a step takes as long as it does."""
+    idle, pipeline = idle_of(found), duration(found.step.pipeline_seconds)
+    return [
+        Figure("idle", f"{idle.share:.1%}", f"of all ranks' time; most: {idle.worst}" if idle.worst else ""),
+        Figure("if all were even", duration(found.where.even_seconds), f"of the pipeline's {pipeline}"),
+    ]
+
+
+def predicted_of(found: Explanation) -> list[Figure]:
+    """The explanation's prediction, if it has one."""
+    seconds = found.predicted_seconds
+    return [] if seconds is None else [against("pipeline, predicted", seconds, found.step.pipeline_seconds)]
+
+
+def against(name: str, predicted: float, measured: float) -> Figure:
+    """A prediction beside the measurement."""
+    wrong = f"; {predicted / measured - 1:+.1%}" if measured else ""
+    return Figure(name, duration(predicted), f"measured {duration(measured)}{wrong}")
+
+
+def idle_of(found: Explanation) -> Idle:
+    """Why ranks are idle, by `penstock explain`."""
+    ranks = found.where.ranks
+    causes = tuple({str(reason): value for reason, value in one.idle_seconds.items()} for one in ranks)
+    return Idle(tuple(one.compute_seconds for one in ranks), causes, _IDLE_NOTE)
+
+
+def in_turns(timelines: Sequence[Timeline], name: str) -> Shown:
+    """Timelines of ranks that took turns in one process: their durations are real, their starts cannot be compared."""
+    timeline = timelines[-1]
+    busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
+    return Shown(
+        title=name,
+        headings=(counted(timeline.ranks, "rank"), "in one process"),
+        warnings=(TURNS_NOTE,),
+        figures=(
+            Figure("a step takes", duration(timeline.makespan_seconds), "all ranks, one after another"),
+            Figure("the longest rank computes", duration(max(busy, default=0.0)), "the least that a step can take"),
+        ),
+        bands=(band("measured, in turns", timeline, note="starts cannot be compared"),),
+        numbers={"makespan": timeline.makespan_seconds, "busy": busy},
+    )
+
+
+TURNS_NOTE = f"One process ran all ranks in turn. Durations are valid; start times and bubbles are not: {TURNS}."
+"""What is said of ranks that took turns."""

@@ -1,0 +1,103 @@
+"""A plan, or a schedule with costs -> what a report shows: a prediction only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from penstock._base.words import counted, sized
+from penstock.plan import Plan
+from penstock.plan.explain import Predicted
+from penstock.plan.predict import order_of_plan
+from penstock.report.web.page_data import band, curve
+from penstock.report.web.shown import Figure, Held, Idle, Shown, duration
+from penstock.schedule import Schedule
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost, memory
+from penstock.simulate.figures import title
+
+_NOTE = (
+    "A plan keeps what each stage takes, not its parts: the timeline divides that evenly into F, I and W, and has no "
+    "messages. The figures are the plan's own."
+)
+
+
+_CURVE = (
+    " The curves lead from what it holds all the time to that, as it holds more and fewer microbatches, taken to be "
+    "alike."
+)
+
+
+def of_plan(plan: Plan, name: str) -> Shown:
+    """What a plan says.
+
+    Args:
+        name: of its file.
+    """
+    choice, schedule = plan.choice, order_of_plan(plan)
+    timeline = Predicted(plan.stage_seconds).timeline(schedule)
+    curves = _memory(plan, schedule, timeline)
+    limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
+    held = tuple(
+        Held(rank, peak, limit, "predicted")
+        for rank, (peak, limit) in enumerate(zip(plan.memory_bytes, limits, strict=True))
+    )
+    fullest, limit = held[plan.fullest], limits[plan.fullest]
+    of = f"of {sized(limit)}" if limit is not None else "no limit"
+    worst = max(plan.idle, key=plan.idle.__getitem__, default="")
+    return Shown(
+        title=title(schedule),
+        headings=(name, "plan (prediction only)", counted(choice.replicas, "replica")),
+        figures=(
+            Figure("a step takes", duration(plan.step_seconds), "predicted"),
+            Figure("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{counted(choice.devices, 'device')}"),
+            Figure("idle", f"{plan.bubble:.1%}", f"of all ranks' time; most: {worst}" if plan.bubble else ""),
+            Figure("memory", sized(fullest.peak), f"{of}, rank {fullest.rank}, the fullest"),
+        ),
+        warnings=(_NOTE,),
+        bands=(band("predicted", timeline, schedule, memory=curves, note="roughly, without messages"),),
+        idle=_idle(plan),
+        memory=held,
+        memory_note=f"Predicted: the most that a rank needs at once.{_CURVE if curves else ''}",
+        facts_head="What is planned",
+        facts=tuple(_facts(plan)),
+        numbers=plan.to_dict(),
+        plan=plan,
+    )
+
+
+def _idle(plan: Plan) -> Idle | None:
+    """Of all ranks together: a plan does not keep those of each."""
+    if not plan.idle:
+        return None
+    whole = plan.pipeline_seconds
+    causes = {cause: share * whole for cause, share in plan.idle.items()}
+    return Idle((whole * (1 - plan.bubble),), (causes,), "On average over all ranks.")
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    choice = plan.choice
+    found = [("microbatches", f"{choice.microbatches} of {counted(choice.rows, 'row')}, on each replica")]
+    if plan.cuts:
+        found.append(("stages begin with", ", ".join(("the input", *plan.cuts))))
+    for name, stages in (("recomputed", plan.recompute), ("offloaded", plan.offload)):
+        if stages:
+            found.append((f"{name} stages", ", ".join(map(str, stages))))
+    return found
+
+
+def _memory(plan: Plan, schedule: Schedule, timeline: Timeline) -> list[dict[str, Any] | None] | None:
+    """From what a rank holds all the time to the plan's peak, in step with the microbatches that it holds, of which a
+    plan does not say how much each is. None: it does not say what is held all the time either."""
+    if len(plan.held_bytes) != schedule.ranks:
+        return None
+    alike = StageCost(1.0, 1.0, 1.0, activation_bytes=1.0, weight_gradient_bytes=1.0)
+    made = []
+    for rank, held in enumerate(memory(schedule, alike, timeline)):
+        constant, most = plan.held_bytes[rank], max(held.activations, default=0.0)
+        each = max(0.0, plan.memory_bytes[rank] - constant) / most if most else 0.0
+        scaled = tuple(each * number for number in held.activations)
+        limit = plan.limit_bytes[rank]
+        made.append(curve(replace(held, parameters=constant, activations=scaled), limit, label="predicted"))
+    return [*made]

@@ -1,0 +1,202 @@
+"""Lower bounds on the objective, which no schedule can beat.
+
+Each action has a head, the longest chain of actions that must come before it, and a tail, the longest that must come
+after. A rank runs one action at a time, so for any set of its actions the shortest head, the work and the shortest tail
+add up; the best of these bounds over all sets is the length of Jackson's preemptive schedule (Carlier, "The one-machine
+sequencing problem", EJOR 1982). Memory adds to the chains: an F must wait for whatever makes room for it. And what is
+held long enough fills the memory: the product of time and memory is a bound, too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.simulate.search.problem import Problem
+
+Floats = NDArray[np.float64]
+Heads = list[Floats]
+"""For each lane and microbatch, the earliest start (or, backwards, the least time after the end); -inf if unrelated."""
+
+_ROUNDS = 12  # how often chains go round through memory, if there are many actions
+_FEW = 2000  # actions: up to this many, chains are followed to their ends
+_BUSY = 4  # ranks that are considered as the bottleneck of another rank's span
+
+
+def lower_bound(problem: Problem) -> float:
+    """A time in seconds that no schedule can beat if its microbatches ascend and it stays within the memory limit."""
+    chains = _Chains(problem)
+    work = problem.work_seconds
+    if problem.objective == "makespan":
+        every = [0.0] * problem.lanes
+        heads, tails = chains.heads(every), chains.tails(every)
+        bounds = [_one_machine(problem, rank, heads, tails) for rank in range(problem.ranks)]
+        return max(*bounds, *_areas(problem, chains), *work)
+    found = [*work, *_areas(problem, chains)]
+    busiest = sorted(range(problem.ranks), key=lambda rank: -work[rank])[:_BUSY]
+    for rank, stages in enumerate(problem.placement.by_rank):
+        # Relative to the rank's first F, which comes before everything else on it.
+        start = [0.0 if lane // 3 in stages else -math.inf for lane in range(problem.lanes)]
+        heads, tails = chains.heads(start), chains.tails(start)
+        found += [_one_machine(problem, other, heads, tails) for other in {rank, 0, problem.ranks - 1, *busiest}]
+    return max(found)
+
+
+class _Chains:
+    """What must come before what: in a lane, on a stage, between stages, and for lack of memory."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        stages = range(problem.stages)
+        self.order = [3 * s for s in stages] + [3 * s + 1 for s in reversed(stages)] + [3 * s + 2 for s in stages]
+        self.waits: list[list[tuple[int, int]]] = [[] for _ in problem.seconds]
+        self.lets: list[list[tuple[int, int]]] = [[] for _ in problem.seconds]
+        for lane, source, lead in memory_waits(problem):
+            if 0 <= lead < problem.count[lane]:
+                self.waits[lane].append((source, lead))
+                self.lets[source].append((lane, lead))
+        self.rounds = max(problem.count) + 1 if problem.actions <= _FEW else _ROUNDS
+
+    def heads(self, start: Sequence[float]) -> Heads:
+        """The earliest start of each action, where lanes start at `start` (-inf: only after others)."""
+        problem = self.problem
+        found = [np.full(count, first) for count, first in zip(problem.count, start, strict=True)]
+        for _ in range(self.rounds):
+            before = [lane.copy() for lane in found]
+            for lane in self.order:
+                head = found[lane]
+                if lane % 3:
+                    np.maximum(head, found[lane - 1] + problem.seconds[lane - 1], out=head)
+                for source, lead in self.waits[lane]:
+                    np.maximum(
+                        head[lead:], found[source][: len(head) - lead] + problem.seconds[source], out=head[lead:]
+                    )
+                if (source := problem.need[lane]) >= 0:
+                    np.maximum(head, found[source] + problem.seconds[source] + problem.lag[lane], out=head)
+                found[lane] = _run(head, problem.seconds[lane])
+            if all(map(np.array_equal, before, found)):
+                break
+        return found
+
+    def tails(self, end: Sequence[float]) -> Heads:
+        """The least time from each action's end to the end of the lanes that have an `end` of 0."""
+        problem = self.problem
+        found = [np.full(count, last) for count, last in zip(problem.count, end, strict=True)]
+        for _ in range(self.rounds):
+            before = [lane.copy() for lane in found]
+            for lane in reversed(self.order):
+                tail = found[lane]
+                if lane % 3 < 2:
+                    np.maximum(tail, found[lane + 1] + problem.seconds[lane + 1], out=tail)
+                for target, lead in self.lets[lane]:
+                    part = tail[: len(tail) - lead]
+                    np.maximum(part, found[target][lead:] + problem.seconds[target], out=part)
+                if (target := problem.feeds[lane]) >= 0:
+                    np.maximum(tail, found[target] + problem.seconds[target] + problem.lag[target], out=tail)
+                found[lane] = _run(tail[::-1], problem.seconds[lane])[::-1]
+            if all(map(np.array_equal, before, found)):
+                break
+        return found
+
+
+def _run(head: Floats, seconds: float) -> Floats:
+    """Runs a lane's actions one after another: none starts before the previous one has ended."""
+    steps = np.arange(len(head)) * seconds
+    return np.asarray(np.maximum.accumulate(head - steps) + steps)
+
+
+def memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
+    """For lack of memory, (lane, other, lead): the lane's microbatch lead + i waits for the other's microbatch i.
+
+    When F of microbatch k starts on a stage, the k before it have had theirs there, and on the rank's stages below. The
+    waits assume that as much as possible has been freed by then.
+    """
+    for rank, stages in enumerate(problem.placement.by_rank):
+        limit = problem.limit[rank]
+        if limit == math.inf:
+            continue
+        for pipeline in range(problem.placement.pipelines):
+            own = [s for s in stages if problem.placement.pipeline_of(s) == pipeline and problem.held[s] > 0]
+            for place, stage in enumerate(own):
+                yield from _waits(problem, own, place, limit)
+                below, above = (sum(problem.held[s] for s in part) for part in (own[: place + 1], own[place + 1 :]))
+                if above:
+                    # The oldest microbatch that has not been through all the rank's stages must find room on the
+                    # others.
+                    yield 3 * stage, 3 * own[-1], math.floor((limit - above) / below)
+
+
+def _waits(problem: Problem, own: Sequence[int], place: int, limit: float) -> Iterator[tuple[int, int, int]]:
+    """The waits of one stage's F: for the I and the W of its own stage and of those below it on the rank."""
+    stage, held, kept = own[place], problem.held, problem.kept
+    every = sum(held[s] for s in own[: place + 1])
+    for i, other in enumerate(own[: place + 1]):
+        # I goes down the stages, so at least as many are missing on those below; on those above, none.
+        missing = sum(held[s] for s in own[: i + 1])
+        yield 3 * stage, 3 * other + 1, math.floor((limit - every + missing) / missing)
+        if kept[other] > 0:  # all Is have ended, and all Ws on the other stages
+            yield 3 * stage, 3 * other + 2, math.floor((limit - every) / kept[other]) + 1
+
+
+def _one_machine(problem: Problem, rank: int, heads: Heads, tails: Heads) -> float:
+    """The length of Jackson's preemptive schedule of a rank's actions: the most urgent first, with interruptions."""
+    jobs = [
+        (head, tail, problem.seconds[3 * stage + op])
+        for stage in problem.placement.by_rank[rank]
+        for op in range(3)
+        for head, tail in zip(heads[3 * stage + op].tolist(), tails[3 * stage + op].tolist(), strict=True)
+        if head > -math.inf and tail > -math.inf
+    ]
+    jobs.sort()
+    waiting: list[tuple[float, float]] = []  # (-tail, what is left)
+    now, longest, i = 0.0, 0.0, 0
+    while i < len(jobs) or waiting:
+        if not waiting and now < jobs[i][0]:
+            now = jobs[i][0]
+        while i < len(jobs) and jobs[i][0] <= now:
+            heapq.heappush(waiting, (-jobs[i][1], jobs[i][2]))
+            i += 1
+        tail, left = heapq.heappop(waiting)
+        if i < len(jobs) and now + left > jobs[i][0]:
+            heapq.heappush(waiting, (tail, left - (jobs[i][0] - now)))
+            now = jobs[i][0]
+        else:
+            now += left
+            longest = max(longest, now - tail)
+    return longest
+
+
+def _areas(problem: Problem, chains: _Chains) -> list[float]:
+    """For each rank, the time in which its memory could hold everything that it must, for as long as it must.
+
+    For the makespan, plus what comes before its first F.
+    """
+    area = [0.0] * problem.ranks
+    for stage, rank in enumerate(problem.placement.rank_of):
+        trip = _trip_seconds(problem, stage)
+        kept = problem.kept[stage] * (trip + problem.seconds[3 * stage + 2])
+        area[rank] += problem.count[3 * stage] * (kept + (problem.held[stage] - problem.kept[stage]) * trip)
+    found = [a / limit if a and limit < math.inf else 0.0 for a, limit in zip(area, problem.limit, strict=True)]
+    if problem.objective == "makespan":
+        first = chains.heads([0.0] * problem.lanes)
+        for rank, stages in enumerate(problem.placement.by_rank):
+            found[rank] += min((float(first[3 * s][0]) for s in stages if len(first[3 * s])), default=0.0)
+    return found
+
+
+def _trip_seconds(problem: Problem, stage: int) -> float:
+    """The least time from the start of a microbatch's F on a stage to the end of its I there."""
+    lane, spent = 3 * stage, 0.0
+    while lane % 3 == 0:
+        spent += problem.seconds[lane]
+        lane = problem.feeds[lane] if problem.feeds[lane] >= 0 else lane + 1
+        spent += problem.lag[lane] if lane % 3 == 0 else 0.0
+    while lane != 3 * stage + 1:
+        spent += problem.seconds[lane]
+        lane = problem.feeds[lane]
+        spent += problem.lag[lane]
+    return spent + problem.seconds[lane]

@@ -1,0 +1,200 @@
+"""A pattern -> rows: whenever a rank is free, it starts the action that the pattern would have started first.
+
+A pattern says when each stage's F, I and W of microbatch 0 would start in a steady state, and how long until the same
+happens for the next microbatch: the repeated "building block" of Qi et al., "Pipeline Parallelism with Controllable
+Memory", NeurIPS 2024, with one number per stage and pass. Dispatching squeezes the repetition into a schedule: what is
+ready runs, within the memory limit, without deadlock, in the order of the pattern.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from penstock.simulate.search.admission import Admission
+from penstock.simulate.search.problem import Problem, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which action goes first. In seconds, except for the shares.
+
+    Attributes:
+        forward: for each stage, how much later its F starts than that of the stage below.
+        backward: for each stage, how much later its I starts than that of the stage above; for the last, than its own
+            F.
+        weight: for each stage, how much later its W starts than its I.
+        period: from one microbatch to the next.
+        patience: by how large a share of its own time an action may delay one that goes first but has yet to arrive.
+            With 0 the rank waits for that one instead.
+        window: how far, in the pattern, an F may overtake what its rank has yet to do.
+        caps: for each chunk, the share of the memory limit that its F, and those of the chunks below it, may take until
+            their I: on the first rank and on the last, interpolated linearly in between.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    period: float
+    patience: float
+    window: float
+    caps: tuple[tuple[float, float], ...]
+
+    def starts(self, problem: Problem) -> list[float]:
+        """For each lane, when its microbatch 0 starts."""
+        placement, starts, now = problem.placement, [0.0] * problem.lanes, 0.0
+        for stage in range(problem.stages):
+            now = self.forward[stage] + (0.0 if placement.is_first(stage) else now)
+            starts[3 * stage] = now
+        for stage in reversed(range(problem.stages)):
+            now = self.backward[stage] + (starts[3 * stage] if placement.is_last(stage) else now)
+            starts[3 * stage + 1] = now
+            starts[3 * stage + 2] = now + self.weight[stage]
+        return starts
+
+
+def dispatch(problem: Problem, pattern: Pattern) -> Rows | None:
+    """The rows that the pattern leads to, within the memory limit and without deadlock.
+
+    None if it gets stuck, which only happens with several pipelines in little memory.
+    """
+    return _Dispatch(problem, pattern).run()
+
+
+class _Dispatch:
+    """What has run and what is held, as time goes on.
+
+    For each lane: `number`, the next microbatch; `key`, when the pattern would start it; `arrival`, when what it waits
+    for is there (infinite until that is known); and `ends`, of the microbatches before it.
+    """
+
+    __slots__ = (
+        "admission", "arrival", "due", "ends", "key", "lanes_on", "number", "patience", "period", "problem", "rows",
+        "stalled", "window",
+    )  # fmt: skip
+
+    def __init__(self, problem: Problem, pattern: Pattern) -> None:
+        self.problem = problem
+        self.key, self.period = pattern.starts(problem), pattern.period
+        self.patience, self.window = 1.0 - pattern.patience, pattern.window
+        self.admission = Admission(problem, pattern.caps)
+        self.ends: list[list[float]] = [[] for _ in problem.seconds]
+        self.number = [0] * problem.lanes
+        self.arrival = [math.inf] * problem.lanes
+        self.rows: Rows = [[] for _ in range(problem.ranks)]
+        self.lanes_on = [
+            [(3 * s + op, s, op) for s in stages for op in range(3)] for stages in problem.placement.by_rank
+        ]
+        self.due = [0.0] * problem.ranks
+        self.stalled = False
+        for lane in range(0, problem.lanes, 3):
+            self._look(lane)
+
+    def run(self) -> Rows | None:
+        """Handles events in order of time: a rank is free, or what it waits for has arrived."""
+        due, left = self.due, self.problem.actions
+        events = [(0.0, rank) for rank in range(self.problem.ranks)]
+        now = 0.0
+        while left:
+            if not events:
+                if self.stalled:
+                    return None
+                self.stalled = True  # every rank waits for its turn in the pattern: let one run out of turn
+                events = [(now, rank) for rank in range(self.problem.ranks)]
+                due[:] = [now] * len(events)
+            now, rank = heapq.heappop(events)
+            if now != due[rank]:
+                continue
+            lane, soonest = self._choose(rank, now)
+            if lane >= 0:
+                left -= 1
+                self._start(lane, rank, now, events)
+            else:
+                due[rank] = soonest
+                if soonest < math.inf:
+                    heapq.heappush(events, (soonest, rank))
+        return self.rows
+
+    def _choose(self, rank: int, now: float) -> tuple[int, float]:
+        """The lane to start now; or -1, and when to look again."""
+        arrivals, keys = self.arrival, self.key
+        cutoff = self._cutoff(rank) if self.window < math.inf and not self.stalled else math.inf
+        coming, coming_at, soonest, blocked = math.inf, math.inf, math.inf, math.inf
+        ready = []
+        for lane, stage, op in self.lanes_on[rank]:
+            arrival = arrivals[lane]
+            if arrival == math.inf:
+                continue
+            key = keys[lane]
+            if not op:
+                if key > cutoff:
+                    continue
+                if not self.admission.admits(stage, rank):
+                    if arrival <= now and key < blocked:
+                        blocked = key
+                    continue
+            if arrival <= now:
+                ready.append((key, lane))
+            else:
+                if arrival < soonest:
+                    soonest = arrival
+                if key < coming:
+                    coming, coming_at = key, arrival
+        if blocked < math.inf:  # a W makes room for the waiting F, so it takes that one's turn
+            ready = [(min(key, blocked) if lane % 3 == 2 else key, lane) for key, lane in ready]
+        ready.sort()
+        for key, lane in ready:
+            if key <= coming or now + self.problem.seconds[lane] * self.patience <= coming_at:
+                return lane, now
+        return -1, soonest
+
+    def _cutoff(self, rank: int) -> float:
+        """How late in the pattern an F may be and still start now."""
+        numbers, keys, least = self.number, self.key, math.inf
+        for lane, _, op in self.lanes_on[rank]:
+            if op < 2 and keys[lane] < least:
+                end = numbers[lane - 1] if op else self.problem.count[lane]
+                if numbers[lane] < end:
+                    least = keys[lane]
+        return least + self.window
+
+    def _start(self, lane: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
+        due, numbers = self.due, self.number
+        end = now + self.problem.seconds[lane]
+        self.stalled = False
+        self.ends[lane].append(end)
+        self.rows[rank].append(lane)
+        self.admission.note(lane, rank)
+        k = numbers[lane]
+        numbers[lane] = k + 1
+        self.key[lane] += self.period
+        self._look(lane)
+        if lane % 3 < 2 and numbers[lane + 1] == k:
+            self._look(lane + 1)
+        due[rank] = end
+        heapq.heappush(events, (end, rank))
+        waiting = self.problem.feeds[lane]
+        if waiting >= 0 and numbers[waiting] == k:
+            self._look(waiting)
+            other, arrival = self.problem.placement.rank_of[waiting // 3], self.arrival[waiting]
+            # A busy rank will notice it later.
+            if arrival < due[other] and now < due[other] and self._idle(other, now):
+                due[other] = arrival
+                heapq.heappush(events, (arrival, other))
+
+    def _look(self, lane: int) -> None:
+        """Notes when the lane's next microbatch can start, as far as that is known."""
+        problem, k = self.problem, self.number[lane]
+        if k == problem.count[lane] or (lane % 3 and self.number[lane - 1] <= k):
+            self.arrival[lane] = math.inf
+        elif (source := problem.need[lane]) < 0:
+            self.arrival[lane] = 0.0
+        elif self.number[source] > k:
+            self.arrival[lane] = self.ends[source][k] + problem.lag[lane]
+        else:
+            self.arrival[lane] = math.inf
+
+    def _idle(self, rank: int, now: float) -> bool:
+        row = self.rows[rank]
+        return not row or self.ends[row[-1]][-1] <= now

@@ -1,0 +1,88 @@
+"""The known answers: the generators' schedules that answer the same question, and one that always does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ArgumentError
+from penstock.schedule import Op, Schedule, generate, generators, split_backward
+from penstock.simulate import Links
+from penstock.simulate.costs import StageCost
+from penstock.simulate.search.found import timed
+from penstock.simulate.search.problem import Problem, Rows
+from penstock.simulate.search.timing import fits, time_rows
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSchedule:
+    """A generator's schedule that fits in memory: its objective, and its rows.
+
+    The rows are None if they cannot express it: it has whole backwards, overlaps, or microbatches that do not ascend.
+    """
+
+    schedule: Schedule
+    seconds: float
+    rows: Rows | None
+
+
+def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[KnownSchedule]:
+    """The schedules of all generators that have the problem's placement and fit in its memory."""
+    found: list[KnownSchedule] = []
+    for generator in generators():
+        chunks = problem.placement.depth // problem.ranks or 1
+        try:
+            schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks, 1)
+        except ArgumentError:  # does not work for these numbers
+            continue
+        if schedule.placement == problem.placement:
+            found += _known(problem, schedule, costs, links)
+    return found
+
+
+def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
+    """One microbatch at a time, there and back: fits in memory if anything does.
+
+    Args:
+        problem: the question.
+        last_first: begin with the last pipeline. If memory is tight, no move leads from one order to the other.
+    """
+    placement = problem.placement
+    rows: Rows = [[] for _ in range(problem.ranks)]
+    firsts = range(0, problem.stages, placement.depth)
+    for first in reversed(firsts) if last_first else firsts:
+        stages = range(first, first + placement.depth)
+        for _ in range(problem.count[3 * first]):
+            for stage in stages:
+                rows[placement.rank_of[stage]].append(3 * stage)
+            for stage in reversed(stages):
+                rows[placement.rank_of[stage]] += [3 * stage + 1, 3 * stage + 2]
+    return rows
+
+
+def _known(
+    problem: Problem, schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links
+) -> Iterator[KnownSchedule]:
+    """The schedule as it is and with its backwards split, which is never worse except for overlaps, if they fit."""
+    split = split_backward(schedule)
+    is_split = split.rows == schedule.rows and not any(any(row.joined) for row in schedule.rows)
+    if not is_split and _fits(problem, schedule):
+        yield KnownSchedule(schedule, timed(schedule, costs, links, problem.objective)[1], None)
+    rows = problem.rows(split)
+    if rows is not None and all(fits(problem, rank, row) for rank, row in enumerate(rows)):
+        timing = time_rows(problem, rows)
+        if timing is not None:
+            name = schedule.name if is_split else f"{schedule.name}, split"
+            yield KnownSchedule(problem.schedule(name, rows), timing.cost, rows)
+
+
+def _fits(problem: Problem, schedule: Schedule) -> bool:
+    """Whether a schedule of any computations stays within the memory limits."""
+    for row, limit in zip(schedule.rows, problem.limit, strict=True):
+        memory = 0.0
+        for stage, code in zip(row.stage, row.op, strict=True):
+            held, kept = problem.held[stage], problem.kept[stage]
+            memory += {Op.F.code: held, Op.B.code: -held, Op.I.code: kept - held, Op.W.code: -kept}[code]
+            if memory > limit:
+                return False
+    return True

@@ -1,0 +1,240 @@
+"""What ranks do before and after their pipelines, alone or together, and how long all ops of a traced step took.
+
+An op that several ranks do together lasts, on each, as long as it waits for the others. What it costs is the time from
+when the last of them has begun: the rest is somebody else's slowness.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.schedule import Op, Schedule
+from penstock.simulate.columns import Floats
+from penstock.trace.event import Event
+
+FORWARD, BACKWARD = "forward", "backward"
+FORWARD_MESSAGE, BACKWARD_MESSAGE = "forward-message", "backward-message"
+PIPELINE = (FORWARD, BACKWARD, FORWARD_MESSAGE, BACKWARD_MESSAGE)
+"""The names of what a pipeline does: a message is its sender's, which waits until it has arrived."""
+
+Durations = Mapping[str, Floats]
+"""How long each op takes, in seconds, by name: those of `PIPELINE` by replica, rank and microbatch, those of a `Joint`
+by replica and rank. NaN where there is none: a message from the first or last rank, a rank that takes no part.
+"""
+
+
+class Among(Enum):
+    """Which ranks wait for each other before they begin a `Joint`."""
+
+    NOBODY = "each rank for itself"
+    REPLICAS = "the same rank of all replicas"
+    PIPELINE = "the ranks of a replica"
+    ALL = "all ranks of all replicas"
+
+
+KNOWN: Mapping[str, Among] = {
+    "params-all-gather": Among.REPLICAS,
+    "layernorm-grads-all-reduce": Among.NOBODY,
+    "embedding-grads-all-reduce": Among.PIPELINE,
+    "grads-reduce-scatter": Among.REPLICAS,
+    "optimizer-clip-main-grad": Among.ALL,
+    "optimizer": Among.NOBODY,
+}
+"""Which ranks wait for each other in what Megatron-LM does once a step."""
+
+GAP = "before "
+"""Before the name of an op: the time between what its rank did before, and the op."""
+
+START = "start"
+"""By how much later than the first a rank begins its step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What ranks do before or after their pipeline's actions: a collective, or an optimizer's step."""
+
+    name: str
+    among: Among = Among.NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What each rank does before and after its pipeline's actions, in order, and how long ops take."""
+
+    before: tuple[Joint, ...]
+    after: tuple[Joint, ...]
+    durations: Durations
+
+
+def together(among: Among, reached: Floats) -> Floats:
+    """When each rank begins what it does with others, if they reach it then; NaN where a rank takes no part."""
+    if among is Among.NOBODY:
+        return reached
+    axis = {Among.REPLICAS: 0, Among.PIPELINE: 1}.get(among)
+    latest = np.where(np.isnan(reached), -np.inf, reached).max(axis=axis, keepdims=True)
+    return np.where(np.isnan(reached), np.nan, latest)
+
+
+def done(joints: Sequence[Joint], durations: Durations, now: Floats) -> Floats:
+    """When each rank has done one joint after the other, the first of which it reaches `now`; by replica and rank."""
+    for joint in joints:
+        seconds = durations[joint.name]
+        begun = together(joint.among, np.where(np.isnan(seconds), np.nan, now))
+        now = np.where(np.isnan(begun), now, begun + seconds)
+    return now
+
+
+# -- from a trace -----------------------------------------------------------------------------------------------------
+
+
+def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
+    """What ranks did around their pipelines in a step, with the time that each lost before it.
+
+    Args:
+        shape: how many replicas and ranks.
+        events: of one step, each with its rank and replica, on one clock.
+        among: who does an op together, by its name.
+
+    Raises:
+        ArgumentError: an op is unknown.
+    """
+    work, joint = _by_op(events)
+    computed = [times for op, times in work.items() if op.is_compute]
+    found = _around(joint, _extent(shape, computed), among, gaps=True)
+    if not found.before:
+        return found
+    start, _ = _once(shape, joint[found.before[0].name])
+    more = {START: np.nan_to_num(start - np.nanmin(start))}
+    return Around((Joint(START), *found.before), found.after, {**found.durations, **more})
+
+
+def traced(schedule: Schedule, events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
+    """What each op of a step took, those of `PIPELINE` among them; time that ranks lose in between is left out.
+
+    Args:
+        schedule: what every replica ran; one stage a rank, backwards not split.
+        events, among: as for `around`.
+
+    Raises:
+        ArgumentError: an op is unknown, or missing for a replica, rank or microbatch.
+    """
+    events = tuple(events)
+    work, joint = _by_op(events)
+    replicas = 1 + max((event.replica or 0 for event in events), default=0)
+    shape = (replicas, schedule.ranks, schedule.numbers)
+    found = _around(joint, _extent(shape[:2], work.values()), among)
+    durations = {
+        FORWARD: _computed(shape, work, Op.F),
+        BACKWARD: _computed(shape, work, Op.B),
+        FORWARD_MESSAGE: _messages(shape, work, Op.SEND_F, Op.RECV_F, 1),
+        BACKWARD_MESSAGE: _messages(shape, work, Op.SEND_B, Op.RECV_B, -1),
+    }
+    return Around(found.before, found.after, {**durations, **found.durations})
+
+
+_Times = dict[tuple[int, int, int | None], tuple[float, float]]
+"""When an op started and ended, by replica, rank and microbatch."""
+
+
+def _by_op(events: Iterable[Event]) -> tuple[dict[Op, _Times], dict[str, _Times]]:
+    """What a pipeline did, and by its name what a rank does once a step."""
+    work: defaultdict[Op, _Times] = defaultdict(dict)
+    joint: defaultdict[str, _Times] = defaultdict(dict)
+    for event in events:
+        times = joint[event.name] if event.action is None else work[event.action.op]
+        number = None if event.action is None else event.action.microbatch
+        times[event.replica or 0, event.rank or 0, number] = event.start_seconds, event.end_seconds
+    return work, joint
+
+
+def _extent(shape: tuple[int, int], ops: Iterable[_Times]) -> tuple[Floats, Floats]:
+    """The first start and the last end of some ops, by replica and rank."""
+    first, last = np.full(shape, np.inf), np.full(shape, -np.inf)
+    for times in ops:
+        for (replica, rank, _), (start, end) in times.items():
+            first[replica, rank] = min(first[replica, rank], start)
+            last[replica, rank] = max(last[replica, rank], end)
+    return first, last
+
+
+def _computed(shape: tuple[int, int, int], ops: Mapping[Op, _Times], op: Op) -> Floats:
+    """How long each forward (or backward) took."""
+    took, name = np.full(shape, np.nan), FORWARD if op is Op.F else BACKWARD
+    for (replica, rank, number), (start, end) in ops.get(op, {}).items():
+        if number is None or rank >= shape[1] or number >= shape[2]:
+            raise ArgumentError(f"the trace's {name} of rank {rank}, microbatch {number}, is not in the schedule")
+        took[replica, rank, number] = end - start
+    missing = np.argwhere(np.isnan(took))
+    if len(missing):
+        replica, rank, number = missing[0].tolist()
+        raise ArgumentError(
+            f"the trace has no {name} of replica {replica}, rank {rank}, microbatch {number}; expected one for each"
+        )
+    return took
+
+
+def _messages(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, receive: Op, step: int) -> Floats:
+    """How long each message took, from when both ends were there until both were done; NaN where none was sent."""
+    took, receives = np.full(shape, np.nan), ops.get(receive, {})
+    for (replica, rank, number), (start, end) in ops.get(send, {}).items():
+        other = receives.get((replica, rank + step, number))
+        if other is not None and number is not None:
+            took[replica, rank, number] = max(0.0, max(end, other[1]) - max(start, other[0]))
+    return took
+
+
+def _around(
+    joint: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], *, gaps: bool = False
+) -> Around:
+    """What ranks did before and after their pipelines' actions, whose first start and last end are given."""
+    if unknown := joint.keys() - among.keys():
+        raise ArgumentError(f"the trace has an op {min(unknown)!r}; say in `among` which ranks do it together")
+    first, last = pipeline
+    times = {name: _once(first.shape, found) for name, found in joint.items()}
+    durations: dict[str, Floats] = {}
+    parts: tuple[list[Joint], list[Joint]] = [], []
+    now: list[Floats | None] = [None, last]
+    for name in _in_order(times):
+        start, end = times[name]
+        later = int(np.nanmax(start - first) > 0)
+        reached = now[later]
+        if gaps and reached is not None:
+            durations[GAP + name] = _own(start, reached)
+            parts[later].append(Joint(GAP + name))
+        durations[name] = np.maximum(end - together(among[name], start), 0.0)
+        parts[later].append(Joint(name, among[name]))
+        now[later] = end if reached is None else np.where(np.isnan(end), reached, end)
+    before = now[0]
+    if gaps and before is not None:
+        gap = first - before  # later ranks wait for the first one's output, so the least counts
+        durations[GAP + FORWARD] = np.where(np.isnan(gap), np.nan, max(float(np.nanmin(gap)), 0.0))
+        parts[0].append(Joint(GAP + FORWARD))
+    return Around(tuple(parts[0]), tuple(parts[1]), durations)
+
+
+def _once(shape: tuple[int, ...], times: _Times) -> tuple[Floats, Floats]:
+    """The starts and ends of something that a rank does once a step; NaN where it does not."""
+    starts, ends = np.full(shape, np.nan), np.full(shape, np.nan)
+    for (replica, rank, _), (start, end) in times.items():
+        starts[replica, rank], ends[replica, rank] = start, end
+    return starts, ends
+
+
+def _in_order(times: Mapping[str, tuple[Floats, Floats]]) -> list[str]:
+    """What a rank does once a step, as ordered on the ranks that do most of it."""
+    starts = np.array([start for start, _ in times.values()])
+    before = {name: int((starts < start).sum(axis=0).max()) for name, (start, _) in times.items()}
+    return sorted(times, key=before.__getitem__)
+
+
+def _own(start: Floats, now: Floats) -> Floats:
+    """Each rank's own gap, but no longer than that of the rank that comes last, as only that waits for nobody."""
+    gaps: Floats = np.maximum(start - now, 0.0)
+    last = gaps.ravel()[np.argmax(np.where(np.isnan(gaps), -np.inf, now))]
+    return np.asarray(np.minimum(gaps, last))

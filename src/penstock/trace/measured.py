@@ -1,0 +1,320 @@
+"""Events -> steps: for each replica of a step the order in which its ranks worked, and when, on one clock."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+
+import numpy as np
+
+from penstock._base.words import counted
+from penstock.errors import ArgumentError
+from penstock.schedule import Op, Placement, Row, Schedule, check, summary
+from penstock.schedule.generators import Numbers, generators
+from penstock.schedule.timeline import Timeline, refuse_far_numbers
+from penstock.simulate.columns import Columns, Floats
+from penstock.trace.around import KNOWN
+from penstock.trace.clocks import shifts, tolerance_of
+from penstock.trace.event import Event, Recording
+
+_MAX_PROCESSES = 10_000
+_MAX_TRIED = 200_000
+"""Schedules of more actions are not compared with those that have a name."""
+_MAX_NAMED = 8
+"""So many missing stages are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One pipeline in one step.
+
+    Attributes:
+        number: which replica.
+        schedule: the order in which each rank ran its actions; named, if it is that of a generator.
+        timeline: when; its clock starts with the first action.
+        begin_seconds: of that clock, after the begin of the step.
+    """
+
+    number: int
+    schedule: Schedule
+    timeline: Timeline
+    begin_seconds: float
+
+    @property
+    def span_seconds(self) -> float:
+        return self.timeline.makespan_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of training.
+
+    Attributes:
+        number: as the trace has it.
+        replicas: those that are complete, in order.
+        seconds: from the first event's start to the last one's end, whatever they are.
+        events: everything that its ranks did, on one clock; empty where clocks were set right, as that is done by what
+            computes alone.
+    """
+
+    number: int
+    replicas: tuple[Replica, ...]
+    seconds: float
+    events: tuple[Event, ...]
+
+    @property
+    def others(self) -> Mapping[str, float]:
+        """What else ranks did, such as collectives and the optimizer: its name, and from when the last one began until
+        all had ended; longest first.
+        """
+        found: defaultdict[str, list[Event]] = defaultdict(list)
+        for event in self.events:
+            if event.action is None:
+                found[event.name].append(event)
+        spent = {
+            name: max(event.end_seconds for event in group) - max(event.start_seconds for event in group)
+            for name, group in found.items()
+        }
+        return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What ranks did of which the trace does not tell who waited for whom."""
+        return tuple(name for name in self.others if name not in KNOWN)
+
+    @property
+    def numbered(self) -> list[Event]:
+        """The events, with a replica's place among the complete ones as its number."""
+        place = {one.number: place for place, one in enumerate(self.replicas)}
+        moved = {number for number, index in place.items() if number != index}
+        return [replace(e, replica=place[e.replica or 0]) if e.replica in moved else e for e in self.events]
+
+    @property
+    def overlap(self) -> float:
+        """The share of all actions' time in which another rank computes, too."""
+        tracks = [track for one in self.replicas for track in one.timeline.tracks]
+        starts, ends = (np.sort(np.concatenate([getattr(one, name) for one in tracks])) for name in ("start", "end"))
+        return float(np.maximum(ends[:-1] - starts[1:], 0.0).sum() / ((ends - starts).sum() or 1.0))
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max(one.begin_seconds + one.span_seconds for one in self.replicas) - min(
+            one.begin_seconds for one in self.replicas
+        )
+
+    @property
+    def slowest(self) -> Replica:
+        """The replica that ends last."""
+        return max(self.replicas, key=lambda one: one.begin_seconds + one.span_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The steps of a trace that are complete, what was left out or set right, and whether ranks shared cores."""
+
+    steps: tuple[Step, ...]
+    notes: tuple[str, ...]
+    crowded: bool | None = None
+
+    @property
+    def typical(self) -> Step:
+        """The step whose time is the median."""
+        return sorted(self.steps, key=lambda step: step.seconds)[(len(self.steps) - 1) // 2]
+
+
+def run_of(recording: Recording) -> Run:
+    """The steps of a recording.
+
+    Raises:
+        ArgumentError: no step has one complete replica: says which rank or action is missing, or out of order; or there
+            is no backward at all.
+    """
+    _refuse_without_backward(recording)
+    refuse_far_numbers(event.action for event in recording.events if event.action is not None)
+    if (sources := len({event.source for event in recording.events})) > _MAX_PROCESSES:
+        raise ArgumentError(f"{sources:,} processes; expected at most {_MAX_PROCESSES:,}")
+    events = _placed(recording.events)
+    groups: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    every: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        every[event.step or 0].append(event)
+        if event.computes:
+            groups[event.step or 0][event.replica or 0].append(event)
+    steps, notes, lacking = [], list(recording.notes), []
+    stages = max(recording.stages, 1 + max(event.action.stage for event in events if event.action is not None))
+    for number, by_replica in sorted(groups.items()):
+        made, moved = [], recording.with_waits
+        for replica, given in sorted(by_replica.items()):
+            found = _missing(given, stages) or _replica(replica, given, with_waits=recording.with_waits)
+            if isinstance(found, str):
+                lacking.append((number, replica, found))
+                continue
+            made.append(found[0])
+            notes += found[1]
+            moved = moved or found[2]
+        if made:
+            steps.append(_step(number, made, () if moved else every[number]))
+    if not steps:
+        raise ArgumentError("; ".join([f"the trace has no complete step: {lacking[0][2]}", *recording.notes]))
+    if lacking:
+        number, replica, wrong = lacking[0]
+        notes.append(
+            f"left out {counted(len(lacking), 'pipeline')}, the first in step {number}, replica {replica}: {wrong}"
+        )
+    ranks = max(one.slowest.schedule.ranks for one in steps)
+    if outside := [event.rank or 0 for event in events if not event.computes and (event.rank or 0) >= ranks]:
+        left = counted(len(outside), "event")
+        notes.append(f"left out {left} of ranks that have no actions, such as rank {outside[0]}")
+    shapes = {(one.slowest.schedule.name, one.slowest.schedule.microbatches): one.number for one in reversed(steps)}
+    if len(shapes) > 1:
+        (name, many), *others = sorted(shapes, key=lambda shape: shapes[shape])
+        theirs = ", ".join(f"step {shapes[shape]} {shape[0]} with {shape[1]}" for shape in others[:_MAX_NAMED])
+        notes.append(
+            f"steps differ: step {shapes[name, many]} is {name} with {counted(many, 'microbatch')}, {theirs}; if they "
+            "are of several runs, explain each alone"
+        )
+    return Run(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
+
+
+def _refuse_without_backward(recording: Recording) -> None:
+    ops = [event.action.op for event in recording.events if event.action is not None and event.action.op.is_compute]
+    if ops and not any(op in (Op.B, Op.I) for op in ops):
+        raise ArgumentError(
+            f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
+            "forwards only; pass that of a training step"
+        )
+
+
+def _placed(events: Sequence[Event]) -> list[Event]:
+    """The events, each with its step, rank and replica."""
+    stages: defaultdict[tuple[int | str, ...], set[int]] = defaultdict(set)
+    for event in events:
+        if event.action is not None and event.computes:
+            stages[event.source].add(event.action.stage)
+    ranks = {own: rank for rank, own in enumerate(sorted({tuple(sorted(own)) for own in stages.values()}))}
+    place: dict[tuple[int | str, ...], tuple[int, int]] = {}
+    taken: defaultdict[int, int] = defaultdict(int)
+    for source in sorted(stages):
+        rank = ranks[tuple(sorted(stages[source]))]
+        place[source] = rank, taken[rank]
+        taken[rank] += 1
+    seen: defaultdict[tuple[object, ...], int] = defaultdict(int)
+    found = []
+    for event in events:
+        rank, replica = place.get(event.source, (0, 0))
+        rank = rank if event.rank is None else event.rank
+        replica = replica if event.replica is None else event.replica
+        step = event.step
+        if step is None:
+            step = seen[event.source, event.action or event.name]
+            seen[event.source, event.action or event.name] += 1
+        times = event.start_seconds, event.end_seconds
+        found.append(Event(event.source, event.name, *times, event.action, step, rank, replica))
+    return found
+
+
+def _missing(events: Sequence[Event], stages: int) -> str:
+    """Which ranks or stages have no events; empty if all have."""
+    present = {event.action.stage for event in events if event.action is not None}
+    ranks = {event.rank or 0 for event in events}
+    if lacking := sorted(set(range(max(ranks))) - ranks):
+        named = ", ".join(map(str, lacking))
+        return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; pass the trace of every rank"
+    if lacking := list(islice((stage for stage in range(stages) if stage not in present), _MAX_NAMED)):
+        named = ", ".join(map(str, lacking))
+        return f"no rank has stage {named}, and there are stages up to {stages - 1}; pass the trace of every rank"
+    return ""
+
+
+def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple[Replica, list[str], bool] | str:
+    """One pipeline on one clock, which begins it by the trace's own; notes; whether clocks were set right. Or what is
+    wrong with it."""
+    rows: list[list[Event]] = [[] for _ in range(1 + max(event.rank or 0 for event in events))]
+    for event in sorted(events, key=lambda event: (event.start_seconds, event.end_seconds)):
+        rows[event.rank or 0].append(event)
+    schedule = _schedule(rows)
+    if isinstance(schedule, str):
+        return schedule
+    columns = Columns.of(schedule)
+    starts = np.array([event.start_seconds for row in rows for event in row])
+    ends = np.array([event.end_seconds for row in rows for event in row])
+    if not (ends > starts).any():
+        return "none of its actions takes any time"
+    slack = tolerance_of(starts, ends)
+    moved = shifts(columns, starts, ends, with_waits=with_waits)
+    each = np.repeat(moved, np.diff(columns.first))
+    starts, ends = starts + each, ends + each
+    notes = _clock_notes(number, moved)
+    if with_waits:
+        users = np.flatnonzero(columns.need >= 0)
+        starts[users] = np.clip(ends[columns.need[users]], starts[users], ends[users])
+    inner = np.delete(np.arange(1, len(starts)), columns.first[1:-1] - 1)  # not the first of a rank
+    overlap = ends[inner - 1] - starts[inner]
+    if overlap.max(initial=0.0) > slack:
+        notes.append(f"some actions of one rank overlap; each counts from the end of the one before (replica {number})")
+    starts[inner] = np.clip(ends[inner - 1], starts[inner], np.maximum(ends[inner], starts[inner]))
+    ends = np.maximum(starts, ends)
+    first = float(starts.min())
+    timeline = _timeline(schedule, columns, starts - first, ends - first)
+    return Replica(number, schedule, timeline, first), notes, any(moved)
+
+
+def _clock_notes(number: int, moved: Sequence[float]) -> list[str]:
+    if not any(moved):
+        return []
+    ahead = max(range(len(moved)), key=lambda rank: abs(moved[rank]))
+    by = f"{abs(moved[ahead]):.6g} s {'behind' if moved[ahead] > 0 else 'ahead of'}"
+    return [
+        f"the clocks of replica {number}'s ranks disagree: rank {ahead}'s is {by} rank 0's; all are set right by their "
+        "messages, taken to be as fast there as back"
+    ]
+
+
+def _timeline(schedule: Schedule, columns: Columns, starts: Floats, ends: Floats) -> Timeline:
+    times = (starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.before(ends))))
+    of_ranks = [[column[columns.nodes(rank)].tolist() for column in times] for rank in range(schedule.ranks)]
+    return Timeline.of_columns(schedule.rows, of_ranks)
+
+
+def _schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:
+    """What each rank did in order, or what is missing or out of order."""
+    actions = [[event.action for event in row if event.action is not None] for row in rows]
+    owners = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    numbers: defaultdict[int, set[int]] = defaultdict(set)
+    for row in actions:
+        for action in row:
+            numbers[action.stage].add(action.microbatch or 0)
+    pipelines = 2 if len(owners) % 2 == 0 and not numbers[0] & numbers[len(owners) // 2] else 1
+    placement = Placement(len(rows), tuple(owners[stage] for stage in sorted(owners)), pipelines)
+    return _judged(Schedule("as traced", placement, 1 + max(map(max, numbers.values())), map(Row, actions)))
+
+
+@lru_cache(maxsize=8)
+def _judged(schedule: Schedule) -> Schedule | str:
+    """The schedule under the name of the generator that makes it, if one does; or what is wrong with it."""
+    fatal = [violation for violation in check(schedule) if violation.fatal]
+    if fatal:
+        return summary(fatal, most=2)
+    placement = schedule.placement
+    if sum(map(len, schedule.rows)) > _MAX_TRIED:
+        return schedule
+    chunks = placement.stages // placement.ranks // placement.pipelines
+    numbers = Numbers(placement.ranks, schedule.microbatches, chunks)
+    for entry in generators():
+        if entry.fits(numbers, placement) and (made := entry.make(numbers)).rows == schedule.rows:
+            return made
+    return schedule
+
+
+def _step(number: int, replicas: Sequence[Replica], events: Sequence[Event]) -> Step:
+    """All replicas of a step on the clock of the step, which begins with its first event."""
+    ranks = {one.number: one.schedule.ranks for one in replicas}
+    kept = tuple(event for event in events if (event.rank or 0) < ranks.get(event.replica or 0, 0))
+    zero = min([one.begin_seconds for one in replicas] + [event.start_seconds for event in kept])
+    latest = max([one.begin_seconds + one.span_seconds for one in replicas] + [event.end_seconds for event in kept])
+    placed = tuple(replace(one, begin_seconds=one.begin_seconds - zero) for one in replicas)
+    return Step(number, placed, latest - zero, kept)

@@ -1,0 +1,99 @@
+"""How far a run has come, how fast it is and how long it will take: the same for the terminal, `top` and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from penstock.trace.runs.records import StepRecord, with_text_loss
+
+RECENT = 20
+"""Steps whose median is the speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: the number of the last step, counted from 1.
+        total_steps: how many there will be, if that was said.
+        loss: of the last step that has one.
+        seconds: from one step's end to the next, the median of the last; None after a single step.
+        rows_per_second: of the batch, over all replicas.
+        bubble: of the last step that was timed.
+        left_seconds: until the last step; None if nobody said how many there will be.
+    """
+
+    step: int
+    total_steps: int | None
+    loss: float | None
+    seconds: float | None
+    rows_per_second: float | None
+    bubble: float | None
+    left_seconds: float | None
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord], total_steps: int | None = None) -> Progress | None:
+        """Of the steps so far, by number; None if there are none."""
+        if not steps:
+            return None
+        last = steps[-1]
+        gaps = seconds_between(steps[-RECENT - 1 :])
+        seconds = median(gaps) if gaps else None
+        left = None
+        if seconds is not None and total_steps is not None:
+            left = max(0, total_steps - last.step) * seconds
+        return cls(
+            last.step,
+            total_steps,
+            next((one.loss for one in reversed(steps) if one.loss is not None), None),
+            seconds,
+            last.rows / seconds if seconds else None,
+            next((one.bubble for one in reversed(steps) if one.bubble is not None), None),
+            left,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, which has no number for a loss that is none: that is text."""
+        return with_text_loss(asdict(self))
+
+    def __str__(self) -> str:
+        """`step 120 of 1,000, loss 2.3412, 812 rows/s, bubble 18%, 5 min left`."""
+        return self.said()
+
+    def said(self, *, over: bool = False) -> str:
+        """The same in words; of a run that is over, without the time that is left."""
+        of = "" if self.total_steps is None else f" of {self.total_steps:,}"
+        parts = [f"step {self.step:,}{of}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}" if 1e-3 <= abs(self.loss) < 1e5 else f"loss {self.loss:.4g}")
+        if self.rows_per_second is not None:
+            speed = f"{self.rows_per_second:,.0f}" if self.rows_per_second >= 100 else f"{self.rows_per_second:.3g}"
+            parts.append(f"{speed} rows/s")
+        if self.bubble is not None:
+            parts.append(f"bubble {self.bubble:.0%}")
+        if self.left_seconds and not over:
+            parts.append(f"{in_time(self.left_seconds)} left")
+        return ", ".join(parts)
+
+
+def seconds_between(steps: Sequence[StepRecord]) -> list[float]:
+    """From the end of each step to that of the next: with the optimizer and all else in the loop."""
+    return [after.at_seconds - before.at_seconds for before, after in pairwise(steps)]
+
+
+def in_time(seconds: float) -> str:
+    """`39.4 ms`, `2.5 s`, `5 min`, `3 h 20 min`, `4 d 3 h`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms" if seconds else "0 s"
+    if seconds < 99.5:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

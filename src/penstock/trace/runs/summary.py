@@ -1,0 +1,106 @@
+"""A run in a few figures, by which runs are listed and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock._base.files import MAX_QUOTED
+from penstock._base.words import in_a_line, line_of
+from penstock.errors import PenstockError
+from penstock.trace.runs.about import About
+from penstock.trace.runs.health import health
+from penstock.trace.runs.progress import Progress
+from penstock.trace.runs.reading import RunRead, read_run
+from penstock.trace.runs.records import RankState, StepRecord
+
+State = Literal["training", "ended", "interrupted", "failed", "silent", "unknown"]
+
+SETTINGS = (
+    "model", "device", "schedule", "ranks", "replicas", "chunks", "microbatches", "rows", "processes", "cuts",
+    "memory_limit", "verified", "torch", "penstock", "host",
+)  # fmt: skip
+"""The fields of `About` by which two runs may differ in what they compute, and on what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run at one moment.
+
+    Attributes:
+        path: its folder.
+        about: what does not change.
+        state: "training" while a rank does; "interrupted" if Ctrl-C or a signal ended it; "failed" if one raised or
+            its process is gone; "silent" if none says anything; "unknown" if none ever said what it does.
+        progress: the last step, its loss, and the speed; None before the first step's end.
+        steps: by number.
+        peak_bytes: the most that a process has held so far; None if none said so.
+    """
+
+    path: Path
+    about: About
+    state: State
+    progress: Progress | None
+    steps: tuple[StepRecord, ...]
+    peak_bytes: int | None
+
+    @classmethod
+    def of(cls, run: RunRead, most_bytes: int | None = None) -> Summary:
+        """Reads it. `most_bytes`: of its steps' file, read the end only, and so the last steps. Raises ArgumentError if
+        a file is damaged in a way that leaves no answer."""
+        steps, ranks = run.steps(most_bytes), run.ranks()
+        held = [state.rss_bytes for state in ranks if state.rss_bytes is not None]
+        progress = Progress.of(steps, run.about.total_steps)
+        return cls(run.path, run.about, _state(ranks), progress, tuple(steps), max(held, default=None))
+
+    @classmethod
+    def of_one(cls, folder: Path) -> Summary | str:
+        """The run in a folder, by its last steps, for a list of runs; or why it cannot be read, in a line: whatever is
+        wrong with one run, the others are listed."""
+        try:
+            return cls.of(read_run(folder), LAST_STEPS_BYTES)
+        except PenstockError as error:
+            return str(error)
+        except Exception as error:
+            return f"run {str(folder)!r} cannot be read: {line_of(in_a_line(error), MAX_QUOTED)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, without the path and the steps."""
+        settings = {name: getattr(self.about, name) for name in SETTINGS}
+        progress = None if self.progress is None else self.progress.to_dict()
+        return {
+            "name": self.about.name, "started": self.about.started, "state": self.state,
+            "settings": settings, "progress": progress, "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
+
+
+LAST_STEPS_BYTES = 64 << 10
+"""Of a run's steps, what a list of runs reads."""
+
+
+def differences(runs: Sequence[Summary]) -> dict[str, list[Any]]:
+    """The settings in which runs differ, each with every run's."""
+    found = {name: [getattr(run.about, name) for run in runs] for name in SETTINGS}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def same_steps(runs: Sequence[Summary], most: int = 8) -> list[int]:
+    """Numbers of steps that all runs have taken, evenly apart, the last one included."""
+    both = sorted(set.intersection(*({one.step for one in run.steps} for run in runs)))
+    each = max(1, -(-len(both) // most))
+    return both[::-1][::each][::-1]
+
+
+def _state(ranks: Sequence[RankState]) -> State:
+    found = {health(state) for state in ranks}
+    if not found:
+        return "unknown"
+    if "failed" not in found and "interrupted" in found:
+        return "interrupted"
+    if found & {"failed", "gone"}:
+        return "failed"
+    if found <= {"ended"}:
+        return "ended"
+    return "silent" if found <= {"silent", "ended"} else "training"

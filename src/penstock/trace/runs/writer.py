@@ -1,0 +1,204 @@
+"""Writes a run's folder from a thread, so that training waits for no disk.
+
+Whatever goes wrong with the files is told once, and never ends a run: `trouble` says what it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock._base.files import read_json, read_text, remove_leftovers, write_whole
+from penstock._base.words import in_a_line
+from penstock.errors import ArgumentError
+from penstock.trace.runs.about import About
+from penstock.trace.runs.folder import (
+    ABOUT,
+    MEMORY,
+    PREDICTED,
+    RANKS,
+    STEPS,
+    TIMELINES,
+    append_lines,
+    clear,
+    end_last_line,
+    set_aside,
+)
+from penstock.trace.runs.records import StepRecord
+
+BEAT_SECONDS = 0.25
+"""From one look at what the process does to the next."""
+_FIRST_SECONDS = 0.05
+"""The same, until the folder is seen."""
+STEADY_SECONDS = 1.0
+"""How often a process says that it lives if nothing has changed."""
+_MAX_STEPS = 100_000
+_MAX_FILES = 64
+"""Steps and files that are kept while the disk takes none, or the folder is not seen."""
+
+
+class Writer:
+    """One process's part of a run's folder.
+
+    Args:
+        number: of the process. Number 0 makes the folder and writes what there is once; the others write their own
+            part as soon as they see it, and nothing if they never do: their host has another file system.
+        state: what the process does now, ready for ranks/N.json; called by the thread.
+        each_beat, at_end: also called by the thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        number: int,
+        state: Callable[[], Mapping[str, Any]],
+        each_beat: Callable[[], None] | None = None,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.path = path
+        self.trouble: str | None = None
+        self._id, self._number, self._state = run_id, number, state
+        self._each_beat, self._at_end = each_beat, at_end
+        self._steps: list[StepRecord] = []
+        self._files: list[tuple[Path, Callable[[], Any]]] = []
+        self._lock = threading.Lock()
+        self._there = False
+        self._seen: tuple[int, int] | None = None
+        self._said: Mapping[str, Any] = {}
+        self._said_at = 0.0
+        self._woken, self._ended = threading.Event(), False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="penstock-run-folder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """Adds a line to steps.jsonl, soon."""
+        with self._lock:
+            self._steps.append(record)
+            del self._steps[:-_MAX_STEPS]
+
+    def file(self, name: str, make: Callable[[], Any]) -> None:
+        """Writes a file, soon. `make` gives its value, on the thread."""
+        with self._lock:
+            self._files.append((self.path / name, make))
+            del self._files[:-_MAX_FILES]
+
+    def hurry(self) -> None:
+        """Has the thread write what there is now."""
+        self._woken.set()
+
+    def end(self, seconds: float | None = None) -> None:
+        """Writes what is left and ends the thread. Its last word in ranks/ is what `state` then says.
+
+        Args:
+            seconds: to wait for that at most.
+        """
+        if self._ended or os.getpid() != self._pid or self._thread.ident is None:  # which had not begun
+            return
+        self._ended = True
+        self._woken.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while True:
+            self._woken.wait(BEAT_SECONDS if self._there else _FIRST_SECONDS)
+            self._woken.clear()
+            last = self._ended
+            self._guarded(self._beat, last)
+            also = self._at_end if last else self._each_beat
+            if also is not None:
+                self._guarded(also)
+            if last:
+                return
+
+    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
+        try:
+            act(*args)
+        except OSError as error:
+            self.trouble = self.trouble or f"{error.filename or self.path}: {error.strerror or error}"
+        except Exception as error:  # the thread goes on
+            self.trouble = self.trouble or in_a_line(error)
+
+    def _beat(self, last: bool) -> None:
+        if not self._is_mine():
+            return
+        with self._lock:
+            steps, files = self._steps, self._files
+            self._steps, self._files = [], []
+        if steps:
+            try:
+                append_lines(self.path / STEPS, [step.to_line() for step in steps])
+            except OSError:
+                with self._lock:
+                    self._steps, self._files = [*steps, *self._steps], [*files, *self._files]
+                raise
+        for path, make in files:
+            self._guarded(lambda path=path, make=make: write_whole(path, make()))
+        state, now = self._state(), time.monotonic()
+        if last or state != self._said or now - self._said_at >= STEADY_SECONDS:
+            self._said, self._said_at = state, now
+            write_whole(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
+
+    def _is_mine(self) -> bool:
+        """Whether process 0 has made the folder, as seen here. Raises OSError if another run has begun there."""
+        about = self.path / ABOUT
+        try:
+            found = about.stat()
+            if self._seen != (found.st_ino, found.st_mtime_ns):
+                is_mine = self._id in read_text(about)
+                if not is_mine and (self._there or self._number == 0):
+                    raise OSError(errno.EBUSY, "another run has begun in this folder", str(self.path))
+                self._there, self._seen = is_mine, (found.st_ino, found.st_mtime_ns)
+        except FileNotFoundError:
+            if self._there:
+                raise
+            return False
+        return self._there
+
+
+def begin(path: Path, about: About, first_step: int, earlier: About | None) -> None:
+    """Makes the folder of a run, or continues the one that is there.
+
+    Args:
+        first_step: the number of its first step. If that is 1, whatever was there is set aside.
+        earlier: the run that was in the folder, if any.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if earlier is not None and first_step == 1:
+        set_aside(path, (ABOUT, PREDICTED, STEPS, TIMELINES, MEMORY, RANKS))
+    elif earlier is not None:
+        about = replace(about, started=earlier.started, resumed=(*earlier.resumed, about.started))
+        if not about.same_layout(earlier):
+            set_aside(path, (PREDICTED, TIMELINES, MEMORY))
+    for name in (TIMELINES, MEMORY, RANKS):
+        (path / name).mkdir(exist_ok=True)
+    clear(path / RANKS)
+    clear(path / TIMELINES, first_step)
+    for folder in (path, path / MEMORY):
+        remove_leftovers(folder)
+    end_last_line(path / STEPS)
+    write_whole(path / ABOUT, about.to_dict())
+
+
+def earlier_run(path: Path) -> About | None:
+    """The run that is in a folder, to be continued or set aside; None if there is none. Raises ArgumentError: the
+    folder has a run of another version or tool, or part of one."""
+    what = f"run={str(path)!r}"
+    if os.path.exists(path / ABOUT):  # which is False, too, where nobody may look: then nothing is recorded
+        return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
+    if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if os.path.exists(path / name)]:
+        raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; pass another folder, or an empty one")
+    return None

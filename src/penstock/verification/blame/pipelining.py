@@ -1,0 +1,79 @@
+"""Finds the stages and microbatches of `torch.distributed.pipelining`, whose schedules call stages by number."""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from penstock.verification.blame.watch import Watch
+
+_STAGES = "_penstock_stages"
+"""An attribute of a schedule that trains."""
+_WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+
+
+class Schedules:
+    """Tells a `Watch` what stages of schedules do that are made from now on."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._microbatch: int | None = None
+        self._offset = 0
+        for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
+            self._wrap(kind)
+
+    def _wrap(self, kind: Any) -> None:
+        init, step, evaluate, watch = kind.__init__, kind.step, kind.eval, self._watch
+        signature = inspect.signature(init)
+
+        @wraps(init)
+        def made(schedule: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(schedule, *args, **kwargs)
+            stages = given.arguments.get("stages") or [given.arguments["stage"]]
+            if given.arguments.get("loss_fn") is not None:
+                vars(schedule)[_STAGES] = stages
+                watch.finds_roots, watch.is_scheduled = False, True
+                watch.microbatch = lambda: self._microbatch
+                for stage in stages:
+                    self._number(stage)
+            init(*given.args, **given.kwargs)
+
+        @wraps(step)
+        def stepped(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            stages = vars(schedule).get(_STAGES)
+            if stages is None or watch.paused or not torch.is_grad_enabled():
+                return watch.aside(step, schedule, *args, **kwargs)
+            for stage in stages:  # what they run before they are given a microbatch is to find out shapes
+                watch.root(stage.submod, stage.stage_index)
+            watch.enter_step()
+            self._offset = max((root.count for root in watch.roots.values()), default=0)
+            found = step(schedule, *args, **kwargs)
+            for root in watch.roots.values():
+                root.keep_gradients()
+            return found
+
+        kind.__init__, kind.step = made, stepped
+        kind.eval = wraps(evaluate)(lambda *args, **kwargs: watch.aside(evaluate, *args, **kwargs))
+
+    def _number(self, stage: Any) -> None:
+        for name in _WORK:
+            work = getattr(stage, name)
+
+            @wraps(work)
+            def numbered(microbatch: int, *args: Any, work: Any = work, name: str = name, **kwargs: Any) -> Any:
+                if self._watch.paused:
+                    return work(microbatch, *args, **kwargs)
+                if name == _WORK[0]:
+                    self._microbatch = self._offset + microbatch
+                elif root := self._watch.roots.get(id(stage.submod)):
+                    root.trail.begin(self._offset + microbatch, stage.stage_index, backward=True)
+                try:
+                    return work(microbatch, *args, **kwargs)
+                finally:
+                    self._microbatch = None
+
+            setattr(stage, name, numbered)

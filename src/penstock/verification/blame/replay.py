@@ -1,0 +1,213 @@
+"""One step of the unsplit model, microbatch by microbatch, from what the pipeline had before it.
+
+Its loss is that of the whole batch, so no rule for weights of microbatches is assumed. Backward begins with the
+pipeline's own gradient of the last module's output, once that is known to be the right one but for its scale: so all
+that follows is compared to the bit, and rounding of the loss does not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
+from penstock.verification.comparison import compare
+from penstock.verification.term_sizes import TermSizes
+from penstock.verification.trail import BACKWARD, FORWARD, Place, Trail
+
+SCALE = 1e-3
+"""How far the scales of two microbatches' losses may be apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a step trains on, cut into microbatches; `target` is None if unknown."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    rows: Sequence[Tensor]
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.rows))
+
+    def inputs(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of one microbatch."""
+        args, kwargs = self.cut((self.args, dict(self.kwargs)), self.rows[microbatch])
+        return args, kwargs
+
+    def cut(self, tree: Any, rows: Tensor) -> Any:
+        """The same with some rows of each tensor that has all."""
+        return map_tensors(lambda x: x[rows.to(x.device)] if x.dim() and len(x) == self.count else x, tree)
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What the unsplit model computes in a step.
+
+    Attributes:
+        trail: of all its modules, in dataflow order.
+        scales: for each microbatch, what the pipeline's gradient of the loss is times the right one; None if it is
+            another gradient, or none was noted.
+        buffers: after the step.
+        expected: gradients.
+        sizes: for each entry of a gradient, the sum of its terms' sizes.
+    """
+
+    trail: Trail
+    last: Place | None
+    scales: dict[int, float | None]
+    outputs: list[Any]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    expected: dict[str, Tensor] = field(default_factory=dict)
+    sizes: dict[str, Tensor] = field(default_factory=dict)
+
+    def scaled(self, name: str) -> dict[int, Tensor]:
+        """Microbatches' terms of a gradient, by the right weights."""
+        return {k: t.double() / (self.scales.get(k) or 1.0) for k, t in self.trail.terms.get(name, {}).items()}
+
+
+class Replay:
+    """The unsplit model and its loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
+        self.model, self._loss = model, loss
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        return found | dict(self.model.named_buffers(remove_duplicate=False))
+
+    def step(
+        self,
+        data: Data,
+        before: Mapping[str, Tensor],
+        gradients: Mapping[Place, Tensor],
+        random: Mapping[tuple[str, int, int], Tensor],
+        autocast: str = "",
+    ) -> Replayed:
+        """Args: `before`: parameters and buffers; `gradients`: the pipeline's; `random`: states of the generator with
+        which calls of modules begin; `autocast`: its dtype, if it is on."""
+        parameters = dict(self.model.named_parameters())
+        left = self.left(*data.inputs(0))
+        order, places = [*dict.fromkeys(place.module for place in left)], list[Place]()
+        for place, value in gradients.items():  # but for a stage's that leaves the loss itself
+            other = left.get(place._replace(what=FORWARD[1], microbatch=0)) if place.what == BACKWARD else None
+            places += [place] if other is not None and other.dim() == value.dim() else []
+        last = max(places, key=lambda p: (order.index(p.module), p.call), default=None)
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.grad = None
+                if name in before:
+                    tensor.copy_(before[name])
+        tied = {name for name in parameters if len(self.aliases(name)) > 1}
+        sizes = TermSizes({name: parameters[name] for name in tied}, tied)
+        device = next(iter(parameters.values())).device.type
+        cast = torch.autocast(device, getattr(torch, autocast.rpartition(".")[2])) if autocast else nullcontext()
+        found = Replayed(Trail(0, order), last, {}, [])
+        trail, kept = found.trail, dict[int, dict[int, Tensor]]()
+        with ExitStack() as stack:
+            stack.enter_context(trail.following(self.model, parameters))
+            stack.enter_context(sizes.measuring())
+            now = stack.enter_context(_drawing(self.model, random))
+            if last is not None:
+                module = self.model.get_submodule(last.module)
+                hook = lambda _, __, out: kept.setdefault(now[0], {}).update({len(kept.get(now[0], {})): out})  # noqa: E731
+                stack.callback(module.register_forward_hook(hook).remove)
+            with cast:
+                for now[0] in range(len(data.rows)):
+                    trail.begin(now[0])
+                    args, kwargs = data.inputs(now[0])
+                    found.outputs.append(self.model(*args, **kwargs))
+                roots = [_trained(output) for output in found.outputs]
+                grads = [[torch.ones_like(tensor) for tensor in root] for root in roots]
+                if data.target is not None or self._loss is None:  # else not known: whatever the pipeline's are
+                    grads = self.right_gradients(found.outputs, data.cut(data.target, torch.cat([*data.rows])))
+            found.buffers = {name: value.detach().clone() for name, value in self.model.named_buffers()}
+            for k, (root, grad) in enumerate(zip(roots, grads, strict=True)):
+                if last is not None:
+                    ends = _trained(kept[k][last.call])
+                    grad = [*torch.autograd.grad(root, ends, grad, retain_graph=True, materialize_grads=True)]
+                    root = ends
+                    given = [gradients.get(last._replace(microbatch=k, leaf=i)) for i in range(len(ends))]
+                    found.scales[k] = None if given[0] is None else scale_of(given[0], grad[0])
+                    if found.scales[k] is not None:
+                        grad = [one if mine is None else mine.to(one) for mine, one in zip(given, grad, strict=True)]
+                trail.begin(k, backward=True)
+                for tensor in root:
+                    sizes.watch(tensor)
+                torch.autograd.backward(root, grad)
+        trail.uses = sizes.uses
+        for name in self.tensors:
+            terms = next((terms for alias in self.aliases(name) if (terms := [*found.scaled(alias).values()])), [])
+            if terms:
+                every = torch.stack(terms)
+                found.expected[name], found.sizes[name] = every.sum(0), every.abs().sum(0)
+        return found
+
+    def left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
+        """What modules leave, in the order in which they end."""
+        trail = Trail(0, [name for name, _ in self.model.named_modules()])
+        with torch.no_grad(), trail.following(self.model, {}):
+            self.model(*args, **kwargs)
+        return {place: value for place, value in trail.values.items() if place.what == FORWARD[1]}
+
+    def aliases(self, name: str) -> list[str]:
+        """All names of a tensor."""
+        tensors = self.tensors
+        return [other for other, tensor in tensors.items() if tensor is tensors[name]]
+
+    def right_gradients(self, outputs: Sequence[Any], target: Any) -> list[list[Tensor]]:
+        """Gradients of the loss of all these microbatches by the floating-point leaves of each one's output."""
+        leaves = [[t.detach().requires_grad_() for t in _trained(output)] for output in outputs]
+        whole = [torch.cat(one) if one[0].dim() else torch.stack(one).mean() for one in zip(*leaves, strict=True)]
+        flat = flatten(outputs[0])
+        values = iter(whole)
+        joined = [next(values) if isinstance(x, Tensor) and x.requires_grad else x for x in flat.leaves]
+        output = unflatten(joined, flat.structure)
+        own = output if isinstance(output, Tensor) else getattr(output, "loss", leaf_tensors(output)[0])
+        total = own if self._loss is None else self._loss(output, target)
+        found = iter(torch.autograd.grad(total, [leaf for one in leaves for leaf in one], materialize_grads=True))
+        return [[next(found) for _ in one] for one in leaves]
+
+
+def scale_of(given: Tensor, right: Tensor) -> float | None:
+    """By what one is the other's multiple, but for rounding; None if it is not."""
+    given, right = given.detach().cpu(), right.detach().cpu()
+    if given.shape != right.shape or not right.any():
+        return 1.0 if given.shape == right.shape and not given.any() else None
+    one, other = given.double(), right.double()
+    scale = float((one * other).sum() / (other * other).sum())
+    row = compare("gradient", "", (), given, (other * scale).to(given.dtype), exact=False)
+    is_close = (one - other * scale).abs().max() <= SCALE / 10 * one.abs().max()
+    return scale if scale and (row.ok or is_close) else None
+
+
+def _trained(output: Any) -> list[Tensor]:
+    return [tensor for tensor in leaf_tensors(output) if tensor.requires_grad]
+
+
+@contextmanager
+def _drawing(model: nn.Module, states: Mapping[tuple[str, int, int], Tensor]) -> Iterator[list[int]]:
+    """Begins calls of modules with the generator's state that they had in the pipeline, so that dropout is the same.
+    Yields where to put the number of the microbatch that runs."""
+    calls, now = Counter[tuple[str, int]](), [0]
+
+    def begin(name: str) -> None:
+        key = name, calls[name, now[0]], now[0]
+        calls[name, now[0]] += 1
+        if key in states:
+            torch.set_rng_state(states[key])
+
+    with ExitStack() as hooks:
+        for name in {name for name, *_ in states}:
+            handle = model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: begin(name))
+            hooks.callback(handle.remove)
+        yield now

@@ -1,0 +1,327 @@
+"""What a rank of somebody's pipeline computes in its first steps, without an edit of its script.
+
+Each module that is called from outside of any other, with gradients enabled, is a root: a stage, or a part of one. Its
+first call in a step is microbatch 0. A step ends when the weights have changed and a root is called again. Schedules of
+`torch.distributed.pipelining` say which stage and microbatch it is (`pipelining`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from penstock._base.compat import in_backward
+from penstock._base.trees import leaf_tensors
+from penstock.partition.values.memory import same_bits
+from penstock.verification.trail import FORWARD, Place, Trail
+
+FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
+"""Of the environment: where ranks leave what they saw, and of how many steps."""
+SENT = "the gradient that {} sends back"
+_NOTED = (
+    *("stage", "names", "before", "grads", "random", "training", "extra", "count"),
+    *("autocast", "overwritten", "ran", "lost"),
+)
+_CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
+
+
+class Root:
+    """A module that is called from outside of any other.
+
+    Attributes:
+        stage: its number, if known.
+        count: its forwards in this step.
+        extra: its forwards besides those of microbatches.
+        grads: what each parameter has accumulated.
+        overwritten: the microbatches whose inputs were others when their backward began.
+        lost: the parameters whose gradient is gone when an optimizer steps.
+        ran: what it did, as ("F" or "B", microbatch, start, end) in nanoseconds of this host's clock.
+    """
+
+    def __init__(self, module: nn.Module, stage: int | None, names: Mapping[str, str], hooks: ExitStack) -> None:
+        self.module, self.stage, self.names = module, stage, dict(names)
+        self.tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        self.tensors |= dict(module.named_buffers(remove_duplicate=False))
+        self.parts = dict(module.named_modules(remove_duplicate=False))
+        self.ids = {id(part) for part in self.parts.values()}
+        self.trail = Trail(0, [*self.parts])
+        self._states: list[Tensor] = []
+        hooks.enter_context(self.trail.following(module, dict(module.named_parameters())))
+        for name, part in self.parts.items():
+            hooks.callback(part.register_forward_pre_hook(lambda *_: self._states.append(torch.get_rng_state())).remove)
+            hooks.callback(part.register_forward_hook(lambda *_, name=name: self._drawn(name)).remove)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                keep = partial(self._accumulated, name)
+                hooks.callback(parameter.register_post_accumulate_grad_hook(keep).remove)  # type: ignore[no-untyped-call]
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.trail.forget()
+        self.count = self.extra = self.microbatch = 0
+        self.autocast, self.overwritten, self.lost = "", list[int](), list[str]()
+        self.ran: list[tuple[str, int, int, int]] = []
+        self.random: dict[tuple[str, int, int], Tensor] = {}
+        self.grads: dict[str, Tensor] = {}
+        self.training: dict[str, bool] = {}
+        self.before = self.now()
+
+    def now(self) -> dict[str, Tensor]:
+        """Copies of what parameters and buffers are now."""
+        return {name: _copy(tensor) for name, tensor in self.tensors.items()}
+
+    def has_ended(self) -> bool:
+        """Whether weights have changed since the step began, or gradients that were there are gone."""
+        trained = [(name, tensor) for name, tensor in self.tensors.items() if tensor.requires_grad]
+        if any(not same_bits(tensor, self.before[name].to(tensor.device)) for name, tensor in trained):
+            return True
+        return not any(tensor.grad is not None and tensor.grad.any() for name, tensor in trained if name in self.grads)
+
+    def call(self, microbatch: int, run: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
+        """Notes a forward."""
+        self.trail.begin(microbatch, self.stage or 0)
+        self.microbatch, self.count = microbatch, self.count + 1
+        self.training = {name: part.training for name, part in self.parts.items()}
+        device = next(iter(self.tensors.values())).device.type
+        self.autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        for leaf, tensor in enumerate(inputs):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._sent, leaf))  # type: ignore[no-untyped-call]
+            if tensor.requires_grad and tensor.is_leaf:  # what a script sends is what has accumulated
+                tensor.register_post_accumulate_grad_hook(lambda of, leaf=leaf: self._sent(leaf, of.grad))  # type: ignore[no-untyped-call]
+
+        def begin(_: Tensor) -> None:
+            self.trail.begin(microbatch, self.stage or 0, backward=True)
+            self._runs("B", microbatch)
+            for leaf, tensor in enumerate(inputs):
+                taken = self.trail.values.get(Place(FORWARD[0], "", 0, leaf, microbatch), tensor)
+                self.overwritten += [] if same_bits(tensor, taken) else [microbatch]
+
+        self._runs("F", microbatch)
+        found = run()
+        self._runs("F", microbatch)
+        for tensor in leaf_tensors(found):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+        return found
+
+    def _runs(self, op: str, microbatch: int) -> None:
+        """Notes that it does so now: from when it first did, without another in between, until now."""
+        now = time.time_ns()
+        last = self.ran.pop() if self.ran and self.ran[-1][:2] == (op, microbatch) else (op, microbatch, now, now)
+        self.ran.append((*last[:3], now))
+
+    def _sent(self, leaf: int, gradient: Tensor) -> None:
+        if self.trail.active:
+            self._runs("B", self.trail.microbatch)
+            self.trail.values[Place(SENT, "", 0, leaf, self.trail.microbatch)] = gradient.detach().clone()
+
+    def _drawn(self, name: str) -> None:
+        state = self._states.pop()
+        if self.trail.active and not in_backward() and not torch.equal(state, torch.get_rng_state()):
+            calls = self.random.keys()
+            self.random[name, sum(k[0] == name and k[2] == self.microbatch for k in calls), self.microbatch] = state
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        if self.trail.active and parameter.grad is not None:
+            self._runs("B", self.trail.microbatch)
+            self.grads[name] = _copy(parameter.grad)
+
+    def keep_gradients(self) -> None:
+        """Notes what has accumulated, as it is now."""
+        self.grads |= {name: _copy(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
+
+    def noted(self) -> dict[str, Any]:
+        """A step, for a file."""
+        modules = {name: type(part).__name__ for name, part in self.parts.items()}
+        values = [(tuple(place), value.cpu()) for place, value in self.trail.values.items()]
+        noted = {name: getattr(self, name) for name in _NOTED}
+        trained = [name for name, tensor in self.tensors.items() if tensor.requires_grad]
+        return {**noted, "modules": modules, "trained": trained, "values": values, "after": self.now()}
+
+
+class Watch:
+    """Of one process."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps, self.step = folder, steps, 0
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.roots: dict[int, Root] = {}
+        self.microbatch: Callable[[], int | None] | None = None
+        self.paused = self.is_scheduled = self._inside = False
+        self.finds_roots = True
+        self._hooks = ExitStack()
+        self._begin()
+        call, clips = nn.Module.__call__, {name: getattr(nn.utils, name) for name in _CLIPS if hasattr(nn.utils, name)}
+        nn.Module.__call__ = lambda module, *args, **kwargs: self._called(call, module, args, kwargs)  # type: ignore[method-assign]
+        self._hooks.callback(setattr, nn.Module, "__call__", call)
+        for name, clip in clips.items():
+            setattr(nn.utils, name, partial(self._clip, clip))
+            self._hooks.callback(setattr, nn.utils, name, clip)
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        self._hooks.callback(atexit.unregister, self.flush)
+        atexit.register(self.flush)
+
+    def root(self, module: nn.Module, stage: int | None = None, names: Mapping[str, str] | None = None) -> Root | None:
+        """The root that a module is; None if it is a part of one, or has no parameters."""
+        own = [part for part in module.modules() if [*part.parameters(recurse=False)]]
+        around = next((r for r in self.roots.values() if own and all(id(part) in r.ids for part in own)), None)
+        if around is not None and around.module is not module and (stage is not None or not around.grads):
+            around.trail.active = False  # a run of the whole model that trained nothing, to see shapes, say
+            del self.roots[id(around.module)]
+            around = None
+        if around is None and own:
+            self.roots[id(module)] = Root(module, stage, names or {}, self._hooks)
+        return self.roots.get(id(module))
+
+    def enter_step(self) -> None:
+        """Forwards begin: if the weights have changed since the last ones, so does a step."""
+        if self._has_ended():
+            self.flush()
+            self.step += 1
+            self._begin()
+            for root in self.roots.values():
+                root.begin()
+            if self.step == self.steps:
+                self.folder.joinpath(f"done-{self.rank}-{self.world}").touch()
+                self._hooks.close()
+
+    def _has_ended(self) -> bool:
+        return self._updated or any(root.grads and root.has_ended() for root in self.roots.values())
+
+    def aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls something that trains nothing."""
+        before, self.paused = self.paused, True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.paused = before
+
+    def flush(self) -> None:
+        """Leaves the present step in a file."""
+        if distributed.is_initialized():  # torch.multiprocessing sets no environment
+            self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+        if any(root.count for root in self.roots.values()) and self.step < self.steps:
+            names = "rank", "world", "step", "clips", "updates", "unclipped"
+            own = f"{self.step}-{self.rank}-{os.getpid()}"  # one that starts ranks may train before
+            noted = {name: getattr(self, name) for name in names}
+            noted |= {"roots": [root.noted() for root in self.roots.values()], "threads": torch.get_num_threads()}
+            noted["is_complete"] = self._has_ended()
+            file = self.folder / f"step-{own}.pt"
+            torch.save(noted, file.with_suffix(".part"))
+            file.with_suffix(".part").rename(file)
+
+    def _begin(self) -> None:
+        self._updated = False
+        self.clips: list[float] = []
+        self.updates: list[dict[str, Any]] = []
+        self.unclipped: dict[tuple[int, str], Tensor] = {}
+
+    def _called(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._inside or in_backward() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return call(module, *args, **kwargs)
+        is_noted = torch.is_grad_enabled() and not self.paused
+        if is_noted and not self.is_scheduled:
+            self.enter_step()
+        root = self.roots.get(id(module)) or (self.root(module) if is_noted and self.finds_roots else None)
+        number = None if root is None else root.count if self.microbatch is None else self.microbatch()
+        is_noted = is_noted and number is not None and self.step < self.steps
+        if root is None:
+            return call(module, *args, **kwargs)
+        self._inside, root.trail.active = True, is_noted
+        root.extra += not is_noted and torch.is_grad_enabled()
+        try:
+            run = partial(call, module, *args, **kwargs)
+            return root.call(number or 0, run, leaf_tensors((args, kwargs))) if is_noted else run()
+        finally:
+            self._inside, root.trail.active = False, True
+
+    def _clip(self, clip: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        self.unclipped = self._gradients()
+        self.clips.append(float(max_norm))
+        return clip(parameters, max_norm, *args, **kwargs)
+
+    def _gradients(self) -> dict[tuple[int, str], Tensor]:
+        tensors = [(i, n, t) for i, root in enumerate(self.roots.values()) for n, t in root.tensors.items()]
+        return {(i, name): _copy(tensor.grad) for i, name, tensor in tensors if tensor.grad is not None}
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Notes the gradients that an optimizer takes, and how it updates which parameters."""
+        roots = [*self.roots.values()]
+        holders = {id(tensor): (i, name) for i, root in enumerate(roots) for name, tensor in root.tensors.items()}
+        grads = self._gradients()
+        for i, root in enumerate([] if self._updated else roots):
+            now = {name: grad for (j, name), grad in grads.items() if j == i}
+            root.lost = [
+                name for name, grad in root.grads.items() if grad.any() and (name not in now or not now[name].any())
+            ]
+            root.grads = now
+        kind, groups = type(optimizer), list[dict[str, Any]]()
+        for group in optimizer.param_groups:
+            plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({"params": [holders[id(p)] for p in group["params"] if id(p) in holders], "options": plain})
+        self.updates.append({"kind": (kind.__module__, kind.__qualname__), "groups": groups})
+
+    def _after_update(self, *_: Any) -> None:
+        self._updated = True
+        self.flush()  # whoever started this may end it now, and a job that hangs is judged by it
+
+
+WATCH: list[Watch] = []
+"""The one of this process, if any."""
+
+
+def watching() -> Watch | None:
+    """Notes what this process computes from now on, if the environment says where; None if it does not."""
+    if not WATCH and (folder := os.environ.get(FOLDER)):
+        WATCH.append(Watch(Path(folder), int(os.environ.get(STEPS, "3"))))
+    return WATCH[0] if WATCH else None
+
+
+@contextmanager
+def capture(
+    module: nn.Module,
+    *,
+    stage: int | None = None,
+    names: Mapping[str, str] | None = None,
+    microbatch: Callable[[], int | None] | None = None,
+) -> Iterator[None]:
+    """Wraps the training loop of a stage, for `penstock blame`; without that, does nothing. Only needed where calls of
+    the stage's module alone do not tell what it is.
+
+    Args:
+        module: what the stage computes.
+        stage: its number.
+        names: the unsplit model's names of its modules: `{"layers.0": "layers.4"}`; by default found by the weights.
+        microbatch: returns the number of the microbatch that runs, or None while none does; by default forwards are
+            counted in each step.
+    """
+    watch = watching()
+    if watch is not None:
+        watch.root(module, stage, names)
+        watch.finds_roots = False
+        watch.microbatch = microbatch or watch.microbatch
+    yield
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().cpu()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, int | float | str | bool | tuple | None) else None

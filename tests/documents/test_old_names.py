@@ -1,0 +1,33 @@
+"""Packages that have moved can be imported under their old names until 0.2."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+import penstock
+
+MOVED = {
+    "penstock.balance": "penstock.costs",
+    "penstock.balance.profile": "penstock.costs.profile",
+    "penstock.blame": "penstock.verification.blame",
+    "penstock.explain": "penstock.plan.explain",
+    "penstock.explain.reading": "penstock.trace.reading",
+    "penstock.fabric.terms": "penstock.network.fabric.terms",
+    "penstock.hardware": "penstock.costs.hardware",
+    "penstock.launch.step_file": "penstock.distributed.launch.step_file",
+    "penstock.runs": "penstock.trace.runs",
+    "penstock.search": "penstock.simulate.search",
+    "penstock.transformer": "penstock.plan.transformer",
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_package_that_has_moved_has_its_old_name(name: str) -> None:
+    assert import_module(name) is import_module(MOVED[name])
+
+
+def test_it_is_still_an_attribute_of_penstock() -> None:
+    assert penstock.search is import_module("penstock.simulate.search")
+    assert "search" in dir(penstock)

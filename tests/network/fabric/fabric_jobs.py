@@ -1,0 +1,333 @@
+"""What ranks run of the emulation, each function on every rank of a pool."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.errors import FabricError
+from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.network.fabric.emulation import clock, links, probe, signals, start_board
+from penstock.network.fabric.emulation import trials as trials_module
+from penstock.network.fabric.emulation.collectives import Engine, Stepwise, wrong
+from penstock.network.fabric.emulation.host import _check, _follow, _parts, _warm_up
+from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.payload import TYPES, Participant
+from penstock.network.fabric.emulation.spec import Spec
+from penstock.network.fabric.emulation.trials import Trials
+from penstock.network.fabric.emulation.wires import Message, Wire
+from penstock.network.fabric.steps import Collective, StepList
+from penstock.network.fabric.workload import OPS, USUAL, Transfer, Workload
+
+CPU = torch.device("cpu")
+DTYPES = {size: TYPES[name] for size, name in USUAL.items()}
+
+
+def place_of(rank: int, collective: Collective, elements: int, element_bytes: int = 4) -> Participant:
+    """Of a transfer among all ranks; of the first two, where it is a message."""
+    members = tuple(range(2 if collective == "send" else dist.get_world_size()))
+    transfer = Transfer(f"{collective} of {elements}", elements * element_bytes, collective)
+    return Participant(transfer, members, rank, elements, 3, DTYPES[element_bytes])
+
+
+def part_of(place: Participant, algorithm: str, wire: Wire) -> Stepwise | Engine:
+    if algorithm == ENGINE:
+        return Engine(place, None, CPU)
+    return Stepwise(place, generate(place.collective, algorithm, len(place.members)), wire, CPU)
+
+
+def everything(rank: int, sizes: Sequence[int]) -> tuple[int, list[str]]:
+    """Every collective by every algorithm, in every size, and one of them in every type: how many, what was wrong."""
+    count, faults = 0, []
+    collectives: tuple[Collective, ...] = get_args(Collective)
+    kinds = [(size, 4) for size in sizes] + [(sizes[-1], element_bytes) for element_bytes in DTYPES]
+    for collective, (elements, element_bytes) in itertools.product(collectives, kinds):
+        place = place_of(rank, collective, elements, element_bytes)
+        if rank not in place.members:
+            continue
+        for algorithm in (*algorithms(collective), ENGINE):
+            what = f"{collective} by {algorithm}, {elements} of {element_bytes} bytes"
+            part = part_of(place, algorithm, Wire())
+            fault = wrong(part)
+            if fault is not None:
+                faults.append(f"{what}: {fault}")
+            if (part.result() is None) != (place.expected(part.elements) is None):
+                faults.append(f"{what}: rank {rank} is checked for no result, or has none")
+            if part.elements < elements:
+                faults.append(f"{what}: only {part.elements} are sent")
+            count += 1
+    return count, faults
+
+
+def in_every_type(rank: int) -> tuple[int, list[str]]:
+    """Every op on numbers of every type that has it, by step lists and by the engine, which has an op of its own."""
+    count, faults = 0, []
+    kinds: tuple[tuple[Collective, str], ...] = (
+        ("all_reduce", "ring"), ("all_reduce", ENGINE), ("reduce_scatter", "pairwise"), ("reduce", "binomial"),
+        ("reduce", ENGINE), ("all_to_all", "pairwise"), ("sendrecv", ENGINE),
+    )  # fmt: skip
+    for (name, dtype), op, (collective, algorithm) in itertools.product(TYPES.items(), OPS, kinds):
+        if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
+            continue
+        place = replace(place_of(rank, collective, 29), dtype=dtype, op=op)
+        fault = wrong(part_of(place, algorithm, Wire()))
+        count += 1
+        if fault is not None:
+            faults.append(f"{op} of {name}, {collective} by {algorithm}: {fault}")
+    return count, faults
+
+
+def uneven(rank: int, every: Sequence[tuple[int, ...]]) -> list[str | None]:
+    """All-to-alls with shares, by all that can do them: what was wrong."""
+    found = []
+    for shares, elements, algorithm in itertools.product(every, (1, 64, 1001), ("pairwise", "direct", ENGINE)):
+        place = place_of(rank, "all_to_all", elements)
+        place = replace(place, transfer=replace(place.transfer, shares=shares))
+        if algorithm == ENGINE:
+            part: Stepwise | Engine = Engine(place, None, CPU)
+        else:
+            part = Stepwise(place, generate("all_to_all", algorithm, len(shares), shares=shares), Wire(), CPU)
+        found.append(wrong(part))
+    return found
+
+
+class Spoiling(Wire):
+    """A wire on which the first number of what a rank receives changes.
+
+    Args:
+        victim: the rank; None: every one.
+    """
+
+    def __init__(self, victim: int | None = None) -> None:
+        super().__init__()
+        self._victim = victim
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        super().exchange(sends, receives)
+        for message in receives:
+            message.tensor[0] += self._victim in (None, dist.get_rank())
+
+
+class Slow(Wire):
+    """A wire on which every message takes its time at both ends."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        super().__init__()
+        self._bytes_per_second = bytes_per_second
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        time.sleep(sum(m.tensor.nbytes for m in sends) / self._bytes_per_second)
+        super().exchange(sends, receives)
+        time.sleep(sum(m.tensor.nbytes for m in receives) / self._bytes_per_second)
+
+
+def spoiled(rank: int, collective: Collective, algorithm: str, victim: int) -> str | None:
+    """What is wrong when one rank receives something else than what was sent."""
+    place = place_of(rank, collective, 12)
+    return wrong(part_of(place, algorithm, Spoiling() if rank == victim else Wire()))
+
+
+def without_each_move(rank: int, collective: Collective, algorithm: str) -> list[list[str | None]]:
+    """For each move of a step list: what is wrong without it, right from the start and after a right result."""
+    place = place_of(rank, collective, 12)
+    whole = generate(collective, algorithm, len(place.members))
+    right = part_of(place, algorithm, Wire())
+    assert wrong(right) is None
+    found = []
+    for steps in _shortened(whole):
+        fresh, used = Stepwise(place, steps, Wire(), CPU), Stepwise(place, steps, Wire(), CPU)
+        assert isinstance(right, Stepwise)
+        used._memory.copy_(right._memory)
+        found.append([wrong(fresh), wrong(used)])
+    return found
+
+
+def _shortened(steps: StepList) -> Iterator[StepList]:
+    for number, moves in enumerate(steps.rounds):
+        for lost in moves:
+            rest = tuple(move for move in moves if move != lost)
+            yield replace(steps, rounds=(*steps.rounds[:number], rest, *steps.rounds[number + 1 :]))
+
+
+def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> Any:
+    """Stamps of some trials that begin so long after the word, which goes over a board if a path is given."""
+    margin, signals._MARGIN_NS = signals._MARGIN_NS, margin_ns
+    if path is not None:
+        os.environ[start_board.VARIABLE] = path
+    members = Members(rank, spec.hosts, None, None)
+    try:
+        trials = Trials(spec, _parts(spec, members, Wire()), members)
+        assert (trials._signals._board is None) == (path is None)
+        return np.stack([trials.one().stamps.numpy() for _ in range(3)])
+    finally:
+        signals._MARGIN_NS = margin
+        os.environ.pop(start_board.VARIABLE, None)
+
+
+class _Ahead:
+    """A clock that is ahead of this machine's; how long it has been running is told in seconds that are made."""
+
+    def __init__(self, ns: int) -> None:
+        self._ns = ns
+        self.seconds = 0.0
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns() + self._ns
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def clocks(rank: int, ahead_ns: int, same_kernel: bool) -> dict[str, Any]:
+    """The offset of a rank whose clock is as far ahead of rank 0's, for every rank in front of it."""
+    before = clock.kernel, clock.time
+    clock.kernel = lambda: "one" if same_kernel else f"kernel {rank}"
+    clock.time = _Ahead(rank * ahead_ns)  # type: ignore[assignment]
+    try:
+        return asdict(clock.estimate())
+    finally:
+        clock.kernel, clock.time = before
+
+
+def on_other_clocks(rank: int, spec: Spec, ahead_ns: int, passes: float) -> tuple[int, int, Any, int]:
+    """Three trials of hosts whose clocks are so far ahead of the one in front; so many seconds go by before each.
+
+    Returns when they began and ended on this machine's clock, their stamps, and how often the clocks were measured.
+    """
+    estimates = 0
+    estimate = clock.estimate
+
+    def counted(group: dist.ProcessGroup | None = None) -> clock.Offset:
+        nonlocal estimates
+        estimates += 1
+        return estimate(group)
+
+    ahead = _Ahead(rank * ahead_ns)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (clock, signals, trials_module):
+            patch.setattr(module, "time", ahead)
+        patch.setattr(clock, "kernel", lambda: f"kernel {rank if ahead_ns else 0}")
+        patch.setattr(clock, "estimate", counted)
+        members = Members(rank, spec.hosts, None, None)
+        began = time.monotonic_ns()
+        made = Trials(spec, _parts(spec, members, Wire()), members)
+        found = []
+        for _ in range(3):
+            ahead.seconds += passes
+            found.append(made.one().stamps.numpy())
+        return began, time.monotonic_ns(), np.stack(found), estimates
+
+
+def trials_of(rank: int, spec: Spec, count: int, wire: Wire | None = None) -> Any:
+    """Some trials of a spec on a pool: (stamps of each, rows of steps), or what the check has found."""
+    members = Members(rank, spec.hosts, None, None)
+    parts = _parts(spec, members, wire or Wire())
+    try:
+        _check(spec, parts, members)
+    except RuntimeError as error:
+        return str(error)
+    trials = Trials(spec, parts, members)
+    began = time.monotonic_ns()
+    found = [trials.one() for _ in range(count)]
+    rows = [row for trial in found for row in trial.step_rows] + list(trials.last_steps())
+    return began, time.monotonic_ns(), [trial.stamps.numpy() for trial in found], rows
+
+
+class Counting:
+    """A part that counts how often it was done, and in how many trials."""
+
+    def __init__(self, part: Stepwise | Engine) -> None:
+        self._part, self.runs, self.trials = part, 0, 0
+
+    def reset(self) -> None:
+        self.trials += 1
+        self._part.reset()
+
+    def run(self) -> None:
+        self.runs += 1
+        self._part.run()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def in_a_row(rank: int, spec: Spec, count: int) -> tuple[int, int]:
+    """In some trials of a spec: how often its transfer was done, and how often it was made ready."""
+    members = Members(rank, spec.hosts, None, None)
+    parts: Any = [part and Counting(part) for part in _parts(spec, members, Wire())]
+    trials = Trials(spec, parts, members)
+    for _ in range(count):
+        trials.one()
+    return parts[0].runs, parts[0].trials
+
+
+class Settling:
+    """A part that takes less and less time."""
+
+    def __init__(self, part: Stepwise | Engine, seconds: float, factor: float) -> None:
+        self._part, self._seconds, self._factor, self.runs = part, seconds, factor, 0
+
+    def run(self) -> None:
+        self.runs += 1
+        time.sleep(self._seconds)
+        self._seconds *= self._factor
+        self._part.run()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
+    """On rank 0 what its warm-up says, after how many trials, and the trials that count; on others None."""
+    members = Members(rank, spec.hosts, None, None)
+    parts: Any = [part and Settling(part, seconds, factor) for part in _parts(spec, members, Wire())]
+    trials = Trials(spec, parts, members)
+    if rank:
+        return _follow(spec, trials) and None
+    found = _warm_up(spec, trials)
+    runs = parts[0].runs
+    counted = [trials.one() for _ in range(spec.trials)]
+    steps = [row for trial in counted for row in trial.step_rows] + list(trials.last_steps())
+    return found, runs, [trial.longest_ns() for trial in counted], steps
+
+
+def probed(rank: int, spec: Spec, wire: Wire | None = None) -> Any:
+    """The links as they are measured in little time, or what is wrong with them."""
+    names = ("HALF_SECONDS", "TRIPS_SECONDS", "MAX_BYTES")
+    before = [getattr(probe, name) for name in names]
+    probe.HALF_SECONDS, probe.TRIPS_SECONDS, probe.MAX_BYTES = 0.05, 0.05, 512 * 1024
+    try:
+        return links.measured(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
+    except FabricError as error:
+        return str(error)
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(probe, name, value)
+
+
+def pipeline(hosts: int) -> Workload:
+    """Two pipelines of hosts / 2 ranks: messages within each, ties between first and last, replicas' sums."""
+    each = hosts // 2
+    made = []
+    for first in (0, each):
+        for rank in range(first, first + each - 1):
+            made.append(Transfer(f"act {rank}", 4004, "send", (rank, rank + 1), kind="activation"))
+        for rank in range(first + each - 1, first, -1):
+            made.append(Transfer(f"grad {rank}", 4004, "send", (rank, rank - 1), kind="activation gradient"))
+        if each > 1:
+            made.append(Transfer(f"tied {first}", 36, "all_reduce", (first + each - 1, first), kind="tied gradient"))
+    for rank in range(each):
+        made.append(Transfer(f"stage {rank}", 20, "all_reduce", (rank, rank + each), 1e-4))
+    return Workload("pipeline", tuple(made), hosts)

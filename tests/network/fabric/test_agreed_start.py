@@ -1,0 +1,125 @@
+"""All hosts begin a trial at one moment: how it is said on one machine, and how far ahead it lies between machines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fabric_jobs as jobs
+import numpy as np
+import pytest
+
+from penstock.errors import FabricError
+from penstock.network.fabric.emulation import signals
+from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.signals import enough
+from penstock.network.fabric.emulation.spec import Spec
+from penstock.network.fabric.emulation.start_board import VARIABLE, StartBoard
+from penstock.network.fabric.presets import preset
+from penstock.network.fabric.workload import Workload
+from scaffolding.ranks import Ranks
+
+pytestmark = pytest.mark.alone
+
+MARGIN_NS = 30_000_000
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    descriptor = os.memfd_create("test")
+    yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    os.close(descriptor)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("by_board", [True, False])
+def test_no_host_begins_before_the_moment(ranks2: Ranks, path: str, by_board: bool) -> None:
+    spec = Spec(Workload.of_sizes([4]), 2, measures_links=False)
+    stamps: np.ndarray = ranks2.run(jobs.begun_together, spec, MARGIN_NS, path if by_board else None)[0]
+    start, end = stamps[:, :, 0, 0], stamps[:, :, 0, 1]  # trial, rank
+    assert (start[1:].min(1) - end[:-1].max(1) >= MARGIN_NS).all(), "the word is said when all have ended"
+
+
+def test_words_come_in_order_and_whole(path: str) -> None:
+    host, other = (StartBoard(path, writes=writes, stall_seconds=10) for writes in (True, False))
+    heard = []
+
+    def listen() -> None:
+        for _ in range(3):
+            heard.append(other.hear())
+            done.set()
+
+    done = threading.Event()
+    listener = threading.Thread(target=listen)
+    listener.start()
+    for word in ((1, 2, 3), (4, -5, 6), (7, 8, 2**40)):
+        done.clear()
+        host.say(*word)
+        assert done.wait(10)
+    listener.join()
+    assert heard == [(1, 2, 3), (4, -5, 6), (7, 8, 2**40)]
+
+
+def test_between_hosts_of_one_machine_no_word_goes_over_the_network(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow it is, and whatever it loses, they begin at one moment."""
+    monkeypatch.setattr(signals, "dist", None)
+    host, other = (
+        signals.Signals(Members(rank, 2, None, None), StartBoard(path, writes=rank == 0, stall_seconds=10))
+        for rank in range(2)
+    )
+    for flags in (0, 2, 0):
+        assert host.word(flags, 0) == (word := other.word(0, 0))
+        assert word.flags == flags
+
+
+def test_nobody_waits_for_a_host_that_has_ended_or_is_silent(path: str) -> None:
+    StartBoard(path, writes=True, stall_seconds=10)
+    with pytest.raises(FabricError, match=r"host 0 has not answered for 0\.2 s"):
+        StartBoard(path, writes=False, stall_seconds=0.2).hear()
+    imported = "from penstock.network.fabric.emulation.start_board import StartBoard"
+    code = f"{imported}; StartBoard({path!r}, writes=True, stall_seconds=1)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(FabricError, match="host 0 has ended"):
+        StartBoard(path, writes=False, stall_seconds=10).hear()
+
+
+def test_only_who_starts_the_hosts_gives_them_a_board(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert StartBoard.of_environment(0, 1.0) is None
+    monkeypatch.setenv(VARIABLE, path)
+    assert isinstance(StartBoard.of_environment(0, 1.0), StartBoard)
+    assert Path(path).stat().st_size == 40
+
+
+def test_between_machines_nearly_all_words_would_have_been_in_time() -> None:
+    """5 ms, and one word in a hundred is lost and sent again after 200 ms."""
+    draw = np.random.default_rng(1)
+    late = [int(one) for one in 5e6 + draw.exponential(2e5, 99)]
+    assert enough([*late, 205_000_000]) >= sorted(late)[94]
+    assert enough([*late, 205_000_000]) < 205_000_000
+    assert enough([7]) == 7
+    assert enough([1, 100]) == 100
+
+
+@pytest.mark.distributed
+def test_sizes_by_hand_do_not_run_into_each_other(ranks3: Ranks) -> None:
+    """The root of a scatter has sent before the others have received; the next size waits until they have."""
+    spec = Spec(Workload.of_sizes([1200, 1200], "scatter"), 3, algorithm="direct", measures_links=False)
+    *_, trials, _ = ranks3.run(jobs.trials_of, spec, 3, jobs.Slow(4e4))[0]
+    stamps = np.stack(trials)  # trial, rank, transfer, start and end
+    assert (stamps[:, :, 1, 0].min(1) > stamps[:, :, 0, 1].max(1)).all()
+    assert not Spec(preset("mlp"), 2).meets, "what a job sends has an order of its own"
+
+
+@pytest.mark.distributed
+def test_hosts_that_take_no_part_are_no_end_of_a_run(ranks3: Ranks) -> None:
+    spec = Spec(Workload.of_sizes([400, 40], "send"), 3, algorithm="direct", measures_links=False)
+    *_, trials, rows = ranks3.run(jobs.trials_of, spec, 3)[0]
+    stamps = np.stack(trials)
+    assert (stamps[:, :2] > 0).all()
+    assert (stamps[:, 2] == -1).all()
+    assert {row[2] for row in rows} == {0, 1}

@@ -1,0 +1,378 @@
+"""A run on real processes: its samples agree with each other, and it ends as a whole whatever is killed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import fabric_jobs as jobs
+import numpy as np
+import pytest
+from host_processes import Seen, kill_rank, processes
+from typer.testing import CliRunner
+
+from penstock._base import owner
+from penstock.cli import app
+from penstock.errors import ArgumentError, FabricError
+from penstock.network.fabric.algorithms import algorithms
+from penstock.network.fabric.emulation import coordinate, joining
+from penstock.network.fabric.emulation.coordinate import emulate
+from penstock.network.fabric.emulation.joining import Members, first_line, joined
+from penstock.network.fabric.emulation.run_file import cause
+from penstock.network.fabric.emulation.spec import Spec, usual_algorithm
+from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
+from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.workload import Transfer, Workload
+from scaffolding.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+ENDLESS = 10_000_000
+DEAF = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+(folder / f"here-{rank}").touch()
+time.sleep(20)
+(folder / f"late-{rank}").touch()
+time.sleep(60)
+"""
+SECONDS = 60.0
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s"
+        time.sleep(0.02)
+
+
+def _rows(path: Path, head: tuple[str, ...]) -> np.ndarray:
+    with path.open(newline="") as file:
+        first, *rows = list(csv.reader(file))
+    assert tuple(first) == head
+    return np.array(rows, dtype=np.int64)
+
+
+def test_samples_and_rounds_agree(tmp_path: Path) -> None:
+    hosts, trials, compute_ns = 2, 12, 2_000_000
+    transfers = (Transfer("a", 400), Transfer("b", 36, compute_seconds=compute_ns / 1e9), Transfer("c", 40_000))
+    spec = Spec(Workload("three", transfers), hosts, trials=trials, seed=5)
+    seen = Seen()
+    emulate(spec, tmp_path, watch=seen)
+
+    samples = _rows(tmp_path / SAMPLES, HEAD)
+    places = [(trial, place, rank) for trial in range(trials) for rank in range(hosts) for place in range(3)]
+    assert [(t, p, r) for t, p, r, *_ in samples.tolist()] == sorted(places, key=lambda one: (one[0], one[2], one[1]))
+    run = Run.read(tmp_path)
+    start, end = run.start_ns, run.end_ns
+    assert start.shape == end.shape == (trials, 3, hosts)
+    assert (end > start).all()
+    assert (start[1:].min((1, 2)) > end[:-1].max((1, 2))).all(), "a trial begins when the one before has ended"
+    assert (start[:, 1:] >= end[:, :-1]).all()
+    assert (start[:, 1] - end[:, 0] >= compute_ns).all()
+    assert (end >= start.max(2, keepdims=True)).all(), "no rank has the sum before every rank has begun"
+    assert seen.trials == [*range(trials)]
+
+    steps = _rows(tmp_path / STEPS, STEPS_HEAD)
+    took = end.max((1, 2)) - start.min((1, 2))
+    records = [n for n in range(trials) if n == 0 or took[n] > took[:n].max()]
+    assert sorted(set(steps[:, 0].tolist())) == records, "the first trial, and each that was slower than all before"
+    for trial in records:
+        for place in range(3):
+            for rank in range(hosts):
+                rounds = steps[(steps[:, :3] == (trial, place, rank)).all(1)]
+                assert rounds[:, 3].tolist() == [0, 1]
+                edges = [start[trial, place, rank], *rounds[:, 4:].ravel().tolist(), end[trial, place, rank]]
+                assert edges == sorted(edges)
+
+    record = json.loads((tmp_path / RUN).read_text())
+    assert (record["complete"], record["missing"]) == (True, "")
+    asked = {"algorithm": "ring", "hosts": 2, "trials": trials, "overlap": False, "seed": 5, "link": None}
+    assert {key: record[key] for key in asked} == asked
+    assert Workload.from_dict(record["workload"]) == spec.workload
+    assert record["warmup"] > 3, "beside those that are checked"
+    assert record["steady"] in (True, False)
+    assert (record["backend"], record["shared_machine"], record["machine_cores"]) == ("gloo", True, os.cpu_count())
+    assert [len(record[key]) for key in ("clock", "cpu", "environment")] == [hosts] * 3
+    assert [(link["from"], link["to"]) for link in record["links"]] == [(0, 1), (1, 0)]
+    assert processes(str(tmp_path)) == {}
+
+
+# -- overlap ----------------------------------------------------------------------------------------------------------
+
+COMPUTE_SECONDS = 0.1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_computing_goes_on_during_a_transfer_only_with_overlap(ranks2: Ranks, overlap: bool) -> None:
+    # Over a link on which each transfer takes as long as the computing in front of it.
+    transfers = tuple(Transfer(name, 4000, compute_seconds=COMPUTE_SECONDS) for name in "abc")
+    spec = Spec(Workload("three", transfers), 2, trials=3, warmup=1, overlap=overlap, measures_links=False)
+    began, _, trials, _ = ranks2.run(jobs.trials_of, spec, 3, jobs.Slow(2 * 4000 / COMPUTE_SECONDS))[0]
+    stamps = np.stack(trials)  # trial, rank, transfer, start and end
+    start, end, compute_ns = stamps[..., 0], stamps[..., 1], COMPUTE_SECONDS * 1e9
+    assert (end - start >= compute_ns).all()
+    between = start[:, :, 1:] - end[:, :, :-1]
+    assert (between >= 0).all(), "one transfer after the other"
+    assert (start[0] >= began + compute_ns * np.arange(1, 4)).all()
+    if overlap:
+        assert between.min() < compute_ns
+    else:
+        assert (between >= compute_ns).all()
+
+
+def test_nothing_is_sent_before_it_is_computed(ranks2: Ranks) -> None:
+    transfers = tuple(Transfer(name, 4, compute_seconds=0.03) for name in "abc")
+    spec = Spec(Workload("three", transfers), 2, trials=1, overlap=True, measures_links=False)
+    began, _, (trial,), _ = ranks2.run(jobs.trials_of, spec, 1)[0]
+    assert (trial[..., 0] >= began + 30e6 * np.arange(1, 4)).all()
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def _whole(folder: Path) -> int:
+    """How many trials are there, each whole; and the file ends with a line's end."""
+    text = (folder / SAMPLES).read_text()
+    assert text.endswith("\n")
+    run = Run.read(folder)
+    assert (run.end_ns > run.start_ns).all()
+    assert len(run.end_ns) * run.end_ns[0].size == len(text.splitlines()) - 1
+    return len(run.end_ns)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])  # the one that writes, and another
+def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path, rank: int) -> None:
+    spec = Spec(Workload.of_sizes([4000, 36]), 2, trials=ENDLESS, measures_links=False)
+    with pytest.raises(FabricError, match=rf"host {rank} was killed by SIGKILL; [\d,]+ trials saved in ") as caught:
+        emulate(spec, tmp_path, watch=Seen(kill_rank(rank, tmp_path, after=20)))
+    trials = _whole(tmp_path)
+    assert trials > 20
+    assert f"; {trials:,} trials saved in {tmp_path}" in str(caught.value)
+    record = json.loads((tmp_path / RUN).read_text())
+    assert not record["complete"]
+    assert str(rank) in record["missing"]
+    assert processes(str(tmp_path)) == {}
+    shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path), "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert (found["complete"], found["trials"]) == (False, trials)
+    assert f"{ENDLESS - trials:,} of {ENDLESS:,} trials" in found["missing"]
+
+
+def _started(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """An endless run on the command line, of which some trials have ended. Its warm-up ends when its times are steady,
+    which takes long beside other tests."""
+    options = ["--sizes", "4000,36", "--hosts", "2", "--trials", str(ENDLESS), "--out", str(folder), *more]
+    command = [sys.executable, "-m", "penstock", "fabric", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    samples = folder / SAMPLES
+    try:
+        _wait(lambda: process.poll() is not None or (samples.exists() and samples.stat().st_size > 2000))
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+@pytest.mark.alone
+def test_a_run_whose_command_is_killed_ends_and_is_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with _started(folder) as process:
+        assert len(processes(str(folder))) >= 4
+        process.kill()
+        process.communicate()
+    _wait(lambda: not processes(str(folder)))
+    assert list(temporary.glob("penstock-*")) == [], "what it kept there is gone with it"
+    trials = _whole(folder)
+    done = CliRunner().invoke(app, ["fabric", "show", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert f"{ENDLESS - trials:,} of {ENDLESS:,} trials" in " ".join(done.stdout.split())
+
+
+@pytest.mark.alone
+def test_hosts_do_not_outlive_an_agent_that_is_killed(tmp_path: Path) -> None:
+    with _started(tmp_path / "run") as process:
+        hosts = [pid for pid, env in processes(str(tmp_path / "run")).items() if "LOCAL_RANK" in env]
+        assert len(hosts) == 2
+        agents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in hosts}
+        process.kill()  # or it would kill what is left
+        for agent in agents:
+            os.kill(agent, signal.SIGKILL)
+        process.communicate()
+    _wait(lambda: not processes(str(tmp_path / "run")))
+
+
+@pytest.mark.alone
+def test_ctrl_c_takes_everything_down_and_reports(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _started(folder, "--json") as process:
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.splitlines()[-1].startswith("penstock: error: stopped")
+    assert "Traceback" not in errors
+    assert processes(str(folder)) == {}
+    found = json.loads(said)
+    assert not found["complete"]
+    assert "SIGINT" in found["missing"]
+    assert found["trials"] == _whole(folder)
+    assert not (folder / "report.html").exists(), "pictures take seconds, and whoever types Ctrl-C looks on"
+
+
+def test_hosts_that_see_no_signal_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for another over the network. What would come twenty seconds after they begin never does."""
+    (tmp_path / "deaf_host.py").write_text(DEAF)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(coordinate, "EMULATION", "deaf_host")
+    folder = tmp_path / "run"
+
+    def interrupt() -> None:
+        _wait(lambda: len(list(folder.glob("here-*"))) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    typist = threading.Thread(target=interrupt)
+    typist.start()
+    with pytest.raises(KeyboardInterrupt):
+        emulate(Spec(Workload.of_sizes([400]), 2, trials=1), folder)
+    typist.join()
+    assert processes(str(folder)) == {}, "nothing runs any more when it returns"
+    assert list(folder.glob("late-*")) == []
+
+
+def test_a_run_that_is_still_on_keeps_its_folder(tmp_path: Path) -> None:
+    (tmp_path / SAMPLES).write_text("of the first")
+    hears, says = os.pipe()
+    child = os.fork()
+    if not child:
+        owner.claim(tmp_path, (holder := threading.Event()), "run")
+        os.write(says, b"o")
+        holder.wait()
+    os.read(hears, 1)
+    try:
+        with pytest.raises(ArgumentError, match=rf"^--out {tmp_path}: process {child} on .* is writing to it; pass"):
+            emulate(Spec(Workload.of_sizes([400]), 2, trials=1), tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (tmp_path / SAMPLES).read_text() == "of the first"
+
+
+def _torchruns(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_hosts_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    _torchruns(monkeypatch, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    start = time.monotonic()
+    with pytest.raises(FabricError, match=r"hosts 1 and 2 did not join within 2 s: 1 of 3 are here"):
+        with joined(Spec(Workload.of_sizes([4]), 3, join_seconds=2)):
+            pass
+    assert time.monotonic() - start >= 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "WORLD_SIZE='' in the environment, .*; start every host with torchrun"),
+        ({"WORLD_SIZE": "3"}, "RANK='' in the environment, .*; start every host with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "the environment has no MASTER_ADDR"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "2 processes were started for 3 hosts",
+        ),
+    ],
+)
+def test_an_environment_that_is_not_torchruns(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+) -> None:
+    _torchruns(monkeypatch, **environment)
+    with pytest.raises(ArgumentError, match=said):
+        with joined(Spec(Workload.of_sizes([4]), 3)):
+            pass
+
+
+def test_a_host_that_leaves_while_others_join_is_told_from_one_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("sendBytes failed: Broken pipe\nframe #0: c10::Error")
+
+    monkeypatch.setattr(joining, "_Store", lambda *given, **more: Gone())
+    _torchruns(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with pytest.raises(FabricError, match=r"host 1: host 0 left while the hosts were joining: .*Broken pipe$"):
+        with joined(Spec(Workload.of_sizes([4]), 2)):
+            pass
+
+
+def test_what_gloo_says_is_one_line_without_its_source() -> None:
+    said = "[/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:6352: Connection reset by peer"
+    error = RuntimeError(f"{said}. This is typically caused by a remote worker hanging.\nmore")
+    assert first_line(error) == "Read error [127.0.0.1]:6352: Connection reset by peer"
+    assert first_line(RuntimeError("[rank1] is gone")) == "[rank1] is gone"
+
+
+@pytest.mark.parametrize("collective", get_args(Collective))
+def test_every_collective_has_a_usual_algorithm_for_any_hosts(collective: Collective) -> None:
+    workload = Workload.of_sizes([4, 4, 64], collective)
+    spec = Spec(workload, 5, algorithm=usual_algorithm(workload))
+    assert {spec.algorithm_of(place) for place in range(3)} == {algorithms(collective)[0]}
+    assert {transfer.ranks for transfer in workload.transfers} == {(0, 1) if collective == "send" else ()}
+
+
+def test_the_usual_algorithm_of_a_mixture_is_the_ring_for_those_that_have_one() -> None:
+    gathered = Transfer("c", 12, "gather")
+    workload = Workload("mixed", (gathered, Transfer("b", 12), Transfer("a", 12, "all_to_all")))
+    assert usual_algorithm(workload) == "ring", "of which the report speaks"
+    spec = Spec(workload, 3, algorithm=usual_algorithm(workload))
+    assert [spec.algorithm_of(place) for place in range(3)] == ["direct", "ring", "pairwise"], "the first of the others"
+
+
+class _Shared:
+    """What hosts share, of which some have said nothing."""
+
+    def __init__(self, silent: tuple[int, ...] = ()) -> None:
+        self.said: dict[str, str] = {}
+        self._silent = silent
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.said.setdefault(key, value).encode()
+
+    def set(self, key: str, value: str) -> None:
+        self.said[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return int(keys[0].partition("/")[2]) not in self._silent
+
+
+def test_the_host_that_failed_first_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_ANSWER_SECONDS", 0.0)
+    store = _Shared()
+    first, other = (Members(rank, 3, store, None) for rank in (2, 0))
+    assert cause(first, "no memory") == "host 2: no memory"
+    assert cause(other, "Connection closed by peer") == "host 2: no memory"
+    alone = Members(0, 3, _Shared(silent=(1, 2)), None)
+    assert cause(alone, "Connection closed") == "host 0: hosts 1 and 2 do not answer; Connection closed"
+    one = Members(0, 3, _Shared(silent=(1,)), None)
+    assert cause(one, "Connection closed") == "host 0: host 1 does not answer; Connection closed"

@@ -1,0 +1,87 @@
+"""The command on hosts that are machines to each other: made by itself, and started by torchrun on each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from host_processes import abandoned
+
+from penstock.network.checks import why_not
+from penstock.network.fabric.presets import preset
+from penstock.network.fabric.samples import Run
+from penstock.network.machines import Machines
+from penstock.network.parse import parse_link
+
+_MISSING = why_not()
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.alone,
+    pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
+]
+
+TIMES = {"min", "p50", "p90", "p99", "p999", "max", "mean"}
+OF_A_TRANSFER = {
+    "name", "bytes", "collective", "algorithm", "trials", "time_s", "algbw_GBps", "busbw_GBps", "ideal_percent",
+}  # fmt: skip
+
+
+def test_the_json_of_a_run_on_shaped_hosts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock", "fabric", "--preset", "mlp", "--hosts", "3", "--link", "200mbit"]
+    process = subprocess.Popen(
+        [*command, "--trials", "3", "--json", "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said, errors = process.communicate(timeout=200)
+    assert (process.returncode, errors) == (0, "")
+    found = json.loads(said, parse_constant=pytest.fail)
+    assert {"transfers", "step", "environment"} <= set(found)
+    assert [(t["name"], t["bytes"]) for t in found["transfers"]] == [(t.name, t.bytes) for t in preset("mlp").transfers]
+    for transfer in found["transfers"]:
+        assert (transfer["collective"], transfer["algorithm"], transfer["trials"]) == ("all_reduce", "ring", 3)
+    for entry in (*found["transfers"], found["step"]):
+        assert set(entry) >= OF_A_TRANSFER
+        times = entry["time_s"]
+        assert set(times) == TIMES
+        assert [name for name, value in times.items() if value is None] == ["p50", "p90", "p99", "p999"]
+        assert 0 < times["min"] <= times["mean"] <= times["max"]
+    # No ring is faster than the bytes that each host has to send.
+    assert found["transfers"][-1]["time_s"]["min"] > 803840 * 4 / 3 / 25e6 * 0.9
+    assert [host["host"] for host in found["environment"]["hosts"]] == ["host 0", "host 1", "host 2"]
+    assert {host["qdiscs"] != "" for host in found["environment"]["hosts"]} == {True}
+    assert found["environment"]["link"] == "200mbit"
+    assert abandoned() == []
+
+
+def test_torchrun_on_each_host(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    job = ["penstock", "fabric", "--sizes", "1000,2600", "--collective", "all_gather", "--trials", "8"]
+    with Machines(2, parse_link("100mbit")) as made:
+        torchruns = []
+        for host in range(2):
+            where = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={host}", f"--master-addr={made.addresses[0]}"]
+            command = [sys.executable, "-m", "torch.distributed.run", *where, "-m", *job, "--out", str(out)]
+            torchruns.append(
+                subprocess.Popen(
+                    made.command(host, command, {"OMP_NUM_THREADS": "1"}),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        said = [torchrun.communicate(timeout=200)[0] for torchrun in torchruns]
+    assert [torchrun.returncode for torchrun in torchruns] == [0, 0], said
+    assert "2 hosts, ring all_gather, 8 trials, gloo" in said[0]
+    assert "hosts" not in said[1], "host 0 reports"
+    run = Run.read(out)
+    assert run.end_ns.shape == (8, 2, 2)
+    assert run.record["complete"]
+    assert (run.record["link"], run.record["hosts"]) == (None, 2)
+    assert (out / "results.json").exists()
+    assert os.listdir(tmp_path) == ["run"]

@@ -1,0 +1,368 @@
+"""What is shown of a run is what its samples say, in a terminal, in nccl-tests' shape, as pictures and as a page."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_runs import SLOW_RANK, made_run, write_run
+from rich.console import Console
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.network.fabric.compare import compare
+from penstock.network.fabric.results import results
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.views import facts, nccl
+from penstock.network.fabric.views.chart import Scale
+from penstock.network.fabric.views.numbers import seconds
+from penstock.network.fabric.views.page import page, write_page
+from penstock.network.fabric.views.plots import _timeline, draw
+from penstock.network.fabric.views.text import show, show_comparison
+from penstock.network.fabric.workload import Transfer, Workload
+from penstock.report.frame import base_style
+from scaffolding.browser import barriers
+
+
+def shown(run: Run, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    show(run, results(run), console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def row(text: str, name: str) -> list[str]:
+    """The cells of the first line that begins with a name."""
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
+
+
+# -- terminal ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_terminal_shows_the_percentiles_of_the_samples():
+    run = made_run(400)
+    times = (run.end_ns - run.start_ns).max(axis=2)[:, 3] / 1e6
+    cells = row(shown(run, 140), "fc1")
+    assert cells[1] == "803,840"
+    for cell, q in zip(cells[2:6], (0, 0.5, 0.9, 0.99), strict=True):
+        assert float(cell.removesuffix("ms")) == pytest.approx(np.quantile(times, q), rel=5e-3)
+    assert cells[6] == "n/a"  # p99.9
+    assert float(cells[7].removesuffix("ms")) == pytest.approx(times.max(), rel=5e-3)
+
+
+def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
+    text = shown(made_run(50))
+    assert row(text, "fc1")[5:7] == ["n/a", "n/a"]
+    assert "p99 needs 368, p99.9 needs 3,688" in " ".join(text.split())
+    assert "n/a:" not in shown(made_run(4500, steps=False))
+
+
+def test_transfers_are_in_order_of_execution():
+    workload = Workload("mixed", (Transfer("z", 4000), Transfer("a", 400, "all_gather"), Transfer("m", 8000)))
+    lines = shown(made_run(10, workload=workload), 140).splitlines()
+    heads = [line.split()[0] for line in lines if line.split()[:1] in (["z"], ["a"], ["m"], ["step"])]
+    assert heads[:4] == ["z", "a", "m", "step"]
+    assert row("\n".join(lines), "a")[1] == "all_gather"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_tables_fit_a_narrow_terminal_however_long_the_names(width: int):
+    name = "transformer.h.11.mlp.down_projection.weight"
+    workload = Workload("gpt", (Transfer(name, 40_000_000), Transfer("head", 4000, "all_gather")))
+    text = shown(made_run(400, workload=workload), max(width, 70))
+    table = [line for line in text.splitlines() if "weight" in line]
+    assert len(table) == 2
+    assert all(len(line) <= max(width, 70) for line in table)
+    assert all(name[-11:] in line for line in table)
+
+
+def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
+    busy = [{"cpu_seconds": 19.0, "wall_seconds": 20.0}] * 4
+    text = shown(made_run(20, asked=200, cpu=busy, links=[]))
+    assert "warning: the run is not complete; missing: rank 2 left in trial 20; 180 of 200 trials" in text
+    assert "20 of 200 trials" in text.splitlines()[0]
+    assert re.search(r"warning: processors: .*190% busy; the processors are the limit", text)
+    calm = [{"cpu_seconds": 2.0, "wall_seconds": 20.0}] * 4
+    assert "warning" not in shown(made_run(200, cpu=calm))
+
+
+def test_a_rank_that_the_others_wait_for_is_named():
+    assert f"rank {SLOW_RANK} came last" in shown(made_run(100))
+    assert "came last" not in shown(made_run(3)), "of three trials any rank may be the last in two"
+    pairs = Workload("pairs", tuple(Transfer(f"{a}", 4000, "send", ranks=(a, a + 1)) for a in range(3)))
+    assert "came last" not in shown(made_run(100, workload=pairs)), "of two, one always is the last"
+
+
+def test_a_mean_that_its_trials_hardly_bound_has_no_margin():
+    calm, wild = made_run(40), made_run(40)
+    wild.end_ns[7, 3] += int(40 * (wild.end_ns - wild.start_ns)[7, 3].max())
+    low, high = results(wild)["transfers"][3]["mean_interval"]
+    assert high - low > 2 * results(wild)["transfers"][3]["time_s"]["mean"], "or it shows nothing"
+    assert re.fullmatch(r"\u00b1\d\d?\.\d%", row(shown(calm), "fc1")[-1])
+    assert row(shown(wild), "fc1")[-1] == "\u00b1n/a"
+    assert row(shown(made_run(5)), "fc1")[-1] == "\u00b1n/a"
+    assert "\u00b1n/a</td>" in page(wild, results(wild))
+
+
+def test_what_was_fitted_is_shown():
+    assert re.search(r"^fit       all_reduce: alpha .*, 1/beta .* Mbit/s; at most \d+% off$", shown(made_run(40)), re.M)
+
+
+def test_a_run_without_a_whole_trial_is_shown():
+    run = made_run(0, asked=100)
+    text = shown(run)
+    assert "0 of 100 trials" in text
+    assert "n/a" not in text, "a table of nothing helps nobody"
+    assert nccl.to_dict(run, results(run))["config"]["validation"] == 0, "nothing was verified to the end"
+    assert draw(run, results(run)) == {}
+    assert "nothing to draw" in page(run, results(run))
+
+
+@given(st.floats(1e-9, 1e4))
+def test_times_have_three_digits_and_are_right(value: float):
+    text = seconds(value)
+    number, unit = re.fullmatch(r"([\d.,]+)(ns|us|ms|s)", text).groups()  # type: ignore[union-attr]
+    scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+    assert float(number.replace(",", "")) * scale == pytest.approx(value, rel=5.1e-3)
+    assert len(re.sub(r"[.,]", "", number).lstrip("0")) in (3, 4, 5)
+    assert unit == "s" or float(number) < 1000
+
+
+# -- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def compared(a: Run, b: Run, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    show_comparison(compare(a, b), console, ("runs/a", "runs/b"))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_two_runs_are_shown_with_what_differs(width: int):
+    a = made_run(100, seed=1)
+    text = compared(a, made_run(100, seed=2, slower=1.3, link="50mbit"), width)
+    assert text.splitlines()[:3] == ["A: runs/a", "B: runs/b", "link: 100mbit in A, 50mbit in B"]
+    cells = row(text, "fc1")
+    assert float(cells[cells.index("to") - 2]) == pytest.approx(1.3, rel=0.05)
+    assert "differs: median" in next(line for line in text.splitlines() if line.startswith("fc1"))
+    assert "The runs differ." in text
+    assert all(len(line) <= width for line in text.splitlines())
+    assert ("p99 A" in text) == (width > 80)
+    assert "No difference shown" in compared(a, a, width)
+
+
+def test_transfers_of_one_run_only_are_named():
+    few = [Transfer("fc1", 4000), Transfer("new", 4000)]
+    text = compared(made_run(5, workload=Workload("a", tuple(few))), made_run(5, workload=Workload("b", (few[0],))))
+    assert "only in A: new" in text
+    assert "too few samples" in text
+
+
+# -- nccl-tests -------------------------------------------------------------------------------------------------------
+
+
+def test_the_columns_of_nccl_tests_are_those_of_its_users_parsers():
+    run = made_run(30)
+    lines = nccl.text(run, results(run)).splitlines()
+    heads = next(line for line in lines if "busbw" in line).lstrip("# ").split()
+    assert heads == ["size", "count", "type", "redop", "root", *["time", "algbw", "busbw", "#wrong"] * 2]
+    cells = [line.split() for line in lines if not line.startswith("#")]
+    assert [int(cell[0]) for cell in cells] == [2600, 33024, 131584, 803840]
+    assert cells[3][1:5] == ["200960", "float", "sum", "-1"]
+    assert cells[3][5:9] == ["N/A"] * 4  # an all_reduce of torch.distributed is in place
+    times = (run.end_ns - run.start_ns)[:, 3] / 1e3
+    assert float(cells[3][9]) == pytest.approx(times.mean(), rel=1e-4), "over trials and ranks, as with -a 1"
+    assert cells[3][12] == "0"
+    assert sum(line.startswith("# Avg bus bandwidth    : ") for line in lines) == 1
+
+
+def test_averages_over_ranks_are_those_of_nccl_tests():
+    run = made_run(30, iterations=5)
+    times = (run.end_ns - run.start_ns)[:, 3] / 1e3 / 5
+    right = {"avg": times.mean(), "max": times.max(1).mean(), "min": times.min(1).mean(), "rank0": times[:, 0].mean()}
+    assert len(set(right.values())) == 4
+    for average, mean in right.items():
+        assert nccl.rows(run, results(run), average)[3].time == pytest.approx(mean)
+        assert nccl.to_dict(run, results(run), average)["results"][3]["in_place"]["time"] == pytest.approx(mean)
+    assert nccl.to_dict(run, results(run))["config"]["aggregated_iterations"] == 5
+
+
+def test_types_ops_and_roots_are_in_the_words_of_nccl_tests():
+    kinds = {"reduce": ("max", 0), "scatter": ("none", 0), "sendrecv": ("none", -1), "all_reduce": ("max", -1)}
+    kinds |= {"gather": ("none", 0), "broadcast": ("none", 0), "reduce_scatter": ("max", -1)}
+    parts = ("scatter", "gather", "reduce_scatter")
+    transfers = tuple(Transfer(kind, 80_000, kind) for kind in kinds)
+    run = made_run(30, workload=Workload("mixed", transfers, element_bytes=2, dtype="float16", op="max"))
+    for row in nccl.rows(run, results(run)):
+        assert (row.redop, row.root) == kinds[row.collective]
+        assert (row.type, row.count) == ("half", 10_000 if row.collective in parts else 40_000)
+    assert "Collective test starting: sendrecv_perf" in nccl.text(run, results(run))
+
+
+@pytest.mark.parametrize("average", ["avg", "max", "min", "rank0"])
+def test_a_message_in_the_shape_of_nccl_tests_leaves_out_what_its_receiver_waited(average: nccl.Average):
+    workload = Workload("pair", (Transfer("a", 80_000, "send", ranks=(SLOW_RANK, 0)),))
+    run = made_run(30, workload=workload)
+    both = run.start_ns[:, 0, [SLOW_RANK, 0]].max(1)
+    (made,) = nccl.rows(run, results(run), average)
+    assert made.time == pytest.approx((run.end_ns[:, 0].max(1) - both).mean() / 1e3)
+
+
+def test_the_average_bus_bandwidth_is_that_of_the_rows():
+    run = made_run(30)
+    found = nccl.to_dict(run, results(run))
+    mean = np.mean([entry["in_place"]["bus_bw"] for entry in found["results"]])
+    assert found["average_bus_bandwidth"]["bandwidth"] == pytest.approx(mean)
+    said = re.search(r"# Avg bus bandwidth    : (\S+) ", nccl.text(run, results(run)))
+    assert said is not None
+    assert float(said[1]) == pytest.approx(mean, rel=1e-4)
+
+
+def test_times_are_of_one_of_the_iterations_in_a_row_and_lateness_is_not():
+    once, often = results(made_run(60)), results(made_run(60, iterations=4))
+    for one, other in zip(once["transfers"], often["transfers"], strict=True):
+        for name in ("time_s", "transfer_s"):
+            assert other[name]["p50"] == pytest.approx(one[name]["p50"] / 4)
+        assert other["arrival_skew_s"] == one["arrival_skew_s"]
+        assert other["busbw_GBps"] == pytest.approx(4 * one["busbw_GBps"])
+    run = made_run(60, iterations=4, workload=Workload.of_sizes([2600]))
+    assert results(run)["step"]["time_s"]["p50"] == pytest.approx(
+        results(made_run(60, workload=Workload.of_sizes([2600])))["step"]["time_s"]["p50"] / 4
+    )
+    assert any("per iteration, of 4 in a row" in note for note in facts.notes(run, results(run)))
+
+
+def test_bandwidths_in_the_shape_of_nccl_tests_are_of_the_mean_and_by_its_convention():
+    workload = Workload("mixed", (Transfer("a", 80_000, "all_gather"), Transfer("b", 80_000)))
+    run = made_run(30, workload=workload)
+    found = nccl.to_dict(run, results(run))
+    gather, reduce = found["results"]
+    assert (gather["count"], gather["redop"], gather["in_place"]) == (5000, "none", None)
+    assert (reduce["count"], reduce["redop"], reduce["out_of_place"]) == (20_000, "sum", None)
+    for entry, factor in ((gather["out_of_place"], 3 / 4), (reduce["in_place"], 6 / 4)):
+        assert entry["alg_bw"] == pytest.approx(80_000 / entry["time"] / 1e3)
+        assert entry["bus_bw"] == pytest.approx(entry["alg_bw"] * factor)
+        assert entry["nwrong"] == 0
+    json.dumps(found, allow_nan=False)
+    assert nccl.text(run, results(run)).count("Collective test starting: ") == 2
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def texts(drawn: str) -> list[str]:
+    return ["".join(found.itertext()) for found in ElementTree.fromstring(drawn).iter() if found.tag.endswith("text")]
+
+
+@pytest.fixture(scope="module")
+def sixty() -> tuple[Run, dict[str, str]]:
+    """A run of 60 trials and its pictures."""
+    run = made_run(60)
+    return run, draw(run, results(run))
+
+
+def test_pictures_are_svg_whose_text_is_text_and_come_out_the_same(sixty: tuple[Run, dict[str, str]]):
+    run, drawn = sixty
+    assert list(drawn) == ["cdf", "trials", "busbw", "timeline"]
+    for name, text in drawn.items():
+        assert text.startswith("<svg"), name
+        assert any("fc1" in label or "all_reduce" in label for label in texts(text)), name
+    assert drawn == draw(run, results(run))
+
+
+def test_the_slowest_trial_is_named_and_its_rounds_are_drawn(sixty: tuple[Run, dict[str, str]]):
+    run, drawn = sixty
+    took = run.end_ns.max(axis=(1, 2)) - run.start_ns.min(axis=(1, 2))
+    assert any(f"number {took.argmax()}:" in text for text in texts(drawn["timeline"]))
+    whole = _timeline(Run(run.record, run.start_ns, run.end_ns))
+    # 6 rounds for each of 4 transfers, 4 ranks and 2 trials are bars of their own, over those of the transfers.
+    assert drawn["timeline"].count("z") - whole.count("z") == 6 * 4 * 4 * 2
+
+
+@given(st.floats(1e-7, 10), st.floats(1.01, 1e6), st.floats(60, 900), st.booleans())
+def test_ticks_are_within_their_axis_and_leave_room_for_labels(low: float, ratio: float, pixels: float, is_log: bool):
+    scale = Scale(low if is_log else 0.0, low * ratio, 10, 10 + pixels, is_log)
+    ticks = scale.ticks(60)
+    at = scale.at(ticks)
+    assert all(10 - 1e-6 <= place <= 10 + pixels + 1e-6 for place in at)
+    assert all(np.diff(at) >= 60 - 1e-6)
+    assert ticks or ratio < 4, "an axis that is not short has ticks"
+
+
+def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
+    write_run(made_run(20), tmp_path)
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.output == f"wrote {tmp_path / 'report.html'}\n"
+    text = (tmp_path / "report.html").read_text()
+    stored = Run.read(tmp_path)
+    assert text == page(stored, results(stored))
+    assert base_style() in text
+
+
+@pytest.mark.parametrize(("size", "dark"), [("wide", True), ("phone", False)])
+def test_axe_finds_nothing(open_page: Any, tmp_path: Path, size: str, dark: bool):
+    write_run(made_run(20), tmp_path)
+    stored = Run.read(tmp_path)
+    (tmp_path / "report.html").write_text(page(stored, results(stored)))
+    assert barriers(open_page(tmp_path / "report.html", size=size, dark=dark)) == []
+
+
+# -- page -------------------------------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """What a page would fetch, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.scripts = 0
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.fetched += [value or "" for key, value in attributes if key in ("src", "href", "xlink:href", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_needs_no_network_and_has_everything(tmp_path: Path):
+    run = Run.read(write_run(made_run(120, asked=200), tmp_path / "run"))
+    write_page(run, results(run), tmp_path / "page.html")
+    found = Links((tmp_path / "page.html").read_text())
+    assert found.scripts == 0
+    assert all(link.startswith(("#", "data:")) for link in found.fetched)
+    words = " ".join(" ".join(found.words).split())
+    for wanted in (
+        "120 of 200 trials", "missing: rank 2 left in trial 120", "bbr", "qdisc tbf 8001", "tcp-segmentation-offload",
+        "6.1.0", "2.40us ±900ns", "host3", "Slowest trial", "fc1",
+    ):  # fmt: skip
+        assert wanted in words, wanted
+
+
+def test_names_are_escaped():
+    bad = "<script>alert(1)</script>&"
+    workload = Workload(bad, (Transfer(bad, 4000), Transfer("$x_1$", 8000)))
+    environment = [{"host": bad, "kernel": bad}] * 4
+    text = page(run := made_run(40, workload=workload, environment=environment, link=bad), results(run))
+    found = Links(text)
+    assert found.scripts == 0
+    assert bad in " ".join(found.words)
+    assert "$x_1$" in texts(draw(run, results(run))["cdf"])  # no formula
+
+
+def test_the_page_says_of_each_rank_what_it_did(tmp_path: Path):
+    run = made_run(100)
+    text = " ".join(" ".join(Links(page(run, results(run))).words).split())
+    last = (run.start_ns.argmax(axis=2) == SLOW_RANK).mean()
+    assert re.search(rf"{SLOW_RANK} host{SLOW_RANK} .* {last:.0%} 8% 12 2\.40us", text)

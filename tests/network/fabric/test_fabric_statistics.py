@@ -1,0 +1,207 @@
+"""Percentiles are bounded or None, intervals cover as often as they say, and memory of a live p99 does not grow."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy  # loads its parts when they are asked for
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.network.fabric.autocorrelation import correlation_time, effective_counts
+from penstock.network.fabric.statistics import (
+    PERCENTILES,
+    Summary,
+    fewest,
+    mean_interval,
+    order_interval,
+    outliers,
+    saturation,
+)
+
+times = st.lists(st.floats(1e-6, 10), min_size=1, max_size=49)
+
+
+@pytest.mark.parametrize(("q", "count"), [(0.5, 6), (0.9, 36), (0.99, 368), (0.999, 3688)])
+def test_how_many_samples_bound_a_percentile(q: float, count: int) -> None:
+    assert fewest(q) == count
+    assert order_interval(count - 1, q) is None
+    low, high = order_interval(count, q) or (0, 0)
+    assert 1 <= low < high == count
+
+
+@given(st.sampled_from([0.5, 0.9, 0.99, 0.999]), st.integers(0, 4000))
+def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> None:
+    count = fewest(q) + more
+    found = order_interval(count, q)
+    assert found is not None
+    low, high = found
+    below = scipy.stats.binom(count, q)
+    # Each is wrong in 2.5 % of cases at most, and its neighbor further in would be in more.
+    assert below.cdf(low - 1) <= 0.025 * (1 + 1e-6)
+    assert below.cdf(low) > 0.025 * (1 - 1e-6)
+    assert below.sf(high - 1) <= 0.025 * (1 + 1e-6)
+    assert below.sf(high - 2) > 0.025 * (1 - 1e-6)
+
+
+@given(times)
+def test_a_summary_is_in_order_and_inside_its_intervals(samples: list[float]) -> None:
+    summary = Summary.of(samples)
+    figures = summary.to_dict()
+    known = [value for name, value in figures.items() if name != "mean" and value is not None]
+    assert known == sorted(known)
+    assert set(figures) == {"min", "p50", "p90", "p99", "p999", "max", "mean"}
+    assert (figures["min"], figures["max"]) == (min(samples), max(samples))
+    for name, q in PERCENTILES.items():
+        interval, value = summary.intervals[name], figures[name]
+        assert (interval is None) == (value is None) == (len(samples) < fewest(q))
+        if interval is not None and value is not None:
+            assert interval[0] <= value <= interval[1]
+            assert value == pytest.approx(np.percentile(samples, 100 * q))
+
+
+def test_of_nothing_nothing_is_known() -> None:
+    summary = Summary.of([])
+    assert summary.count == 0
+    assert set(summary.to_dict().values()) == {None}
+    assert set(summary.intervals) == set(PERCENTILES)
+    assert mean_interval([1, 2, 3, 4, 5]) is None
+
+
+@pytest.mark.parametrize(("sigma", "count", "least"), [(0.2, 20, 0.925), (1.0, 30, 0.895), (1.0, 200, 0.92)])
+def test_the_mean_is_where_the_interval_says(sigma: float, count: int, least: float) -> None:
+    draw = np.random.default_rng(1)
+    mean, hits, plain = math.exp(sigma**2 / 2), 0, 0
+    for _ in range(1000):
+        samples = draw.lognormal(0, sigma, count)
+        low, high = mean_interval(samples) or (0, 0)
+        hits += low <= mean <= high
+        t = scipy.stats.t(count - 1, samples.mean(), samples.std(ddof=1) / math.sqrt(count)).interval(0.95)
+        plain += t[0] <= mean <= t[1]
+    assert hits >= least * 1000
+    assert hits >= plain - 10  # Student's t alone is never better, and of skewed samples worse
+
+
+def test_samples_that_depend_on_each_other_bound_the_mean_less_well() -> None:
+    draw = np.random.default_rng(2)
+    noise = draw.normal(0, 1, 4000)
+    assert correlation_time(noise) < 1.5
+    dependent = np.empty(4000)
+    dependent[0] = noise[0]
+    for place in range(1, 4000):
+        dependent[place] = 0.8 * dependent[place - 1] + noise[place]
+    assert correlation_time(dependent) == pytest.approx((1 + 0.8) / (1 - 0.8), rel=0.35)
+    assert correlation_time(dependent[:49]) == 1
+
+    def width(samples: np.ndarray) -> float:
+        low, high = mean_interval(samples) or (0, 0)
+        return high - low
+
+    assert width(dependent) > 2 * width(draw.permutation(dependent))
+
+
+# -- trials that depend on each other ---------------------------------------------------------------------------------
+
+HEAVY = {"lognormal": (np.exp, math.exp(0.5)), "pareto": (lambda x: scipy.stats.norm.sf(x) ** (-1 / 3), 1.5)}
+"""From a normal variable to one with a heavy tail, and its mean."""
+
+
+def _series(draw: np.random.Generator, count: int, correlation: float) -> np.ndarray:
+    """Normal, each with the correlation to the one before it."""
+    noise = draw.standard_normal(count + 200)
+    noise[1:] *= math.sqrt(1 - correlation**2)
+    return scipy.signal.lfilter([1], [1, -correlation], noise)[200:]
+
+
+@pytest.mark.parametrize(
+    ("correlation", "count", "kind", "names", "repetitions"),
+    [
+        (0.0, 200, "lognormal", ("p50", "p90", "mean"), 1000),
+        pytest.param(0.5, 300, "pareto", ("p50", "p90", "mean"), 1000, marks=pytest.mark.long),
+        pytest.param(0.7, 400, "lognormal", ("p50", "p90", "mean"), 1000, marks=pytest.mark.long),
+        (0.9, 1000, "pareto", ("p50", "p90", "mean"), 1000),
+        (0.9, 5000, "lognormal", ("p99",), 400),
+    ],
+)
+def test_intervals_cover_what_they_say(
+    correlation: float, count: int, kind: str, names: tuple[str, ...], repetitions: int
+) -> None:
+    heavy, mean = HEAVY[kind]
+    draw = np.random.default_rng(3)
+    hits: dict[str, list[bool]] = {name: [] for name in names}
+    naive = []
+    for _ in range(repetitions):
+        samples = heavy(_series(draw, count, correlation))
+        summary = Summary.of(samples)
+        for name in names:
+            interval = summary.mean_interval if name == "mean" else summary.intervals[name]
+            true = mean if name == "mean" else float(heavy(scipy.stats.norm.ppf(PERCENTILES[name])))
+            if interval is not None:
+                hits[name].append(interval[0] <= true <= interval[1])
+        low, high = order_interval(count, 0.5) or (1, count)
+        naive.append(np.sort(samples)[low - 1] <= float(heavy(0.0)) <= np.sort(samples)[high - 1])
+    for name, found in hits.items():
+        assert len(found) >= 0.9 * repetitions, name
+        assert 0.93 <= np.mean(found) <= 0.97, (name, np.mean(found))
+    if correlation == 0.9:
+        assert np.mean(naive) < 0.6, "as if they were independent, they would cover half as often"
+
+
+def test_dependent_trials_count_for_fewer() -> None:
+    draw = np.random.default_rng(4)
+    assert effective_counts(draw.standard_normal(400), (0.5, 0.99)) == (400, 400)
+    middle, tail = effective_counts(_series(draw, 2000, 0.9), (0.5, 0.99))
+    assert 2000 / 25 < middle < 2000 / 10
+    assert middle < tail < 2000 / 4, "what is in the tail forgets sooner"
+    dependent = Summary.of(_series(draw, 400, 0.9))
+    assert dependent.effective < 40
+    assert dependent.p99 is None, "as with fewer than 368 independent ones"
+    assert Summary.of(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
+
+
+def test_outliers_are_those_far_above_the_others() -> None:
+    samples = np.random.default_rng(0).normal(1, 0.01, 500)
+    samples[[7, 300]] = 2, 1.5
+    samples[100] = 0.5  # fast ones are none
+    assert list(outliers(samples)) == [7, 300]
+    calm = 1 + 0.01 * scipy.stats.norm.ppf((np.arange(500) + 0.5) / 500)
+    assert list(outliers([*calm, 1.07, 1.09])) == [501], "eight standard deviations above"
+    assert list(outliers([1.0] * 200 + [9.0])) == [200]
+    assert list(outliers([1.0] * 9)) == []
+    assert list(outliers([])) == []
+
+
+def usage(busy: float, switches: int = 0, stolen: float = 0.0) -> dict[str, float]:
+    return {
+        "cpu_seconds": busy * 10,
+        "wall_seconds": 10.0,
+        "involuntary_switches": switches,
+        "steal": stolen,
+    }
+
+
+def test_hosts_that_share_a_machine_saturate_it_together() -> None:
+    idle = saturation({"cpu": [usage(0.4)] * 4, "shared_machine": True, "machine_cores": 2}, 100)
+    assert [*idle.values()][:3] == [False, False, pytest.approx(0.8)]
+    assert idle["text"] == "4 hosts share 2 cores, 80% busy"
+    busy = saturation({"cpu": [usage(0.45, 30)] * 4, "shared_machine": True, "machine_cores": 2}, 100)
+    assert busy["saturated"]
+    assert busy["scheduler_tails"]
+    assert "the processors are the limit" in busy["text"]
+    assert "120 involuntary switches in 100 trials" in busy["text"]
+
+
+def test_a_record_without_processors_says_nothing() -> None:
+    assert saturation({"cpu": [], "shared_machine": True, "machine_cores": 2}, 1)["text"] == ""
+
+
+def test_the_mean_of_times_is_not_below_0() -> None:
+    """Of twenty skews, one of which a host overslept: the interval of the mean would begin at less than none."""
+    skews = np.array([*np.full(19, 1e-3), 1.0])
+    assert (mean_interval(skews) or (1, 1))[0] < 0
+    found = Summary.of(skews).mean_interval
+    assert found is not None
+    assert found[0] == 0 < skews.mean() < found[1]
+    assert Summary.of(-skews).mean_interval == mean_interval(-skews), "what may be negative is not cut off"

@@ -1,0 +1,58 @@
+"""Trials that met a stall which was asked for are marked, and no others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from made_runs import made_run
+
+from penstock.network.fabric.results import results
+from penstock.network.fabric.samples import Run
+from penstock.network.fabric.times import stalled
+from penstock.network.fabric.views.facts import facts
+from penstock.network.fabric.workload import Workload
+from penstock.network.parse import parse_link
+from penstock.network.switch import columns
+from penstock.network.switch.filling import Decided, stalls, tables
+from penstock.network.topology import Topology
+
+MS = 1_000_000
+STALL = {"since_ns": 1000 * MS, "length_ns": 50 * MS, "every_ns": 500 * MS, "until_ns": None}
+"""The first from 1,500 to 1,550 ms, the second from 2,000 to 2,050."""
+
+
+def _run(*trials: tuple[int, int], stalls: list[dict] | None = None) -> Run:
+    """Trials of two hosts from one ms to another."""
+    run = made_run(len(trials), 2, Workload.of_sizes([400]), switch={"stalls": [STALL] if stalls is None else stalls})
+    times = np.array(trials, np.int64)[:, :, None, None] * MS
+    both = np.broadcast_to(times, (len(trials), 2, 1, 2)).copy()
+    both[:, 1, 0, 1] -= 1 * MS  # the second host ends earlier
+    return Run(run.record, both[:, 0], both[:, 1])
+
+
+def test_a_trial_meets_a_stall_that_it_overlaps() -> None:
+    trials = [(900, 950), (1040, 1060), (1400, 1499), (1400, 1501), (1520, 1530), (1549, 1700), (1551, 1700),
+              (1560, 2100), (1999, 3000), (2050, 2400)]  # fmt: skip
+    assert stalled(_run(*trials)) == (3, 4, 5, 7, 8)
+
+
+def test_the_report_names_them() -> None:
+    trials = [(number, number + 3) for number in range(1000, 1600, 10)]
+    run = _run(*trials)
+    found = results(run)
+    assert found["stalled"] == [50, 51, 52, 53, 54]
+    said = dict(facts(run, found))["stalls"]
+    assert said == "5 of 60 trials met a requested stall: trials 50, 51, 52, 53, 54"
+
+
+def test_the_switch_tells_each_stall_once_and_from_when_on_it_is() -> None:
+    pytest.importorskip("numba")
+    topology = Topology(parse_link("100mbit stall 2ms every 9ms"), {})
+    t = tables(topology, [0, 0, 0], 5 * MS)
+    Decided(t, topology)
+    assert stalls(t) == {(5 * MS, 2 * MS, 9 * MS)}
+    Decided(t, Topology(parse_link("100mbit stall 3ms every 9ms"), {}), 1, 70 * MS)
+    assert stalls(t) == {(70 * MS, 3 * MS, 9 * MS)}
+    Decided(t, Topology(parse_link("100mbit"), {}), 2, 80 * MS)
+    assert stalls(t) == set()
+    assert t.lines[0, columns.LOOSE] == 0

@@ -1,0 +1,314 @@
+"""A claim is an interval: it covers what is assumed, and is ordered by what is certain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import even, recorded, timeline, twice
+
+from penstock.costs import Profile, UnitCost
+from penstock.errors import ArgumentError
+from penstock.plan.explain import Explanation, Predicted, explain, read_run, run_of
+from penstock.plan.explain.case import case_of
+from penstock.plan.explain.changes import Change, Trial, suggestions
+from penstock.plan.explain.factors import factors_of
+from penstock.plan.explain.schedules import FREE, Idea, Price, another
+from penstock.report import write_perfetto
+from penstock.schedule import Op, generate
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.simulate.columns import COMPUTE
+
+
+def trial_of(measured: Timeline, *, shared: bool = False, predicted: Predicted | None = None) -> Trial:
+    step = run_of(recorded(measured)).typical
+    factors = factors_of(step.replicas)
+    replay = case_of(step, factors.seconds)
+    return Trial(step, factors, replay, replay.step_seconds, predicted, shared)
+
+
+def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Predicted:
+    """Units as even stages have them, of which a backward that is split takes so many times as long."""
+    units = tuple(
+        UnitCost(
+            f"layers.{n}", 1.0, 1.0, 1.0, spread=spread, split_forward_seconds=1.0,
+            split_input_gradient_seconds=splits, split_weight_gradient_seconds=splits,
+        )
+        for n in range(ranks)
+    )  # fmt: skip
+    cuts = [unit.name for unit in units[1:]]
+    return Predicted.of_profile(Profile(units, "cpu", "float32", {"layers.0.weight": (1, 1)}), ranks, cuts)
+
+
+gains = st.floats(-1.0, 0.9)
+
+
+@given(st.lists(st.tuples(gains, st.floats(0.0, 0.5), st.booleans()), min_size=1, max_size=4), st.data())
+def test_each_assumption_widens_an_interval(ends: list[Any], data: st.DataObject) -> None:
+    """What is assumed is covered, and none of it is lost when there is more."""
+    trial = trial_of(timeline(even, twice, ranks=2, microbatches=2))
+    values = [gain for gain, *_ in ends]
+    cases = tuple(trial.replay.with_seconds(trial.replay.seconds * (1 - gain)) for gain in values)
+    error = data.draw(st.floats(0.0, 0.2))
+    widths = []
+    for number in range(1, len(cases) + 1):
+        idea = Idea("schedule", "another", cases[:number])
+        change = trial.change(idea, error)
+        low, high = change.gain - change.error, change.gain + change.error
+        for gain in trial.gains(idea):
+            assert low - 1e-9 <= gain - error
+            assert gain + error <= high + 1e-9
+        widths.append(change.error)
+    assert widths == sorted(widths)
+    assert trial.change(Idea("cut", "x", cases, measured=False), error).gain == pytest.approx(
+        min(1.0, max(trial.gains(Idea("cut", "x", cases))) + error)
+    )
+
+
+stage_times = st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stage_times,
+    stage_times,
+    st.sampled_from(["1f1b", "gpipe", "zb-h1", "naive"]),
+    st.integers(1, 6),
+    st.floats(0.0, 0.3),
+)
+def test_changes_are_ordered_by_what_is_certain(
+    forward: list[float], backward: list[float], schedule: str, microbatches: int, latency: float
+) -> None:
+    """What nobody measured comes after what is certain, and has no ±; nothing is measured that may be nothing."""
+    measured = timeline(
+        lambda s, k: forward[s] * (1 + 0.1 * (k % 2)),
+        lambda s, k: backward[s],
+        3,
+        microbatches,
+        schedule,
+        LinkCost(latency),
+    )
+    found = explain(recorded(measured))
+    assert [not one.measured for one in found.changes] == sorted(not one.measured for one in found.changes)
+    certain = [one.certain for one in found.changes if one.measured]
+    assert certain == sorted(certain, reverse=True)
+    assert all(one > 0 for one in certain)
+    for one in found.changes:
+        assert ("±" in one.claim) == one.measured
+        assert one.claim.startswith("at most -") != one.measured
+    assert bool(found.advice) != bool(found.to_dict()["nothing"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["1f1b", "gpipe"]), st.integers(2, 4), st.integers(2, 8), st.floats(1e-5, 4e-4))
+def test_no_gain_is_claimed_that_the_fixed_cost_exceeds(
+    schedule: str, ranks: int, microbatches: int, seconds: float
+) -> None:
+    """Of actions as short as the runtime's own work, splitting backwards and cutting batches brings a loss."""
+    measured = timeline(
+        lambda s, k: seconds, lambda s, k: seconds, ranks, microbatches, schedule, LinkCost(0.1 * seconds)
+    )
+    now, changes = generate(schedule, ranks, microbatches), explain(recorded(measured)).changes
+    split = [one for one in changes if one.kind == "schedule" and "zb-" in one.text]
+    added = 15e-5 * 2 * microbatches  # by each rank, for a bubble of (ranks - 1) of two ops at most
+    if added > 2 * (ranks - 1) * seconds * 1.5 + 0.01 * microbatches * seconds:
+        assert not split, now
+    assert not any(one.kind == "pieces" for one in changes)
+
+
+def advice(found: Explanation | Sequence[Change], text: str) -> list[Change]:
+    changes = found.changes if isinstance(found, Explanation) else found
+    return [one for one in changes if text in one.text]
+
+
+def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
+    measured = recorded(timeline(even, twice))
+    (assumed,) = advice(explain(measured), "schedule zb-h1")
+    assert assumed.claim.startswith("at most -")
+    assert "if splitting a backward costs nothing" in assumed.note
+    (known,) = advice(explain(measured, predicted=profile(1.05)), "schedule zb-h1")
+    costs = [StageCost(1.0, 1.05, 1.05)] * 4
+    repaired = simulate(generate("zb-h1", 4, 8), costs, LinkCost(0.02)).makespan_seconds
+    assert known.step_seconds == pytest.approx(repaired)
+    assert known.error < 0.01
+    assert not advice(explain(measured, predicted=profile(1.5)), "zb-")
+    (wider,) = advice(explain(measured, predicted=profile(1.05, spread=0.1)), "schedule zb-h1")
+    assert wider.error > known.error + 0.02
+    (widest,) = advice(explain(measured, predicted=profile(1.05, spread=0.5)), "schedule zb-h1")
+    assert widest.claim.startswith("at most -")
+    assert widest.note.endswith("little of it is certain")
+
+
+def test_an_order_that_hides_messages_may_not() -> None:
+    """If they keep their ranks busy, GPipe hides none: the interval reaches from there to there."""
+    measured = recorded(timeline(even, twice, link=LinkCost(0.5)))
+    found = explain(measured, what_ifs=["schedule=gpipe"])
+    (one,) = found.what_ifs
+    hidden = simulate(generate("gpipe", 4, 8), [StageCost(1.0, 1.0, 1.0)] * 4, LinkCost(0.5)).makespan_seconds
+    assert one.step_seconds == pytest.approx(hidden)
+    busy = [
+        simulate(generate(name, 4, 8), [StageCost(1.5, 1.25, 1.25)] * 4).makespan_seconds for name in ("1f1b", "gpipe")
+    ]
+    assert one.gain > 0.05
+    assert one.gain - one.error <= (busy[0] - busy[1]) / found.step.seconds + 0.05
+    assert not advice(found, "schedule gpipe")
+
+
+def test_backwards_that_are_split_send_too() -> None:
+    trial = trial_of(timeline(even, twice, schedule="zb-h1", link=LinkCost(0.5)))
+    costs = [StageCost(1.0 + 0.5 * (stage < 3), 2.0 + 0.5 * (stage > 0), 0.0) for stage in range(4)]
+    busy = simulate(generate("zb-h1", 4, 8), costs).makespan_seconds
+    assert trial.replay.sending.step_seconds == pytest.approx(busy)
+
+
+def test_a_run_that_splits_tells_what_it_costs() -> None:
+    """Another schedule that splits is measured; one that does not costs no more than I and W."""
+    measured = recorded(timeline(even, twice, schedule="zb-h1"))
+    (found,) = explain(measured, what_ifs=["schedule=zb-h2"]).what_ifs
+    assert found.measured
+    trial = trial_of(timeline(even, twice, schedule="zb-h1"))
+    back, widest = (another(trial.replay, "1f1b", trial.factors.rank).cases[place] for place in (1, 2))
+    inputs, weights = (trial.replay.seconds[0, COMPUTE.index(op)] for op in (Op.I, Op.W))
+    for case, times in ((back, 1.0), (widest, 1.5)):
+        assert case.seconds[0, COMPUTE.index(Op.B)] == pytest.approx((inputs + weights) / times)
+
+
+def test_a_gain_that_another_step_does_not_show_is_not_certain() -> None:
+    slow, usual = timeline(lambda s, k: 2.0 if s == 2 else 1.0, twice), timeline(even, twice)
+    both = recorded(usual, slow)
+    step = run_of(both).typical
+    factors = factors_of(step.replicas)
+    replay = case_of(step, factors.seconds)
+    trial = Trial(step, factors, replay, replay.step_seconds)
+    quiet = run_of(recorded(usual, usual)).typical
+    other = case_of(quiet, factors_of(quiet.replicas).seconds)
+    shows = suggestions([trial, trial], 0.0)
+    hides = suggestions([trial, Trial(quiet, factors_of(quiet.replicas), other, other.step_seconds)], 0.0)
+    assert shows[0].kind == "rank"
+    assert not any(one.kind == "rank" for one in hides)
+
+
+def test_ranks_that_share_cores_are_promised_nothing() -> None:
+    measured = timeline(even, twice, schedule="naive")
+    (certain, *_) = suggestions([trial_of(measured)], 0.0)
+    assert certain.measured
+    assert not any(one.measured for one in suggestions([trial_of(measured, shared=True)], 0.0))
+
+
+def test_a_price_of_nothing_leaves_the_work_as_it_is() -> None:
+    trial = trial_of(timeline(even, twice))
+    (plain,) = another(trial.replay, "zb-h1", trial.factors.rank, (FREE,)).cases
+    (dear,) = another(trial.replay, "zb-h1", trial.factors.rank, (Price(1.0, 1.0, 0.5),)).cases
+    assert np.nansum(plain.seconds) == pytest.approx(np.nansum(trial.replay.seconds))
+    assert np.nansum(dear.seconds) > np.nansum(plain.seconds)
+
+
+# -- what a trace is of -----------------------------------------------------------------------------------------------
+
+
+def in_turns(made: Timeline) -> Timeline:
+    """The same actions, one after the other in one process."""
+    spans = sorted(made, key=lambda span: (span.start_seconds, span.rank))
+    rows: list[list[Any]] = [[] for _ in range(made.ranks)]
+    now = 0.0
+    for span in spans:
+        took = span.end_seconds - span.start_seconds
+        rows[span.rank].append(replace(span, start_seconds=now, end_seconds=now + took, waited_seconds=0.0))
+        now += 1.1 * took
+    return Timeline.merge(rows, in_turns=True)
+
+
+def test_ranks_that_took_turns_are_refused_in_perfettos_trace_too(tmp_path: Path) -> None:
+    write_perfetto(in_turns(timeline(even, twice)), tmp_path / "turns.json")
+    with pytest.raises(ArgumentError, match="one process ran all ranks in turns"):
+        read_run([tmp_path / "turns.json"])
+
+
+def columns(made: Timeline, file: Path) -> Path:
+    rows = [f"{s.action.op.value},{s.action.microbatch},{s.rank},{s.start_seconds},{s.end_seconds}" for s in made]
+    file.write_text("\n".join(["op,microbatch,pp_rank,start_s,end_s", *rows]))
+    return file
+
+
+def test_columns_in_which_ranks_took_turns_promise_nothing(tmp_path: Path) -> None:
+    """They carry no mark; but at no time do two ranks compute, though their order would let them."""
+    usual = timeline(even, twice, schedule="gpipe")
+    found = explain(read_run([columns(in_turns(usual), tmp_path / "turns.csv")]))
+    assert "no two ranks compute at once" in found.run.notes[0]
+    assert not any(one.measured for one in found.changes)
+    assert not explain(read_run([columns(usual, tmp_path / "usual.csv")])).run.notes
+    naive = explain(read_run([columns(timeline(even, twice, schedule="naive"), tmp_path / "naive.csv")]))
+    assert not naive.run.notes, "its order lets no two ranks compute at once"
+
+
+def test_ranks_that_shared_cores_are_marked_in_every_form(tmp_path: Path) -> None:
+    crowded = replace(timeline(even, twice, schedule="naive"), crowded=True)
+    write_perfetto(crowded, tmp_path / "trace.json")
+    (tmp_path / "timeline.json").write_text(json.dumps(crowded.to_dict()))
+    assert Timeline.from_dict(crowded.to_dict()).crowded
+    for name in ("trace.json", "timeline.json"):
+        found = explain(read_run([tmp_path / name]))
+        assert "fewer cores than they compute with" in found.run.notes[0]
+        assert found.changes
+        assert not any(one.measured for one in found.changes)
+
+
+def test_where_ranks_share_cores_no_advice_adds_work() -> None:
+    """Followed on two cores, zb-h1 for 1f1b on four ranks took a fifth longer."""
+    free = recorded(timeline(even, twice))
+    assert any("zb-h1" in one.text for one in explain(free).changes)
+    assert not any("zb-" in one.text for one in explain(replace(free, crowded=True)).changes)
+
+
+def test_what_was_simulated_is_not_called_measured() -> None:
+    simulated = recorded(timeline(even, twice))
+    jittered = timeline(lambda s, k: 1.0 + 0.01 * ((7 * s + 3 * k) % 5), twice, link=LinkCost(0.02))
+    late = [
+        replace(e, start_seconds=e.start_seconds + 0.001 * (n % 3)) for n, e in enumerate(recorded(jittered).events)
+    ]
+    assert explain(simulated).origin == "simulated"
+    assert explain(replace(simulated, events=tuple(late))).origin == "measured"
+
+
+def test_a_prediction_that_is_far_off_is_said_first() -> None:
+    slow = recorded(timeline(lambda s, k: 1.9, lambda s, k: 3.8))
+    assert explain(slow, predicted=profile()).run.notes[0].startswith("the pipeline took 1.91 times what was predicted")
+    near = recorded(timeline(lambda s, k: 1.1, lambda s, k: 2.2))
+    assert not explain(near, predicted=profile()).run.notes
+
+
+def test_of_several_sizes_that_of_the_run_counts() -> None:
+    def units(scale: float) -> tuple[UnitCost, ...]:
+        return tuple(UnitCost(f"layers.{n}", scale, scale, scale) for n in range(4))
+
+    large = Profile(units(8.0), "cpu", "float32", {"layers.0.weight": (1, 1)}, rows=8)
+    both = large.with_others([replace(large, units=units(2.0), rows=2)])
+    cuts = ["layers.1", "layers.2", "layers.3"]
+    assert Predicted.of_profile(both, 4, cuts, 2).stage_seconds == (6.0,) * 4
+    assert not Predicted.of_profile(both, 4, cuts, 2).note
+    assert "does not say how many rows" in Predicted.of_profile(both, 4, cuts).note
+    assert "have 4 rows, and the profile is of 2, 8" in Predicted.of_profile(both, 4, cuts, 4).note
+    assert "ranks had 3 threads, and the profile was made with 1" in Predicted.of_profile(both, 4, cuts, 2, 3).note
+    found = explain(recorded(timeline(even, twice)), predicted=Predicted.of_profile(both, 4, cuts, 4))
+    assert any("have 4 rows" in note for note in found.run.notes)
+
+
+def test_a_gain_that_single_slow_actions_bring_is_not_certain() -> None:
+    """Without them GPipe and 1F1B take equally long, even if every step has them."""
+
+    def slow(stage: int, microbatch: int) -> float:
+        return 4.0 if (stage, microbatch) in ((0, 1), (0, 2)) else 1.0
+
+    one = recorded(timeline(slow, twice, 2, 4, "gpipe", LinkCost(0.0)))
+    steps = replace(one, events=tuple(replace(event, step=n) for n in range(3) for event in one.events))
+    found = explain(steps, what_ifs=["schedule=1f1b"])
+    assert found.what_ifs[0].claim == "-9.5% ± <0.1%", "by the simulator alone"
+    assert not any(one.kind == "schedule" and one.measured for one in found.changes)

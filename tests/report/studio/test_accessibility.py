@@ -1,0 +1,58 @@
+"""Pages as people meet them who use a keyboard or a screen reader: axe-core finds nothing, in both themes and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.report.studio.serve import Server
+from scaffolding.browser import barriers
+from scaffolding.run_folders import a_run
+
+Start = Callable[..., Server]
+VIEWS = {
+    "play": ("view=play&schedules=1f1b,zb-h1", "tr[data-schedule=zb-h1]"),
+    "step by step": ("view=walk&slot=3", ".slots"),
+    "runs": ("view=runs", ".entries tbody tr"),
+    "a run": ("view=runs&run=a&what_if=schedule%3Dgpipe", ".outcome"),
+    "runs compared": ("view=runs&compare=a|b", ".compared table"),
+}
+
+
+@pytest.mark.parametrize(("size", "dark"), [("wide", False), ("phone", True)])
+def test_axe_finds_nothing(open_page: Any, studio: Start, tmp_path: Path, size: str, dark: bool) -> None:
+    for name in "ab":
+        a_run(tmp_path / name)
+    link, found = studio(tmp_path).link, {}
+    for name, (view, there) in VIEWS.items():
+        page = open_page(f"{link}&{view}", size=size, dark=dark)
+        page.wait_for_selector("html[data-ready]")
+        page.wait_for_selector(there)
+        found[name] = barriers(page)
+        page.goto("about:blank")  # it asks nothing more
+    page.goto(f"{link.partition('#')[0]}report?name=a")
+    page.wait_for_selector("#timeline canvas")
+    found["report"] = barriers(page)
+    assert not any(found.values()), found
+
+
+def test_tabs_by_keyboard_and_a_theme_that_stays(open_page: Any, studio: Start) -> None:
+    page = open_page(studio().link)
+    page.wait_for_selector("html[data-ready]")
+    page.focus("#tab-play")
+    seen = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "End", "ArrowLeft", "Home", "ArrowLeft"):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
+        seen.append(page.evaluate("document.activeElement.dataset.view"))
+    assert seen == ["walk", "runs", "play", "runs", "walk", "play", "runs"]
+    page.click("#theme")
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.get_attribute("html", "data-theme") == "dark"
+    page.click("#tab-play")
+    page.wait_for_selector("#in-forward")
+    assert page.get_attribute("#in-forward", "aria-valuetext") == "1 units of time"

@@ -1,0 +1,231 @@
+"""Rows: every pattern leads to some that are legal and fit; their times are those of the simulation."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from some_costs import some_costs
+
+from penstock.schedule import Placement, check, generate
+from penstock.simulate import memory, simulate
+from penstock.simulate.costs import LinkCost, StageCost
+from penstock.simulate.search import lower_bound, search
+from penstock.simulate.search.dispatch import Pattern, dispatch
+from penstock.simulate.search.improve import improve
+from penstock.simulate.search.known_schedules import known_schedules, one_by_one
+from penstock.simulate.search.pattern import pattern_of, sample, vary
+from penstock.simulate.search.problem import Problem, Rows, problem
+from penstock.simulate.search.stretch import stretch
+from penstock.simulate.search.timing import Places, critical_path, fits, time_rows
+
+seeds = st.integers(0, 2**32)
+PLACEMENTS = [
+    Placement.loop(1), Placement.loop(3), Placement.v(1), Placement.v(3), Placement.loop(2, 3), Placement.wave(2, 2),
+]  # fmt: skip
+TWO_WAYS = Placement.bidirectional(4)
+
+
+@st.composite
+def problems(draw: st.DrawFn, placements: list[Placement] = PLACEMENTS) -> tuple[Problem, list[StageCost], LinkCost]:
+    placement = draw(st.sampled_from(placements))
+    costs = draw(some_costs(placement.stages, most=6))
+    limits = []
+    for rank in range(placement.ranks):
+        least = sum(costs[stage].activation_bytes for stage in placement.stages_on(rank))
+        limits.append(least + draw(st.integers(0, 4)))
+    link, objective = LinkCost(draw(st.integers(0, 3))), draw(st.sampled_from(["makespan", "span"]))
+    asked = problem(placement, draw(st.integers(1, 7)), costs, link, memory_limit=limits, objective=objective)
+    return asked, costs, link
+
+
+def judge(asked: Problem, costs: list[StageCost], link: LinkCost, rows: Rows) -> None:
+    """Legal, complete, within the limits, and timed as by the library."""
+    schedule = asked.schedule("rows", rows)
+    assert not check(schedule)
+    assert asked.rows(schedule) == rows
+    timeline, timing = simulate(schedule, costs, link), time_rows(asked, rows)
+    assert timing is not None
+    expected = timeline.makespan_seconds if asked.objective == "makespan" else timeline.span_seconds
+    assert timing.cost == pytest.approx(expected)
+    for rank, one in enumerate(memory(schedule, costs, timeline)):
+        assert one.peak_activations <= asked.limit[rank]
+        assert fits(asked, rank, rows[rank])
+
+
+@given(problems(), seeds)
+def test_every_pattern_leads_to_legal_rows_that_fit(
+    drawn: tuple[Problem, list[StageCost], LinkCost], seed: int
+) -> None:
+    """Also where memory holds no more than one microbatch: nothing ever waits for room that does not come."""
+    asked, random = drawn[0], Random(seed)
+    pattern = sample(asked, random)
+    for _ in range(3):
+        rows = dispatch(asked, pattern)
+        assert rows is not None
+        judge(*drawn, rows)
+        pattern = vary(asked, pattern, random)
+
+
+@given(problems([TWO_WAYS]), seeds)
+def test_with_two_pipelines_it_may_give_up_but_never_locks(
+    drawn: tuple[Problem, list[StageCost], LinkCost], seed: int
+) -> None:
+    rows = dispatch(drawn[0], sample(drawn[0], Random(seed)))
+    if rows is not None:
+        judge(*drawn, rows)
+    judge(*drawn, one_by_one(drawn[0]))
+
+
+def test_two_pipelines_with_room_for_both_need_not_give_up() -> None:
+    asked = problem(TWO_WAYS, 8, StageCost(1, 1, 1), memory_limit=4)
+    assert all(dispatch(asked, sample(asked, Random(seed))) is not None for seed in range(50))
+
+
+@given(problems())
+def test_one_microbatch_at_a_time_always_fits(drawn: tuple[Problem, list[StageCost], LinkCost]) -> None:
+    judge(*drawn, one_by_one(drawn[0]))
+
+
+@settings(max_examples=25)
+@given(problems(), seeds)
+def test_moving_actions_keeps_rows_legal_and_never_makes_them_worse(
+    drawn: tuple[Problem, list[StageCost], LinkCost], seed: int
+) -> None:
+    asked = drawn[0]
+    before = one_by_one(asked)
+    cost, rows = improve(asked, before, Random(seed), 10_000, 10_000, 0.0, 0.1, 5.0)
+    judge(*drawn, rows)
+    timing, first = time_rows(asked, rows), time_rows(asked, before)
+    assert timing is not None
+    assert first is not None
+    assert timing.cost == cost <= first.cost
+
+
+@given(problems(), seeds, st.data())
+def test_a_row_that_differs_late_is_timed_from_there(
+    drawn: tuple[Problem, list[StageCost], LinkCost], seed: int, data: st.DataObject
+) -> None:
+    asked = drawn[0]
+    rows = dispatch(asked, sample(asked, Random(seed)))
+    assert rows is not None
+    before = time_rows(asked, rows)
+    assert before is not None
+    rank = data.draw(st.integers(0, asked.ranks - 1))
+    i, to = (data.draw(st.integers(0, len(rows[rank]) - 1)) for _ in range(2))
+    changed = [row[:] for row in rows]
+    changed[rank].insert(to, changed[rank].pop(i))
+    since = before.starts[rows[rank][min(i, to)]][rows[rank][: min(i, to)].count(rows[rank][min(i, to)])]
+    if fits(asked, rank, changed[rank]):
+        whole = time_rows(asked, changed)
+        assert time_rows(asked, changed, before=before, since=since) == whole
+        if whole is not None:
+            assert time_rows(asked, changed, whole.cost, before, since) == whole
+            assert time_rows(asked, changed, whole.cost - 0.5, before, since) in (None, whole)
+
+
+@given(problems(), seeds, st.integers(1, 9))
+def test_rows_that_are_stretched_are_legal_and_fit(
+    drawn: tuple[Problem, list[StageCost], LinkCost], seed: int, more: int
+) -> None:
+    few = drawn[0]
+    many = few.with_microbatches(few.microbatches + more)
+    rows = dispatch(few, sample(few, Random(seed)))
+    assert rows is not None
+    stretched = stretch(few, rows, many)
+    if stretched is not None:
+        cost, made = stretched
+        judge(many, *drawn[1:], made)
+        timing = time_rows(many, made)
+        assert timing is not None
+        assert timing.cost == cost
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4))
+def test_the_bound_is_what_gpipe_reaches_where_no_weight_gradient_can_wait(p: int, m: int, f: int, i: int) -> None:
+    """On the last rank: the first microbatch's way to it, its work, and the last microbatch's way back."""
+    asked = problem(Placement.loop(p), m, StageCost(f, i, 0))
+    assert lower_bound(asked) == simulate(generate("gpipe", p, m), StageCost(f, i, 0)).makespan_seconds
+
+
+def test_timing_gives_up_when_it_is_sure_of_too_much() -> None:
+    asked = problem(Placement.loop(4), 4, StageCost(1, 1, 1))
+    rows = one_by_one(asked)
+    assert time_rows(asked, rows, 36) is not None
+    assert time_rows(asked, rows, 35) is None
+
+
+def test_timing_sees_a_circle_and_an_action_before_what_it_waits_for() -> None:
+    asked = problem(Placement.loop(2), 1, StageCost(1, 1, 1))
+    assert time_rows(asked, [[0, 1, 2], [3, 4, 5]]) is not None
+    assert time_rows(asked, [[1, 0, 2], [3, 4, 5]]) is None
+    assert not fits(asked, 0, [1, 0, 2])
+
+
+def test_critical_path_leads_back_to_the_start_without_a_gap() -> None:
+    asked = problem(Placement.loop(3), 4, StageCost(2, 3, 1), LinkCost(0.5))
+    rows = one_by_one(asked)
+    timing = time_rows(asked, rows)
+    assert timing is not None
+    path = critical_path(asked, rows, timing, Places(asked, rows))
+    spent = sum(asked.seconds[rows[rank][i]] for rank, i in path)
+    hops = sum(a != b for (a, _), (b, _) in itertools.pairwise(path))
+    assert spent + 0.5 * hops == timing.cost
+    assert path[-1] == (0, 0)
+
+
+def test_a_pattern_of_1f1b_dispatches_as_1f1b_with_split_backwards_or_better() -> None:
+    """The pattern alone carries the structure: from 1F1B's steady state comes 1F1B's memory and time."""
+    asked = problem(Placement.loop(4), 12, StageCost(1, 1, 1), memory_limit=[4, 3, 2, 1])
+    known = {entry.schedule.name: entry for entry in known_schedules(asked, StageCost(1, 1, 1), LinkCost(0))}
+    rows = known["1f1b, split"].rows
+    assert rows is not None
+    timing = time_rows(asked, rows)
+    assert timing is not None
+    again = dispatch(asked, pattern_of(asked, timing))
+    assert again is not None
+    reached = time_rows(asked, again)
+    assert reached is not None
+    assert reached.cost <= timing.cost
+
+
+def test_known_schedules_are_those_that_fit_and_overlaps_stay() -> None:
+    cost = StageCost(1, 1, 1)
+    names = {entry.schedule.name for entry in known_schedules(problem(Placement.loop(4), 8, cost), cost, LinkCost(0))}
+    assert {"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"} <= names
+    tight = {
+        e.schedule.name for e in known_schedules(problem(Placement.loop(4), 8, cost, memory_limit=4), cost, LinkCost(0))
+    }
+    assert {"naive", "1f1b", "zb-h1"} <= tight < names
+    assert not tight & {"gpipe", "zb-h2"}
+    overlapped = replace(cost, overlapped_seconds=2)
+    asked = problem(Placement.bidirectional(4), 8, overlapped)
+    known = {entry.schedule.name: entry for entry in known_schedules(asked, overlapped, LinkCost(0))}
+    whole, split = known["dualpipe"], known["dualpipe, split"]
+    assert split.rows is not None
+    assert whole.rows is None
+    assert whole.schedule == generate("dualpipe", 4, 8)
+    assert whole.seconds == simulate(whole.schedule, overlapped).makespan_seconds < split.seconds
+    assert search(Placement.bidirectional(4), 8, overlapped, seconds=0.5).objective_seconds <= whole.seconds
+
+
+def test_window_0_keeps_the_pattern_s_order() -> None:
+    """With room for all, forwards go as far ahead as the pattern has them, and not further."""
+    asked = problem(Placement.loop(1), 6, StageCost(1, 1, 1))
+    pattern = Pattern((0.0,), (6.0,), (1.0,), 3.0, 0.0, 0.0, ((1.0, 1.0),))
+    made = dispatch(asked, pattern)
+    assert made is not None
+    assert [lane for lane in made[0] if lane < 2] == [0, 0, 0, 1, 0, 1, 0, 1, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("left", [1, 3])
+def test_what_input_gradients_leave_for_weights_counts(left: float) -> None:
+    """W may need more than F kept; the limit holds all the same, by the memory of the timeline."""
+    cost, placement, limit = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=left), Placement.loop(3), 4
+    found = search(placement, 8, cost, memory_limit=limit, seconds=0.2)
+    check(found.schedule)
+    assert max(one.peak_activations for one in memory(found.schedule, cost, found.timeline)) <= limit

@@ -1,0 +1,273 @@
+"""One comparison: on both sides of each tolerance, so that a wider or narrower one fails here. The numbers are written
+out, since a test that reads them from the code would move with them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.verification.comparison import Comparison, Report, Verdict, WholeBatch, compare
+
+KINDS = ["output", "loss", "gradient", "buffer"]
+TIED = "terms of several stages, added in another order"
+
+
+def verdict(
+    mine: Tensor | None,
+    other: Tensor | None,
+    *,
+    kind: str = "gradient",
+    exact: bool = True,
+    why: str = "",
+    terms: Tensor | None = None,
+) -> Verdict:
+    row = compare(kind, "x", (0,), mine, other, exact, why, terms)
+    assert row.ok == (row.verdict in ("equal", "close"))
+    assert (row.verdict == "close") == bool(row.allowed)
+    return row.verdict
+
+
+def beside(other: Tensor, difference: float) -> Tensor:
+    """`other`, whose largest entry is elsewhere, with a small entry that is off by so much."""
+    mine = other.clone()
+    mine[0] += difference
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [
+        (torch.float64, 0.9e-6, 1.1e-6),
+        (torch.float32, 0.9e-6, 1.1e-6),
+        (torch.float16, 3 / 1024, 5 / 1024),  # 4 epsilons
+        (torch.bfloat16, 3 / 128, 5 / 128),
+        (torch.complex64, 0.9e-6, 1.1e-6),
+    ],
+)
+def test_what_was_added_in_another_order_has_a_tolerance(dtype: torch.dtype, within: float, beyond: float) -> None:
+    """Of the tensor's largest entry, in whichever entry the difference is."""
+    for scale in (1.0, 1024.0):
+        other = torch.tensor([0.0, 0.5, -1.0]).to(dtype) * scale
+        for sign in (1, -1):
+            near, far = (beside(other, sign * part * scale) for part in (within, beyond))
+            assert verdict(near, other, why=TIED) == "close"
+            assert verdict(far, other, why=TIED) == "different"
+            assert verdict(near, other) == "different", "nothing was added in another order"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_of_zeros_is_not_close_to_one_that_is_none(dtype: torch.dtype) -> None:
+    other = torch.tensor([0.5, -1.0]).to(dtype)
+    assert verdict(torch.zeros_like(other), other, why=TIED) == "different"
+    assert verdict(other, torch.zeros_like(other), why=TIED) == "different"
+    assert verdict(other * 2, other, why=TIED) == "different"
+    assert verdict(torch.full_like(other, math.nan), other, why=TIED) == "different"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [
+        (torch.float64, 0.9e-6, 1.1e-6),
+        (torch.float32, 0.9e-6, 1.1e-6),
+        (torch.bfloat16, 3 / 128, 5 / 128),
+        (torch.complex64, 0.9e-6, 1.1e-6),
+    ],
+)
+def test_terms_that_cancel_have_a_tolerance_of_their_own_size(dtype: torch.dtype, within: float, beyond: float) -> None:
+    """Entry by entry: terms of one are no excuse for another."""
+    other, terms = torch.zeros(2).to(dtype), torch.tensor([1.0, 100.0], dtype=torch.float64)
+    near, far = (torch.tensor([part, 0.0]).to(dtype) for part in (within, beyond))
+    assert verdict(near, other, why=TIED, terms=terms) == "close"
+    assert verdict(far, other, why=TIED, terms=terms) == "different"
+    assert verdict(near, other, why=TIED) == "different", "its terms are not known"
+    assert verdict(near, other, terms=terms) == "different", "nothing was added in another order"
+    assert verdict(near, other, why=TIED, terms=terms[:1]) == "different", "these are terms of something else"
+
+
+def test_the_summary_measures_by_the_terms_where_they_cancel() -> None:
+    terms = torch.tensor([2.0], dtype=torch.float64)
+    row = compare("gradient", "x", (0, 1), torch.tensor([1e-6]), torch.tensor([1e-9]), True, TIED, terms)
+    assert row.max_terms == 2
+    assert "1 value is within 5.0e-07 of its largest entry, or of the terms that cancel in it" in report(row).summary()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_compared_alike(kind: str) -> None:
+    other = torch.tensor([1.0, 2.0])
+    one_bit = torch.nextafter(other, other + 1)
+    assert verdict(other.clone(), other, kind=kind) == "equal"
+    assert verdict(one_bit, other, kind=kind) == "different"
+    assert verdict(one_bit, other, kind=kind, exact=False) == "close"
+    assert verdict(None, other, kind=kind) == "missing"
+    assert verdict(other, None, kind=kind) == "unexpected"
+    assert verdict(None, None, kind=kind) == "equal"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [  # those of torch.testing.assert_close: relative to the entry, and absolute near 0
+        (torch.float32, 1.2e-6, 1.5e-6),
+        (torch.bfloat16, 1.5e-2, 2.4e-2),
+        (torch.float64, 0.9e-7, 1.5e-7),
+    ],
+)
+def test_where_bits_are_not_demanded_torchs_tolerances_hold(dtype: torch.dtype, within: float, beyond: float) -> None:
+    other = torch.full((3,), 1000.0).to(dtype)
+    assert verdict(other * (1 + within), other, exact=False) == "close"
+    assert verdict(other * (1 + beyond), other, exact=False) == "different"
+    assert verdict(other * (1 + within), other, exact=True) == "different"
+
+
+@pytest.mark.parametrize("why", [TIED, ""])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64])
+def test_no_tolerance_reaches_what_is_not_finite(dtype: torch.dtype, why: str) -> None:
+    """An infinite entry is no measure for the others, nor do infinite terms excuse anything."""
+    exact, terms = bool(why), torch.full((3,), math.inf, dtype=torch.float64)
+    kinds = [1.0, math.inf, -math.inf, math.nan]
+    for first, second in itertools.product(kinds, kinds):
+        mine, other = (torch.tensor([kind, 1.0, 2.0]).to(dtype) for kind in (first, second))
+        spoiled = torch.tensor([first, 0.0, 0.0]).to(dtype)
+        for known in (None, terms):
+            same = verdict(mine, other, exact=exact, why=why, terms=known)
+            assert same == (
+                "equal" if mine.isfinite()[0] == other.isfinite()[0] and str(first) == str(second) else "different"
+            )
+            assert verdict(spoiled, other, exact=exact, why=why, terms=known) == "different"
+            assert verdict(other, spoiled, exact=exact, why=why, terms=known) == "different"
+
+
+def test_what_is_finite_keeps_its_tolerance_beside_what_is_not() -> None:
+    other = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+    near, far = (other + torch.tensor([0.0, 0.0, 0.0, part]) for part in (0.9e-6, 1.2e-6))
+    assert verdict(near, other, why=TIED) == "close"
+    assert verdict(far, other, why=TIED) == "different"
+    assert verdict(near, other) == "different"
+    assert compare("gradient", "x", (0,), near, other, True, TIED).max_reference == 1
+
+
+def test_the_summary_says_where_a_value_is_finite_in_one_alone() -> None:
+    row = compare("gradient", "x", (0,), torch.tensor([5.0, 1.0]), torch.tensor([math.inf, 1.0]), True, TIED)
+    assert "one is NaN or infinite where the other is not" in report(row).summary()
+    other_shape = compare("gradient", "x", (0,), torch.ones(2), torch.ones(3), True)
+    assert "by inf (largest entry inf)" in report(other_shape).summary()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "found"),
+    [
+        ("loss", [math.nan], "undefined"),
+        ("loss", [-math.inf], "undefined"),
+        ("gradient", [math.nan, math.inf], "undefined"),
+        ("gradient", [math.nan, 0.0], "equal"),
+        ("gradient", [], "equal"),
+        ("output", [math.nan, math.nan], "undefined"),
+        ("output", [-math.inf, -math.inf], "equal"),
+        ("output", [-math.inf, math.nan, 1.0], "equal"),
+        ("buffer", [math.nan, math.nan], "equal"),
+        ("buffer", [math.inf], "equal"),
+    ],
+)
+def test_equal_values_of_which_none_is_finite_prove_nothing(kind: str, values: list[float], found: Verdict) -> None:
+    """Masks are infinite on purpose, and a buffer is NaN until it is set; NaN that is computed swallows all else."""
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        other = torch.tensor(values).to(dtype)
+        assert verdict(other.clone(), other, kind=kind, why=TIED) == found
+        assert verdict(other.clone(), other, kind=kind, exact=False) == found
+
+
+def test_the_summary_says_that_nothing_is_proven() -> None:
+    nan, fine = torch.tensor([math.nan]), torch.ones(1)
+    rows = [compare(*row, nan, nan, True) for row in (("gradient", "a", (0,)), ("loss", "loss", (1,)))]
+    rows.append(compare("gradient", "b", (1,), fine, fine, True))
+    made = report(*rows)
+    assert not made.ok
+    assert made.summary().startswith("nothing is proven, since on one device, too, the loss is not finite, 1 of 2 grad")
+    wrong = compare("gradient", "c", (1,), fine * 2, fine, True)
+    assert report(*rows, wrong).summary().startswith("1 of 4 values differ; the first is gradient c")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_where_bits_are_not_demanded_small_gradients_are_compared_too(dtype: torch.dtype) -> None:
+    """Whatever the size of a gradient, one of zeros, or 10% off, is another one."""
+    for scale in (1e3, 1.0, 1e-3, 1e-6):
+        other = torch.tensor([0.0, 0.5, -1.0]).to(dtype) * scale
+        assert verdict(torch.zeros_like(other), other, exact=False) == "different"
+        assert verdict(other, torch.zeros_like(other), exact=False) == "different"
+        assert verdict(other * 1.1, other, exact=False) == "different"
+        assert verdict(beside(other, 0.1 * scale), other, exact=False) == "different"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [
+        (torch.float64, 0.9e-7, 1.1e-7),
+        (torch.complex128, 0.9e-7, 1.1e-7),
+        (torch.float32, 0.9e-5, 1.1e-5),
+        (torch.bfloat16, 3 / 128, 5 / 128),
+    ],
+)
+def test_where_bits_are_not_demanded_small_entries_are_measured_by_the_largest(
+    dtype: torch.dtype, within: float, beyond: float
+) -> None:
+    """And never by more than `assert_close` allows."""
+    other = torch.tensor([0.0, 1.0]).to(dtype) * 2**-13
+    near, far = (beside(other, part * 2**-13) for part in (within, beyond))
+    assert verdict(near, other, exact=False) == "close"
+    assert verdict(far, other, exact=False) == "different"
+    large = torch.tensor([0.0, 100.0]).to(dtype)
+    assert verdict(beside(large, 2e-5), large, exact=False) == "different"
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    nan, zero = torch.tensor([math.nan, 1.0]), torch.zeros(1)
+    assert verdict(nan.clone(), nan) == "equal"
+    assert verdict(-nan, torch.tensor([math.nan, -1.0])) == "equal", "hardware leaves a NaN's sign open"
+    assert verdict(torch.tensor([math.nan, -0.0]), torch.tensor([math.nan, 0.0])) == "different"
+    assert verdict(-zero, zero) == "different"
+    assert verdict(torch.ones(2, 3), torch.ones(3, 2), exact=False, why=TIED) == "different"
+    assert verdict(torch.ones(2), torch.ones(2).double(), exact=False, why=TIED) == "different"
+    assert verdict(torch.ones(3, 2).t(), torch.ones(2, 3)) == "equal"
+
+
+def test_what_was_computed_in_lower_precision_than_it_was_added_in() -> None:
+    """Its terms are that far from each other. Whatever is the same terms in another order is held to the sum's."""
+    other = torch.tensor([0.5, -1.0])
+
+    def found(factor: float, exact: bool = False, why: str = "") -> Verdict:
+        return compare("gradient", "x", (0,), other * factor, other, exact, why, computed_in=torch.bfloat16).verdict
+
+    assert found(1 + 1.5e-2) == "close"
+    assert found(1 + 1.8e-2) == "different"
+    assert found(1 + 1.5e-2, exact=True) == "different"
+    assert found(1 + 1.5e-2, exact=True, why=TIED) == "different"
+    assert found(1 + 0.9e-6, exact=True, why=TIED) == "close"
+
+
+def report(*rows: Comparison, whole: WholeBatch | None = None) -> Report:
+    return Report(rows, "gpipe", 2, 2, 4, 0.0, True, whole_batch=whole)
+
+
+@pytest.mark.parametrize("wrong", ["different", "missing", "unexpected", "close"])
+def test_one_wrong_row_is_enough(wrong: Verdict) -> None:
+    """A value that is merely close is wrong where nothing allows it."""
+    fine, bad = Comparison("gradient", "a", (0,), "equal"), Comparison("gradient", "b", (1,), wrong, 0.5, 1.0, "", 2)
+    assert report(fine).ok
+    assert not report(fine, bad).ok
+    assert report(fine, bad).wrong == (bad,)
+    assert report(fine, bad).summary().startswith("1 of 2 values differ; the first is gradient b on stage 1")
+    assert report(fine, bad).summary().endswith(", in step 2")
+
+
+@pytest.mark.parametrize(
+    ("found", "ok"), [("close", True), ("explained", True), ("warning", True), ("different", False)]
+)
+def test_a_batch_that_is_cut_wrongly_is_not_ok(found: Any, ok: bool) -> None:
+    made = report(Comparison("loss", "loss", (0,), "equal"), whole=WholeBatch(1.0, 2.0, found, "a reason"))
+    assert made.ok == ok
+    assert made.to_dict()["ok"] == ok
+    assert ("a reason" in made.summary()) == (found in ("warning", "different"))
