@@ -17,11 +17,12 @@ from penstock._base import files
 from penstock.cli.explain import show
 from penstock.costs import Profile, UnitCost
 from penstock.errors import ArgumentError
-from penstock.plan.explain import explain, read_run, reading
+from penstock.plan.explain import explain, read_run
 from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.trace import reading
 
 HEAVY = [1.0, 1.0, 1.5, 1.0]
 

@@ -114,7 +114,7 @@ def count_bytes(rank: int, options: dict[str, Any]) -> Bytes:
         summed.extend(buffer.nbytes for buffer in self._buffers)
 
     options = {"microbatches": MICROBATCHES, "loss_fn": loss, "mesh": mesh, "transport": "distributed"} | options
-    with penstock.pipeline(Net(), (x,), **options) as pipe, mock.patch.object(GradientSum, "start", counted):
+    with mock.patch.object(GradientSum, "start", counted), penstock.pipeline(Net(), (x,), **options) as pipe:
         pipe.step(x, target=y)
         held = sum(p.grad.nbytes for p in pipe.parameters() if p.grad is not None)
     return Bytes(sorted(summed), held)

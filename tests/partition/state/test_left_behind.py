@@ -252,6 +252,6 @@ def test_the_loss_may_read_the_last_stage_and_its_own_parameters() -> None:
 
 
 def test_a_gradient_that_no_call_shows_is_found_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.loss.loss.watching", lambda elsewhere: contextlib.nullcontext())
+    monkeypatch.setattr("penstock.runtime.loss.loss.Watching", lambda elsewhere: contextlib.nullcontext())
     with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model"):
         step_with(lambda model: model[0].weight.sum())

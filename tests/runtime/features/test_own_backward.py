@@ -97,9 +97,22 @@ class Checkpointed(nn.Module):
         return x
 
 
-def test_batch_norm_in_a_checkpoint_around_blocks() -> None:
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_batch_norm_in_a_checkpoint_around_blocks(frozen: int) -> None:
+    """Plain torch does not run frozen first blocks again."""
     torch.manual_seed(0)
-    proven(Checkpointed(), X, TARGET, ranks=2, schedule="gpipe", microbatches=4)
+    model = Checkpointed()
+    model.parts[:frozen].requires_grad_(False)
+    proven(model, X, TARGET, ranks=2, schedule="gpipe", microbatches=4)
+
+
+def test_a_norm_in_a_checkpoint_that_backward_does_not_run_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(3)))
+    model[:2].requires_grad_(False)
+    with pytest.raises(
+        PartitionError, match="backward does not run it again, as nothing in it or before it is trained"
+    ):
+        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4)
 
 
 def test_checkpoints_that_are_switched_off_and_on_are_followed() -> None:

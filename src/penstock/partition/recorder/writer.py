@@ -93,7 +93,7 @@ class Writer:
         if draws:
             fact.stream = self._stream(fact)
         if kind == "unit":
-            fact.scope, fact.runs_again = str(target.function), in_checkpoint()
+            fact.scope, fact.runs_again = str(target.function), in_checkpoint() and fact.takes_gradient
         self._bind(result, node, writes, alone=True)
         for storage in writes:  # an in-place update may make aliases require a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):

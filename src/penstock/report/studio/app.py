@@ -41,7 +41,7 @@ def assets() -> Mapping[str, tuple[str, str]]:
     """The scripts and styles of the page, with their types, by folder and name. Nothing else is served from here."""
     found = {"studio/base.css": ("text/css", base_style())}
     for folder in ("web", "studio"):
-        for file in files(f"penstock.{folder}").joinpath("static").iterdir():
+        for file in files(f"penstock.report.{folder}").joinpath("static").iterdir():
             kind = _TYPES.get(file.name[file.name.rfind(".") :])
             if kind is not None:
                 found[f"{folder}/{file.name}"] = (kind, file.read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -62,7 +63,7 @@ class CheckpointedNorms(Feature):
                 raise _unknown_order(module)
         self._all, self._around = modules, frozenset(around)
         self._norms: dict[nn.Module, bool | None] = {}  # whether each is checkpointed; None: not known yet
-        self._called: set[nn.Module] = set()  # in the current forward, of those within a checkpoint that the stage runs
+        self._called: dict[int, set[nn.Module]] = {}  # by microbatch, of those within a checkpoint that the stage runs
 
     def begin_step(self, start: Start) -> None:
         """Drops what the last step learned: the model's checkpoints may have been switched on or off since."""
@@ -70,18 +71,18 @@ class CheckpointedNorms(Feature):
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward of the stage."""
-        return self._updating() if self._norms else NOTHING
+        return self._updating(microbatch) if self._norms else NOTHING
 
     @contextmanager
-    def _updating(self) -> Iterator[None]:
-        self._called.clear()
+    def _updating(self, microbatch: int) -> Iterator[None]:
+        self._called[microbatch] = set()
         with ExitStack() as stack:
             for module in self._norms:
-                stack.enter_context(module.register_forward_pre_hook(self._update))
+                stack.enter_context(module.register_forward_pre_hook(partial(self._update, microbatch)))
             yield
         self._norms = {module: known for module, known in self._norms.items() if known is not False}
 
-    def _update(self, module: nn.Module, args: Any) -> None:
+    def _update(self, microbatch: int, module: nn.Module, args: Any) -> None:
         """Called before a call in a forward: makes the update that backward will not make."""
         if not module.training:
             return
@@ -95,9 +96,9 @@ class CheckpointedNorms(Feature):
                 f"torch updates them in both runs, and may compute with other values in the second. {_REMEDY}"
             )
         if module not in self._around:
-            if module in self._called:
+            if module in self._called[microbatch]:
                 raise _unknown_order(module)
-            self._called.add(module)
+            self._called[microbatch].add(module)
         with torch.no_grad():
             module.forward(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
@@ -105,8 +106,28 @@ class CheckpointedNorms(Feature):
         """Wraps a backward of the stage, but not a forward that the pipeline itself runs again: what runs there updates
         copies."""
         own = [module for module in self._norms if module not in self._around]
+        return self._copying(own, self._called.pop(microbatch, set())) if own else NOTHING
+
+    @contextmanager
+    def _copying(self, own: Sequence[nn.Module], called: set[nn.Module]) -> Iterator[None]:
+        """Raises PartitionError if it does not run what the forward assumed: frozen layers do not run again."""
+        ran = set[nn.Module]()
+
+        def note(module: nn.Module, _args: Any) -> None:
+            if _in_checkpoint():
+                ran.add(module)
+
         held = (buffer for module in own for buffer in module._buffers.values() if buffer is not None)
-        return Buffers(own, held).copy().in_place() if own else NOTHING
+        with ExitStack() as stack:
+            stack.enter_context(Buffers(own, held).copy().in_place())
+            for module in own:
+                stack.enter_context(module.register_forward_pre_hook(note))
+            yield
+        for module in called - ran:
+            raise PartitionError(
+                f"the forward of a {type(module).__name__} that updates buffers is in a torch.utils.checkpoint, but "
+                f"backward does not run it again, as nothing in it or before it is trained. {_REMEDY}"
+            )
 
 
 def _in_checkpoint() -> bool:
