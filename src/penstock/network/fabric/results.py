@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.network.fabric.algorithms import busbw_factor
 from penstock.network.fabric.autocorrelation import effective_counts
 from penstock.network.fabric.forecast import forecasts, network_seconds
 from penstock.network.fabric.grouped import Group, groups
@@ -18,7 +19,6 @@ from penstock.network.fabric.models import record_links
 from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import Summary, fewest, outliers, saturation
-from penstock.network.fabric.terms import busbw_factor
 from penstock.network.fabric.times import (
     TransferTimes,
     algorithm_of,
@@ -88,7 +88,7 @@ def results(run: Run) -> dict[str, Any]:
             **{key: record.get(key) for key in ("warmup", "steady", "clock", "network", "switch", "happened")},
         },
     }
-    return made | {"model": [one.to_dict() for one in forecasts(record, made)]}
+    return made | {"model": list(forecasts(record, made))}
 
 
 def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
