@@ -128,7 +128,7 @@ def compare_runs(
     found = compare(*runs)
     warned = [warnings(run, results(run)) for run in runs]
     if as_json:
-        print(json.dumps(finite({**found.to_dict(), "warnings": dict(zip("ab", warned, strict=True))})))
+        print(json.dumps(finite({**found, "warnings": dict(zip("ab", warned, strict=True))})))
     else:
         show_comparison(found, Console(highlight=False), (str(first), str(second)), warned)
 

@@ -13,7 +13,6 @@ What implements it
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
   machines.py     creates the hosts and joins them      subnets.py  addresses
   keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
-  director.py     plays a scenario
 What runs on it
   fabric/         a training job's collectives: how long each takes
   nodes.py        a torchrun job across hosts, with an agent on each

@@ -64,7 +64,7 @@ class Machines:
             shaper: what shapes the links, one of `shapers.SHAPERS`.
             background: neighbors' traffic, as texts (background.py).
             slow: hosts whose processes together get at most this share of one core's time (holdback.py).
-            changes: whether `change` and `lose` will be called.
+            changes: whether `change` will be called.
 
         Raises:
             ArgumentError: there are too few or too many hosts, a link or share is given for a host that does not exist,
@@ -203,8 +203,18 @@ class Machines:
             return None
         return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
 
-    def change(self, topology: Topology) -> None:
-        """Replaces the links from now on; frames in flight are not affected.
+    def change(
+        self,
+        topology: Topology | None = None,
+        gone: tuple[int, ...] | None = None,
+        background: tuple[str, ...] | None = None,
+    ) -> None:
+        """Replaces what is given from now on; frames in flight are not affected.
+
+        Args:
+            topology: the links.
+            gone: the hosts that are cut off: nothing leaves or reaches them. All others are connected (again).
+            background: the neighbors' traffic.
 
         Raises:
             ArgumentError: the new links would need another frame size.
@@ -212,22 +222,13 @@ class Machines:
         """
         assert self._switch is not None, "Machines(changes=True) has a switch"
         assert self.topology is not None
-        self._switch.order(Order(topology.with_mtu(self.topology.mtu)))
-        before, self.topology = self.topology, topology.with_mtu(self.topology.mtu)
+        before, links = self.topology, topology and topology.with_mtu(self.topology.mtu)
+        self._switch.order(Order(links, gone, background))
+        self.topology = links or before
+        self.background = self.background if background is None else background
         for host, name in enumerate(self.hosts):
             if self.topology.up(host) != before.up(host):
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
-
-    def lose(self, hosts: Iterable[int]) -> None:
-        """Cuts these hosts off from now on: nothing leaves or reaches them. All other hosts are connected (again)."""
-        assert self._switch is not None, "Machines(changes=True) has a switch"
-        self._switch.order(Order(gone=tuple(hosts)))
-
-    def surround(self, background: Iterable[str]) -> None:
-        """Replaces the neighbors' traffic from now on."""
-        assert self._switch is not None, "Machines(changes=True) has a switch"
-        self.background = tuple(background)
-        self._switch.order(Order(background=self.background))
 
     def described(self) -> dict[str, Any]:
         """Describes what was requested and what currently implements it, for the record."""
@@ -266,8 +267,7 @@ class Machines:
         """Returns tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
         assert self.topology is not None
         assert self.shaper is not None
-        link = self.topology.up(host)
-        return link.host_tbf() if self.shaper.name == "switch" else link.tbf()
+        return self.topology.up(host).host_tbf(exact=self.shaper.name == "switch")
 
     def _start_switch(self) -> None:
         assert self.topology is not None

@@ -23,9 +23,8 @@ from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
 from penstock.distributed.launch.step_file import read_step
 from penstock.distributed.launch.user import User
 from penstock.errors import ArgumentError
-from penstock.network.director import playing
 from penstock.network.machines import Machines
-from penstock.network.scenario import Event
+from penstock.network.scenario import Event, playing
 
 PORT = 29500
 """The port of the first host's store; nothing else listens in a namespace of our own."""

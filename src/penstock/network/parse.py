@@ -133,9 +133,10 @@ class _Reader:
 
     def read(self) -> Found:
         """Returns what all words set."""
-        found: Found = {} if self.next in (*_WORDS, *_NOT_HERE) else self.rate()
+        found: Found = {} if self.next in (*_WORDS, *_SYNONYMS, *_NOT_HERE) else self.rate()
         while self._left:
             name = self.take(str.lower)
+            name = _SYNONYMS.get(name, name)
             self.word = self._last
             if name in _NOT_HERE:
                 raise self.error(_NOT_HERE[name])
@@ -210,8 +211,6 @@ def _chance(name: str) -> Callable[[_Reader], Found]:
 _WORDS: dict[str, tuple[Callable[[_Reader], Found], str]] = {
     "rate": (_Reader.rate, "rate RATE"),
     "burst": (_sets(burst=q.size), "burst SIZE"),
-    "buffer": (_sets(burst=q.size), ""),
-    "maxburst": (_sets(burst=q.size), ""),
     "limit": (_sets(limit=q.size), "limit SIZE"),
     "latency": (_sets(latency=q.seconds), "latency TIME"),
     "mtu": (_sets(mtu=q.count), "mtu BYTES"),
@@ -223,22 +222,24 @@ _WORDS: dict[str, tuple[Callable[[_Reader], Found], str]] = {
     "distribution": (_sets(distribution=_distribution), f"distribution {'|'.join(DISTRIBUTIONS)}"),
     "overtaking": (lambda reader: {"overtaking": True}, "overtaking"),
     "loss": (_loss, "loss [random] PERCENT [CORRELATION] or loss gemodel P [R [1-H [1-K]]]"),
-    "drop": (_loss, ""),
     "duplicate": (_chance("duplicate"), "duplicate PERCENT [CORRELATION]"),
-    "duplication": (_chance("duplicate"), ""),
     "corrupt": (_chance("corrupt"), "corrupt PERCENT [CORRELATION]"),
-    "corruption": (_chance("corrupt"), ""),
     "reorder": (_chance("reorder"), "reorder PERCENT [CORRELATION]"),
-    "reordering": (_chance("reorder"), ""),
     "gap": (_sets(gap=q.count), "gap FRAMES"),
     "stall": (_stall, "stall TIME every TIME"),
 }
-"""For each word, the function that reads its values, and its description for users; "" for tc's synonyms."""
+"""For each word, the function that reads its values, and its description for users."""
+
+_SYNONYMS = {
+    "buffer": "burst", "maxburst": "burst", "drop": "loss", "duplication": "duplicate", "corruption": "corrupt",
+    "reordering": "reorder",
+}  # fmt: skip
+"""Of tc."""
 
 
 def words() -> list[str]:
     """Returns all words that a link's text may have after its rate, with their values."""
-    return [shown for _, shown in _WORDS.values() if shown][1:]
+    return [shown for _, shown in _WORDS.values()][1:]
 
 
 _OF_LINK = ("rate", "burst", "limit", "latency", "mtu")

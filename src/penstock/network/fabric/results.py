@@ -162,8 +162,8 @@ def _times(name: str, summary: Summary) -> dict[str, Any]:
         "intervals": {key: found and list(found) for key, found in summary.intervals.items()},
     }
     if name == "time":
-        return {"time_s": summary.to_dict(), **intervals}
-    return {f"{name}_s": summary.to_dict(), **{f"{name}_{key}": found for key, found in intervals.items()}}
+        return {"time_s": summary.figures, **intervals}
+    return {f"{name}_s": summary.figures, **{f"{name}_{key}": found for key, found in intervals.items()}}
 
 
 def _rates(size: int, bus_bytes: float, median: float | None) -> dict[str, float | None]:

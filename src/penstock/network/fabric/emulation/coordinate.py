@@ -22,13 +22,12 @@ from penstock.distributed.launch.processes import QUIET, Ended, Patience, memory
 from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
 from penstock.distributed.launch.step_file import read_step
 from penstock.errors import ArgumentError, FabricError
-from penstock.network.director import playing
 from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.start_board import VARIABLE as BOARD
 from penstock.network.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.network.machines import Machines
 from penstock.network.nodes import agent_commands
-from penstock.network.scenario import Event
+from penstock.network.scenario import Event, playing
 
 EMULATION = "penstock.network.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""

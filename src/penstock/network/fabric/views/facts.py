@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock._base.words import counted
-from penstock.network.director import Happened
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.autocorrelation import FEWEST
 from penstock.network.fabric.ports import changed
@@ -17,6 +16,7 @@ from penstock.network.fabric.statistics import PERCENTILES, fewest
 from penstock.network.fabric.times import iterations_of, rate_key, runs_ahead
 from penstock.network.fabric.views.network import network_facts, saturated
 from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
+from penstock.network.scenario import Happened
 
 TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """Column headings of times, by their name in the results."""
