@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.distributed.launch.agent import end_with_parent
+from penstock.distributed.launch.endings import note
 from penstock.errors import FabricError, PenstockError
 from penstock.network.conditions import CpuUsage, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
@@ -137,6 +138,7 @@ def main() -> None:
     try:
         run(Spec.read(folder / SPEC), folder)
     except PenstockError as error:
+        note(int(os.environ.get("RANK", "0")), str(error))
         print(f"penstock: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)
         os._exit(2)  # gloo's destructors may wait for a lost host
