@@ -116,7 +116,7 @@ class Missing:
                 f"another process listens at {where} already: an earlier job, or a second process with "
                 f"RANK={self._rank}; set a free MASTER_PORT, and another RANK for each process"
             )
-        if self.address and not self.reached:
+        if self.address and not self.reached and "timed out" in error:
             return f"it cannot reach rank 0 {_state_of(*self.address)}"
         last = line_of(error, _MAX_CHARACTERS)
         return f"the store at {where}, which rank 0 or its agent keeps, is gone; see why that has ended ({last})"

@@ -134,16 +134,12 @@ class Machines:
         missing = why_not()
         if missing is not None:
             raise FabricError(missing)
-        if self.topology is not None:
-            self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
-            self.topology = self.shaper.topology
-
-    @property
-    def _only_switch(self) -> str | None:
-        """Why nothing but the switch will do; None if other shapers may."""
+        only = "only the switch can change links, and take hosts away for a time" if self._changes else None
         if self.background:
-            return "only the switch models neighbors' traffic"
-        return "only the switch can change links, and take hosts away for a time" if self._changes else None
+            only = "only the switch models neighbors' traffic"
+        if self.topology is not None:
+            self.shaper = choose(self.topology, self._count, self._wanted, only)
+            self.topology = self.shaper.topology
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -253,8 +249,10 @@ class Machines:
             self._run("ip", "netns", "add", name)
             within(keeper.FOLDER / name, without_ipv6)
             within(keeper.FOLDER / name, with_large_windows)
-        if by_process:
-            self._start_switch()
+        if by_process and self.topology is not None:
+            order = Order(self.topology, background=self.background)
+            namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
+            self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
         else:
             self._make_bridge()
         for host in range(self._count):
@@ -268,12 +266,6 @@ class Machines:
         assert self.topology is not None
         assert self.shaper is not None
         return self.topology.up(host).host_tbf(exact=self.shaper.name == "switch")
-
-    def _start_switch(self) -> None:
-        assert self.topology is not None
-        order = Order(self.topology, background=self.background)
-        namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
-        self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
 
     def _make_bridge(self) -> None:
         switch = f"{self.id}-switch"

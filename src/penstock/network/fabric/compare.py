@@ -39,7 +39,10 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
         ArgumentError: the runs have no transfer in common.
     """
     loads = [Workload.from_dict(run.record["workload"]) for run in (a, b)]
-    keys = [{_key(load, group): group for group in groups(load)} for load in loads]
+    keys: list[dict[tuple[str, int, str, str], Group]] = []  # by what groups of two runs match
+    for load in loads:
+        firsts = [(load.transfers[group.places[0]], group) for group in groups(load)]
+        keys.append({(group.name, one.bytes, one.collective, one.kind): group for one, group in firsts})
     common = [key for key in keys[0] if key in keys[1]]
     if not common:
         names = [", ".join(f"{name} of {size} bytes ({what})" for name, size, what, _ in list(one)[:3]) for one in keys]
@@ -50,7 +53,11 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
     found = []
     for key in common:
         both = keys[0][key], keys[1][key]
-        series = [_completion(run, load, group) for run, load, group in zip((a, b), loads, both, strict=True)]
+        times = [
+            [TransferTimes.of(run, load, place).completion for place in group.places]
+            for run, load, group in zip((a, b), loads, both, strict=True)
+        ]
+        series = [np.stack(one, axis=1) for one in times]  # [trial, transfer]
         algorithms = (algorithm_of(a.record, both[0].places[0]), algorithm_of(b.record, both[1].places[0]))
         found.append(_tested(*key[:3], algorithms, series))
     same = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)
@@ -69,17 +76,6 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
         "other_settings": {key: (ours[key], others[key]) for key in ours if ours[key] != others.get(key, ours[key])},
         "differs": any(one["verdict"] == "differs" for one in found),
     }
-
-
-def _key(load: Workload, group: Group) -> tuple[str, int, str, str]:
-    """Returns the key by which groups of two runs match."""
-    first = load.transfers[group.places[0]]
-    return group.name, first.bytes, first.collective, first.kind
-
-
-def _completion(run: Run, load: Workload, group: Group) -> Samples:
-    """Returns completion times, shape [trial, transfer]."""
-    return np.stack([TransferTimes.of(run, load, place).completion for place in group.places], axis=1)
 
 
 def _tested(

@@ -114,6 +114,8 @@ def _entry(
     summary = Summary.of(completion)
     waiting = Summary.of(np.stack([one.transfer for one in times], axis=1))
     median = (waiting if rate_key(first.collective) == "transfer_s" else summary).p50
+    per_rank = _per_rank(times)
+    slowest = max(per_rank, key=lambda one: int(one["trials_slowest"]), default=None)
     factor = busbw_factor(first.collective, len(times[0].ranks), first.shares)
     return {
         "name": name,
@@ -133,8 +135,8 @@ def _entry(
         "bound_s": bound,
         "ideal_percent": 100 * bound / median if bound is not None and median else None,
         "outliers": sorted({int(place) // len(times) for place in outliers(completion)}),
-        "per_rank": (per_rank := _per_rank(times)),
-        "slowest_rank": _slowest(per_rank),
+        "per_rank": per_rank,
+        "slowest_rank": slowest and {key: slowest[key] for key in ("rank", "trials_slowest")},
     }
 
 
@@ -190,12 +192,6 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
             for entry, one in zip(found, durations, strict=True):
                 entry[name] = float(np.quantile(one, q))
     return found
-
-
-def _slowest(per_rank: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the rank that was slowest most often; None without trials."""
-    most = max(per_rank, key=lambda one: int(one["trials_slowest"]), default=None)
-    return most and {"rank": most["rank"], "trials_slowest": most["trials_slowest"]}
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def started() -> tuple[int, int]:
     rank = number_of("RANK", 0, size - 1, _START)
     if not os.environ.get("MASTER_ADDR"):
         raise ArgumentError(f"the environment has no MASTER_ADDR: {_START}")
+    number_of("MASTER_PORT", 1, 65535, _START)
     return rank, size
 
 
