@@ -64,23 +64,25 @@ def _error(text: str, span: tuple[int, int], said: str) -> ArgumentError:
 
 def _ways(text: str, words: list[_Word]) -> dict[str, list[_Word]]:
     """Splits the words by direction; the key is "" if the text has no directions."""
-    marks = [place for place, word in enumerate(words) if word[0].lower() in ("up", "down")]
-    if not marks:
-        return {"": words}
-    if marks[0] != 0:
-        said = "what comes before this has no direction: begin with up or down"
-        raise _error(text, words[marks[0]].span(), said)
+    marks: dict[str, _Word] = {}
     found: dict[str, list[_Word]] = {}
-    for place, end in zip(marks, [*marks[1:], len(words)], strict=True):
-        mark, part = words[place], words[place + 1 : end]
-        if mark[0].lower() in found:
-            raise _error(text, mark.span(), f"{mark[0]!r} is given twice")
-        if not part:
+    way = ""
+    for word in words:
+        if word[0].lower() not in ("up", "down"):
+            found.setdefault(way, []).append(word)
+            continue
+        way = word[0].lower()
+        if "" in found:
+            raise _error(text, word.span(), "what comes before this has no direction: begin with up or down")
+        if way in found:
+            raise _error(text, word.span(), f"{word[0]!r} is given twice")
+        marks[way], found[way] = word, []
+    for way, mark in marks.items():
+        if not found[way]:
             raise _error(text, mark.span(), f"nothing follows {mark[0]!r}: pass a rate, like 100mbit")
-        found[mark[0].lower()] = part
-    for way, other in (("up", "down"), ("down", "up")):
-        if way not in found:
-            raise _error(text, words[0].span(), f"{other!r} sets only one direction: pass {way!r} as well")
+        if len(marks) < 2:
+            other = "down" if way == "up" else "up"
+            raise _error(text, mark.span(), f"{way!r} sets only one direction: pass {other!r} as well")
     return found
 
 

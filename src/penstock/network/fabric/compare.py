@@ -107,9 +107,9 @@ def _tested(
     # Dependence between samples increases the variance of a difference by this factor.
     inflation = sum((times[0] / len(a), times[1] / len(b))) / (1 / len(a) + 1 / len(b))
     made["p_values"] = {
-        "median": mann_whitney(a, b, inflation).p,
-        "shape": kolmogorov_smirnov(a, b, worth).p,
-        "tail": next((tails(a, b, q).p for q in (0.99, 0.9) if min(worth) >= fewest(q)), None),
+        "median": mann_whitney(a, b, inflation),
+        "shape": kolmogorov_smirnov(a, b, worth),
+        "tail": next((tails(a, b, q) for q in (0.99, 0.9) if min(worth) >= fewest(q)), None),
     }
     # Ratios of times are differences of their logarithms. The floor is there because a clock may measure 0.
     middle, (low, high) = shift(np.log(np.maximum(a, 1e-9)), np.log(np.maximum(b, 1e-9)), inflation)
