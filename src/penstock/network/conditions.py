@@ -43,7 +43,7 @@ def environment(interface: str | None = None) -> dict[str, Any]:
         "host": socket.gethostname(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "torch": _version("torch"),
+        "torch": metadata.version("torch"),
         "congestion_control": _congestion_control(used),
         "slow_start_after_idle": _setting(_IPV4 / "tcp_slow_start_after_idle"),
         "interface": used,
@@ -62,13 +62,8 @@ def interfaces() -> dict[str, int]:
     found = {}
     with contextlib.suppress(OSError):
         for _, name in socket.if_nameindex():
-            found[name] = _mtu(name)
+            found[name] = int(struct.unpack_from("16si", _asked(_SIOCGIFMTU, struct.pack("16s", name.encode())))[1])
     return found
-
-
-def _mtu(name: str) -> int:
-    mtu: int = struct.unpack_from("16si", _asked(_SIOCGIFMTU, struct.pack("16si", name.encode(), 0)))[1]
-    return mtu
 
 
 def _asked(request: int, of: bytes) -> bytes:
@@ -99,13 +94,6 @@ def _setting(path: Path) -> str | None:
     try:
         return path.read_text().strip()
     except OSError:
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
         return None
 
 

@@ -215,11 +215,8 @@ def dtype_of(text: str) -> str:
 
 def op_of(text: str, dtype: str) -> Op:
     """Looks up a reduction op by name. Raises ArgumentError if it is unknown or not defined for this type."""
-    for op in OPS:
-        if op == text:
-            break
-    else:
+    if text not in OPS:
         raise ArgumentError(f"there is no op {text!r}: pass one of {', '.join(OPS)}")
-    if op == "avg" and "float" not in dtype:
+    if text == "avg" and "float" not in dtype:
         raise ArgumentError(f"{dtype} cannot hold an average: pass --op sum, or a dtype like float32")
-    return op
+    return text

@@ -6,7 +6,7 @@ The table in tests/network/fabric/step_proof.py defines what each collective sta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 from penstock._base.words import did_you_mean
@@ -24,20 +24,20 @@ Algorithm = tuple[Callable[..., StepList], Callable[[int], Terms]]
 _ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {
     "all_reduce": {
         "ring": (ring.all_reduce, forms.twice_around),
-        "ring2": (ring.all_reduce_2, forms.twice_around),
+        "ring2": (partial(ring.all_reduce, ways=2), forms.twice_around),
         "halving-doubling": (halving.all_reduce, forms.halving_doubling),
         "recursive-doubling": (halving.all_reduce_whole, forms.recursive_doubling),
         "tree": (tree.all_reduce, tree.all_reduce_terms),
     },
     "all_gather": {
         "ring": (ring.all_gather, forms.around),
-        "ring2": (ring.all_gather_2, forms.around),
+        "ring2": (partial(ring.all_gather, ways=2), forms.around),
         "recursive-doubling": (halving.all_gather, forms.halving),
         "bruck": (bruck.all_gather, forms.log_rounds),
     },
     "reduce_scatter": {
         "ring": (ring.reduce_scatter, forms.around),
-        "ring2": (ring.reduce_scatter_2, forms.around),
+        "ring2": (partial(ring.reduce_scatter, ways=2), forms.around),
         "halving": (halving.reduce_scatter, forms.halving),
         "pairwise": (direct.reduce_scatter_pairwise, forms.around),
     },

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,8 @@ def _follow(spec: Spec, trials: Trials) -> CpuUsage:
 
 
 def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> None:
-    samples, steps = SampleFile(folder / SAMPLES, HEAD), SampleFile(folder / STEPS, STEPS_HEAD)
-    try:
+    files = SampleFile(folder / SAMPLES, HEAD), SampleFile(folder / STEPS, STEPS_HEAD)
+    with closing(files[0]) as samples, closing(files[1]) as steps:
         for number in range(spec.trials):
             trial = trials.one()
             samples.add(trial.rows(number))
@@ -126,9 +127,6 @@ def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> Non
             if watch is not None:
                 watch(number)
         steps.add(trials.last_steps())
-    finally:
-        samples.close()
-        steps.close()
 
 
 def main() -> None:
