@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.network.fabric.models import links_json
+from penstock.network.fabric.alpha_beta import links_json
 from penstock.schedule import generate
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost

@@ -16,13 +16,13 @@ from rich.text import Text
 
 from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.algorithms.volume import slots_by_port
-from penstock.network.fabric.grouped import groups, of_like_layers
+from penstock.network.fabric.grouping import group_similar_layers, groups
 from penstock.network.fabric.views.numbers import NONE
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
     from penstock.network.fabric.emulation.spec import Spec
-    from penstock.network.fabric.grouped import Group
+    from penstock.network.fabric.grouping import Group
     from penstock.network.fabric.steps import StepList
 
 _BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
@@ -114,7 +114,7 @@ def _steps(
 
 def _table(spec: Spec) -> Table:
     """The rows, in sections under what they have in common."""
-    rows = traffic(spec, of_like_layers(spec.workload))
+    rows = traffic(spec, group_similar_layers(spec.workload))
     made = table("transfer", "buffer\nbytes", "times", "buffers\nin all", "busiest\nport")
     for section in dict.fromkeys(map(_section, rows)):
         made.add_row(Text(section, "italic"))

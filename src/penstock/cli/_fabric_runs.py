@@ -72,7 +72,7 @@ def report(output: Output, *, page: bool = True) -> None:
 
 def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page: bool) -> tuple[list[str], list[str]]:
     """Writes a run's results into its folder. Returns the names of the files, and notes on what could not be made."""
-    from penstock.network.fabric.models import links_json
+    from penstock.network.fabric.alpha_beta import links_json
     from penstock.network.fabric.workload import Workload
 
     made, notes = ["results.json"], []

@@ -113,7 +113,7 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
         least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
         return Neighbor(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
     rate = q.rate(what)
-    if wrong := q.hardly_meant(what):
+    if wrong := q.suspicious_rate_hint(what):
         raise ValueError(wrong)
     if rate <= 0:
         raise ValueError("the rate is 0: pass a rate above 0, or leave this background out")

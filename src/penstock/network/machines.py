@@ -18,9 +18,9 @@ from penstock.errors import ArgumentError, FabricError
 from penstock.network import MAX_HOSTS, keeper, subnets
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not
-from penstock.network.holdback import Groups, check_slow, hold_back
-from penstock.network.inside import with_large_windows, within, without_ipv6
+from penstock.network.cpu_limit import Groups, check_slow, hold_back
 from penstock.network.link import Link
+from penstock.network.namespaces import with_large_windows, within, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Order, Setup, Switch
 from penstock.network.topology import Topology
@@ -63,7 +63,7 @@ class Machines:
                 make them.
             shaper: what shapes the links, one of `shapers.SHAPERS`.
             background: neighbors' traffic, as texts (background.py).
-            slow: hosts whose processes together get at most this share of one core's time (holdback.py).
+            slow: hosts whose processes together get at most this share of one core's time (cpu_limit.py).
             changes: whether `change` will be called.
 
         Raises:

@@ -129,7 +129,7 @@ class _Reader:
     def rate(self) -> Found:
         found = {"rate": self.take(q.rate)}
         # If its unit stands apart, the error about that comes later.
-        if not (self.next and self.next in q.RATES) and (wrong := q.hardly_meant(self._last[0])):
+        if not (self.next and self.next in q.RATES) and (wrong := q.suspicious_rate_hint(self._last[0])):
             raise self.error(wrong)
         return found
 

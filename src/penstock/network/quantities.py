@@ -51,7 +51,7 @@ _LEAST_BARE = 1000.0
 """A rate without a unit below this many bytes per second was hardly meant in bits."""
 
 
-def hardly_meant(text: str) -> str | None:
+def suspicious_rate_hint(text: str) -> str | None:
     """Explains what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
     if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
         return None

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import ArgumentError, FabricError
 from penstock.network.checks import why_not
-from penstock.network.inside import within
 from penstock.network.keeper import tool
+from penstock.network.namespaces import within
 from penstock.network.switch.tap import DEVICE, open_tap
 from penstock.network.topology import Topology
 

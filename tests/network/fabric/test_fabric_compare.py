@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.network.fabric.compare import FEWEST, compare
-from penstock.network.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
+from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.workload import Transfer
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms
+from penstock.network.fabric.alpha_beta import LinkFit, predict
 from penstock.network.fabric.forecast import HOSTS, forecast
-from penstock.network.fabric.models import LinkFit, predict
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective

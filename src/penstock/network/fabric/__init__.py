@@ -9,7 +9,7 @@ steps.py                  a collective as rounds of messages; algorithms/: ring,
 emulation/                runs workloads on hosts, through torch.distributed
 samples.py                every sample of a run, on disk; times.py: per-trial times from the samples
 statistics.py             percentiles with confidence intervals
-models.py, forecast.py    alpha-beta fits of costs by closed form; predictions for more hosts
-results.py                the results of a run; compare.py, differences.py: whether two runs differ
+alpha_beta.py             fits of costs by closed form; forecast.py: predictions for more hosts
+results.py                the results of a run; compare.py, hypothesis_tests.py: whether two runs differ
 views/, chakra.py         text, tables, plots and a page; traces for other simulators
 """

@@ -10,8 +10,8 @@ import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.network.fabric.autocorrelation import correlation_time
-from penstock.network.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
-from penstock.network.fabric.grouped import Group, groups
+from penstock.network.fabric.grouping import Group, groups
+from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import Summary, fewest
 from penstock.network.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step, stalled
@@ -83,7 +83,7 @@ def _tested(
 ) -> dict[str, Any]:
     """Describes how the completion times of one transfer, or of the whole step, differ between run A and run B.
 
-    For a group of similar transfers (see `grouped`), percentiles cover all of them, and the tests use each trial's
+    For a group of similar transfers (see `grouping`), percentiles cover all of them, and the tests use each trial's
     mean. Without enough samples, a figure is None.
 
     Returns, besides what was given:

@@ -13,7 +13,7 @@ from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
 from penstock.network.fabric.algorithms.volume import is_even
-from penstock.network.fabric.models import LinkFit, crossovers, fit, predict, record_links, slowest_of
+from penstock.network.fabric.alpha_beta import LinkFit, crossovers, fit, predict, record_links, slowest_of
 from penstock.network.fabric.statistics import fewest
 from penstock.network.fabric.times import iterations_of, rate_key
 from penstock.schedule.placement import MAX_RANKS

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from penstock.network.fabric.algorithms import busbw_factor
+from penstock.network.fabric.alpha_beta import record_links
 from penstock.network.fabric.autocorrelation import effective_counts
 from penstock.network.fabric.forecast import forecasts, network_seconds
-from penstock.network.fabric.grouped import Group, groups
-from penstock.network.fabric.models import record_links
+from penstock.network.fabric.grouping import Group, groups
 from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import Summary, fewest, outliers, saturation
@@ -38,7 +38,7 @@ def results(run: Run) -> dict[str, Any]:
     95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for any
     algorithm on these links (see `ports`) over the median; None if the bound is unknown. `step` has the same figures
     for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
-    similar transfers together (see `grouped`), and under `times` how often a step has them; tables and plots show
+    similar transfers together (see `grouping`), and under `times` how often a step has them; tables and plots show
     these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
     `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """

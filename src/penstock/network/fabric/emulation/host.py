@@ -31,7 +31,7 @@ from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.emulation.wires import Wire
 from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
-from penstock.network.fabric.steadiness import WarmUp
+from penstock.network.fabric.warmup import WarmUp
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:

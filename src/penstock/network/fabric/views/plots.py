@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.words import counted
-from penstock.network.fabric.grouped import groups
+from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.times import TransferTimes

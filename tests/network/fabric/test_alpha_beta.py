@@ -15,7 +15,7 @@ from penstock.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
 from penstock.network.fabric.algorithms.forms import Terms
 from penstock.network.fabric.algorithms.volume import cost
-from penstock.network.fabric.models import (
+from penstock.network.fabric.alpha_beta import (
     LinkFit,
     fit,
     links_json,

@@ -12,7 +12,7 @@ from drawn_runs import run_of
 from rich.console import Console
 
 from penstock.network.fabric.compare import compare
-from penstock.network.fabric.grouped import groups
+from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import Summary
