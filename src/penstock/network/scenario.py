@@ -1,20 +1,10 @@
 """Changes to a network over time: read from a TOML file, and played on hosts at their steps and times.
 
-[[event]]                       # a link that degrades for half a minute
-at = "step 50"                  # a training step, or a trial; or a time since the start: "12.5s"
-host = 2                        # the host whose link it is; without it, all hosts without a link of their own
+[[event]]            # docs/guides/fabric.md has an event of each kind
+at = "step 50"       # a training step, or a trial; or a time since the start: "12.5s"
+host = 2             # the host whose link it is; without it, all hosts without a link of their own
 link = "10mbit delay 50ms loss 1%"
-for = "30s"                     # after that, everything is as before; without it, the change is permanent
-
-[[event]]                       # a host that disappears and comes back
-at = "step 80"
-host = 1
-gone = true
-for = "5s"
-
-[[event]]                       # a neighbor that starts to send
-at = "20s"
-background = ["300mbit to 1"]
+for = "30s"          # after that, everything is as before; without it, the change is permanent
 """
 
 from __future__ import annotations

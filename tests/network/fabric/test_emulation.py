@@ -363,6 +363,6 @@ def test_the_host_that_failed_first_says_why(monkeypatch: pytest.MonkeyPatch) ->
     assert cause(first, "no memory") == "host 2: no memory"
     assert cause(other, "Connection closed by peer") == "host 2: no memory"
     alone = Members(0, 3, _Shared(silent=(1, 2)), None)
-    assert cause(alone, "Connection closed") == "host 0: hosts 1 and 2 do not answer; Connection closed"
+    assert cause(alone, "Connection closed") == "host 0: hosts 1, 2 do not answer; Connection closed"
     one = Members(0, 3, _Shared(silent=(1,)), None)
     assert cause(one, "Connection closed") == "host 0: host 1 does not answer; Connection closed"

@@ -100,14 +100,6 @@ def joined(spec: Spec) -> Iterator[Members]:
         dist.destroy_process_group()
 
 
-def hosts_text(ranks: tuple[int, ...]) -> str:
-    """Returns "host 2", or "hosts 1, 2 and 3"."""
-    names = [str(rank) for rank in ranks]
-    if len(names) == 1:
-        return f"host {names[0]}"
-    return f"hosts {', '.join(names[:-1])} and {names[-1]}"
-
-
 def first_line(error: BaseException) -> str:
     """Returns an error's first line, without the source location and the advice that gloo adds."""
     said = str(error).strip().split("\n", 1)[0]

@@ -86,7 +86,7 @@ class Signals:
 
     def _hear(self) -> tuple[int, int, int]:
         if self._board is not None:
-            return self._board.hear()
+            return self._board.wait()
         said = torch.zeros(3, dtype=torch.int64)
         dist.recv(said, 0, group=self._members.control)
         sent_ns, due_ns, flags = said.tolist()
@@ -94,7 +94,7 @@ class Signals:
 
     def _say(self, sent_ns: int, due_ns: int, flags: int) -> None:
         if self._board is not None:
-            self._board.say(sent_ns, due_ns, flags)
+            self._board.announce(sent_ns, due_ns, flags)
             return
         said = torch.tensor([sent_ns, due_ns, flags])
         for work in [dist.isend(said, host, group=self._members.control) for host in self._others]:

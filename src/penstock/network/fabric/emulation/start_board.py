@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from typing import Self
 
 from penstock._base.process import lives
 from penstock.errors import FabricError
@@ -42,20 +41,14 @@ class StartBoard:
         if writes:
             self._numbers[4] = os.getpid()
 
-    @classmethod
-    def of_environment(cls, rank: int, stall_seconds: float) -> Self | None:
-        """Opens the board that the launcher of the hosts created; None if there is none."""
-        path = os.environ.get(VARIABLE)
-        return cls(path, writes=rank == 0, stall_seconds=stall_seconds) if path else None
-
-    def say(self, sent_ns: int, due_ns: int, flags: int) -> None:
+    def announce(self, sent_ns: int, due_ns: int, flags: int) -> None:
         """Announces a trial. Called on host 0, once every host has heard the previous announcement."""
         self._seen += 1
         self._numbers[1], self._numbers[2], self._numbers[3] = sent_ns, due_ns, flags
         self._numbers[0] = self._seen  # last, because readers poll it
 
-    def hear(self) -> tuple[int, int, int]:
-        """Waits for the next announcement, and returns what `say` was given. Called on the other hosts.
+    def wait(self) -> tuple[int, int, int]:
+        """Waits for the next announcement, and returns what `announce` was given. Called on the other hosts.
 
         Raises:
             FabricError: host 0 has ended, or made no announcement in time.

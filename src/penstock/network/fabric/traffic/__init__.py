@@ -29,9 +29,7 @@ from penstock.schedule.lowering import order_of
 __all__ = ["Compute", "Traffic", "from_model"]
 
 Traffic = Literal["gradients", "pipeline", "tensor", "sharded"]
-"""What is sent: each layer's gradients, as in data-parallel training; everything that a pipeline and its replicas send;
-each layer's activations, as in tensor parallelism; or each layer's parameters and gradients, as in sharding.
-"""
+"""What is sent; see `from_model`."""
 
 Compute = Literal["none", "measure"] | float
 """No time; measured here; or the seconds of a stage's forward of one microbatch (its backward takes twice that)."""
