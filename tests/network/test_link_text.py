@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.network.fabric.units import size_of
 from penstock.network.impairment import Bursts, Chance, Impairment
 from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Link
 from penstock.network.parse import parse_link
+from penstock.network.quantities import size_of
 
 RATES = {
     "100mbit": 12.5e6,

@@ -15,9 +15,9 @@ from rich.text import Text
 from penstock._base.words import counted
 from penstock.cli._options import Json, integers, option
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.units import size_text, sizes_of
 from penstock.network.fabric.views.facts import rate_of
 from penstock.network.fabric.views.numbers import digits, seconds
+from penstock.network.quantities import size_text, sizes_of
 from penstock.report.text import table
 
 

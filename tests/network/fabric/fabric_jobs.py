@@ -17,7 +17,7 @@ import torch.distributed as dist
 from penstock.distributed import host_clock
 from penstock.errors import FabricError
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.network.fabric.emulation import clock, links, probe, signals, start_board
+from penstock.network.fabric.emulation import clock, links, probe, signals
 from penstock.network.fabric.emulation import trials as trials_module
 from penstock.network.fabric.emulation.collectives import Engine, Stepwise, wrong
 from penstock.network.fabric.emulation.host import _check, _follow, _parts, _warm_up
@@ -163,7 +163,7 @@ def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> A
     """Stamps of some trials that begin so long after the word, which goes over a board if a path is given."""
     margin, signals._MARGIN_NS = signals._MARGIN_NS, margin_ns
     if path is not None:
-        os.environ[start_board.VARIABLE] = path
+        os.environ[signals.BOARD] = path
     members = Members(rank, spec.hosts, None, None)
     try:
         trials = Trials(spec, _parts(spec, members, Wire()), members)
@@ -171,7 +171,7 @@ def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> A
         return np.stack([trials.one().stamps.numpy() for _ in range(3)])
     finally:
         signals._MARGIN_NS = margin
-        os.environ.pop(start_board.VARIABLE, None)
+        os.environ.pop(signals.BOARD, None)
 
 
 class _Ahead:

@@ -4,7 +4,7 @@
 >>> closed_form("all_reduce", "ring", ranks=4).bytes_factor
 1.5
 
-workload.py, presets.py   what a job sends in one step; units.py: human-readable sizes
+workload.py, presets.py   what a job sends in one step
 steps.py                  a collective as rounds of messages; algorithms/: ring, trees, halving and doubling, ...
 emulation/                runs workloads on hosts, through torch.distributed
 samples.py                every sample of a run, on disk; times.py: per-trial times from the samples

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 from penstock._base.files import STRICT, validate
 from penstock.errors import ArgumentError
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.units import size_text
+from penstock.network.quantities import size_text
 
 BYTES = {
     "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,

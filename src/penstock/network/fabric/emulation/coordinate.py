@@ -19,8 +19,8 @@ from penstock._base.words import counted
 from penstock.distributed.launch.processes import Patience, memory
 from penstock.errors import ArgumentError, FabricError
 from penstock.network import nodes
+from penstock.network.fabric.emulation.signals import BOARD
 from penstock.network.fabric.emulation.spec import Spec, Watch
-from penstock.network.fabric.emulation.start_board import VARIABLE as BOARD
 from penstock.network.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event

@@ -60,13 +60,11 @@ class Record:
     """On host 0, the file, which is always complete JSON; on other hosts, nothing. Every host makes the same calls."""
 
     def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        hosts = told_apart(gathered(environment(interface), members))
+        hosts = told_apart(gathered(environment(), members))
         self._path = folder / RUN if members.rank == 0 else None
         self._found: dict[str, Any] = {
             "version": 1,
-            **{key: value for key, value in asdict(spec).items() if key != "workload"},
-            "workload": spec.workload.to_dict(),
+            **asdict(spec),
             "meets": spec.meets,
             "algorithms": [spec.algorithm_of(place) for place in range(len(spec.workload.transfers))],
             "environment": hosts,

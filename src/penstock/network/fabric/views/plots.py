@@ -13,7 +13,6 @@ from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.times import TransferTimes
-from penstock.network.fabric.units import size_text
 from penstock.network.fabric.views.chart import (
     COLORS,
     INK,
@@ -30,6 +29,7 @@ from penstock.network.fabric.views.chart import (
 from penstock.network.fabric.views.facts import rate_unit
 from penstock.network.fabric.views.numbers import cut, cut_apart, seconds
 from penstock.network.fabric.workload import Workload
+from penstock.network.quantities import size_text
 from penstock.report.marks import Axis
 
 Floats = NDArray[np.float64]
