@@ -215,7 +215,7 @@ def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[
     assert machines.topology is not None
     first, over = State(machines.topology, background=machines.background), threading.Event()
 
-    def play() -> None:
+    def apply() -> None:
         play, began, before = Play(events, first), time.monotonic(), first
         while not over.wait(LOOK_SECONDS):
             seconds, now = time.monotonic() - began, step()
@@ -226,7 +226,7 @@ def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[
         machines.change(**_differing(before, first))
 
     with ThreadPoolExecutor(1, "penstock-scenario") as thread:
-        played = thread.submit(play)
+        played = thread.submit(apply)
         try:
             yield happened
         finally:

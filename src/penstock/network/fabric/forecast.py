@@ -91,10 +91,11 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
         lack = f"{counted(sizes, 'size')} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
     elif sizes < FEWEST_SIZES:
         lack = f"{results['trials']} trials are too few for a median (it needs {fewest(0.5)})"
-    link = slowest_of(link for _, link in record_links(record))
-    if lack and link is None:
-        raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
-    if not lack or link is None:
+    if lack:
+        link = slowest_of(link for _, link in record_links(record))
+        if link is None:
+            raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
+    else:
         points = [(size, median, terms) for size, _, median, terms in timed]
         link, measured = fit(points), _limiting(record, rows, form)
         held = measured is not None and link.beta_seconds_per_byte < measured.beta_seconds_per_byte
