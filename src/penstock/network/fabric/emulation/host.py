@@ -20,7 +20,7 @@ import torch.distributed as dist
 from penstock.distributed.launch.agent import end_with_parent
 from penstock.distributed.launch.endings import note
 from penstock.errors import FabricError, PenstockError
-from penstock.network.conditions import CpuUsage, cpu_usage
+from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.emulation import clock, links
 from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, check_backend, wrong
@@ -57,7 +57,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
             _write(spec, folder, trials, watch)
         else:
             began = _follow(spec, trials)
-        record.add(cpu=gathered(cpu_usage().since(began), members))
+        record.add(cpu=gathered(cpu_since(began), members))
 
 
 def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
@@ -105,7 +105,7 @@ def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
     return {"warmup": spec.checked + warm.count, "steady": warm.is_steady}
 
 
-def _follow(spec: Spec, trials: Trials) -> CpuUsage:
+def _follow(spec: Spec, trials: Trials) -> dict[str, Any]:
     """On other hosts, runs all trials, warm-up included; returns the processor usage at the end of the warm-up."""
     began, count = cpu_usage(), 0
     while count < spec.trials:
