@@ -14,7 +14,7 @@ MOVED = {
     "penstock.blame": "penstock.verification.blame",
     "penstock.explain": "penstock.plan.explain",
     "penstock.explain.reading": "penstock.trace.reading",
-    "penstock.fabric.terms": "penstock.network.fabric.terms",
+    "penstock.fabric.alpha_beta": "penstock.network.fabric.alpha_beta",
     "penstock.hardware": "penstock.costs.hardware",
     "penstock.launch.step_file": "penstock.distributed.launch.step_file",
     "penstock.runs": "penstock.trace.runs",

@@ -83,7 +83,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 def bytes_in(text: str | None) -> float | None:
     """The bytes that `80GiB` stands for; None if the option was not given."""
-    from penstock.network.fabric.units import size_of
+    from penstock.network.quantities import size_of
 
     return None if text is None else size_of(text)
 

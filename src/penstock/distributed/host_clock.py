@@ -45,6 +45,11 @@ class HostOffset:
         return min(self._trips)[1] if self._trips else 0
 
     @property
+    def error_ns(self) -> int:
+        """By how much `nanoseconds` may be wrong."""
+        return min(self._trips)[0] // 2 if self._trips else 0
+
+    @property
     def wants_more(self) -> bool:
         """Whether to ask again at once."""
         return not self._shared and len(self._trips) < FEWEST

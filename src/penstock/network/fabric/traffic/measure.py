@@ -25,7 +25,7 @@ REPETITIONS = 5
 
 def layer_seconds(
     model: nn.Module, layers: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[float, tuple[float, ...]]:
+) -> tuple[float, list[float]]:
     """The seconds of the forward, and of the backward from each layer's gradients to the next, in backward order.
 
     Args:
@@ -52,7 +52,7 @@ def layer_seconds(
         clones[key].register_post_accumulate_grad_hook(stamp(place))
     runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
     forwards, backwards = zip(*runs, strict=True)
-    return statistics.median(forwards), tuple(statistics.median(times) for times in zip(*backwards, strict=True))
+    return statistics.median(forwards), [statistics.median(times) for times in zip(*backwards, strict=True)]
 
 
 def _backward_of_layers(
