@@ -67,6 +67,9 @@ def parse_background(text: str, hosts: int) -> Neighbor:
         raise ArgumentError(f"the background {text!r}: {error}") from None
 
 
+_READ: dict[str, Callable[[str], Any]] = {"rate": q.rate, "incast": q.size, "trace": str}
+"""How the value of each kind of source is read."""
+
 _OPTIONS: dict[str, dict[str, Callable[[str], Any]]] = {
     "rate": {"to": q.count, "size": q.size},
     "incast": {"to": q.count, "size": q.size, "every": q.seconds},
@@ -85,39 +88,39 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
     if len(words) < 2:
         raise ValueError(f"{kind!r} needs a value")
     _, what, *words = words
+    value = _READ[kind](what)
+    if wrong := q.suspicious_rate_hint(what) if kind == "rate" else "":
+        raise ValueError(wrong)
     named: dict[str, Any] = {}
-    for word, value in itertools.zip_longest(words[::2], words[1::2]):
+    for word, given in itertools.zip_longest(words[::2], words[1::2]):
         name = word.lower()
         if name not in _OPTIONS[kind]:
             raise ValueError(f"{word!r} is unknown here: pass {', '.join(_OPTIONS[kind])}")
         if name in named:
             raise ValueError(f"{word!r} is given twice")
-        if value is None:
+        if given is None:
             raise ValueError(f"{word!r} needs a value")
-        named[name] = _OPTIONS[kind][name](value)
+        named[name] = _OPTIONS[kind][name](given)
     target, size = named.get("to"), int(named.get("size", FRAME_BYTES))
     if target is not None and target >= hosts:
         raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
     if not 64 <= size <= 65535:
         raise ValueError(f"a frame cannot have {size} bytes: pass 64 to 65535")
     if kind == "trace":
-        recorded = tuple(_recorded(Path(what)))
+        recorded = tuple(_recorded(Path(value)))
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
         if len(recorded) > most + 1:
             raise ValueError(f"{what} has {len(recorded):,} frames: pass at most {most:,.0f} in that time")
         return Neighbor(target, recorded=recorded, text=text)
     if kind == "incast":
-        burst, period = int(q.size(what)), named.get("every")
+        burst, period = int(value), named.get("every")
         if not period:
             raise ValueError("an incast needs its period: pass one like 'incast 1mb every 100ms'")
         least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
         return Neighbor(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
-    rate = q.rate(what)
-    if wrong := q.suspicious_rate_hint(what):
-        raise ValueError(wrong)
-    if rate <= 0:
+    if value <= 0:
         raise ValueError("the rate is 0: pass a rate above 0, or leave this background out")
-    return Neighbor(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
+    return Neighbor(target, max(size, round(value * _LEAST_GAP_SECONDS)), bytes_per_second=value, text=text)
 
 
 def _recorded(path: Path) -> Iterator[tuple[float, int]]:

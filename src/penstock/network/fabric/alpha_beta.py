@@ -112,13 +112,13 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
     return found
 
 
-def slowest_of(links: Iterable[LinkFit], most: Callable[..., float] = max) -> LinkFit | None:
-    """Combines the largest alpha and the largest beta of links (`most=min`: the smallest), which limit a collective of
+def combined(links: Iterable[LinkFit], of: Callable[..., float] = max) -> LinkFit | None:
+    """Combines the largest alpha and the largest beta of links (`of=min`: the smallest), which limit a collective of
     any size; None without links."""
     found = tuple(links)
     if not found:
         return None
-    return LinkFit(most(one.alpha_seconds for one in found), most(one.beta_seconds_per_byte for one in found))
+    return LinkFit(of(one.alpha_seconds for one in found), of(one.beta_seconds_per_byte for one in found))
 
 
 def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
@@ -129,7 +129,7 @@ def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> 
     """
     pairs = dict(record_links(record))
     fits = [LinkFit(one["fit"]["alpha_seconds"], one["fit"]["beta_seconds_per_byte"]) for one in model]
-    slowest = slowest_of(pairs.values() or fits)
+    slowest = combined(pairs.values() or fits)
     if slowest is None:
         return None
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]

@@ -13,7 +13,7 @@ from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
 from penstock.network.fabric.algorithms.volume import is_even
-from penstock.network.fabric.alpha_beta import LinkFit, crossovers, fit, predict, record_links, slowest_of
+from penstock.network.fabric.alpha_beta import LinkFit, combined, crossovers, fit, predict, record_links
 from penstock.network.fabric.statistics import fewest
 from penstock.network.fabric.times import iterations_of, rate_key
 from penstock.schedule.placement import MAX_RANKS
@@ -92,7 +92,7 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
     elif sizes < FEWEST_SIZES:
         lack = f"{results['trials']} trials are too few for a median (it needs {fewest(0.5)})"
     if lack:
-        link = slowest_of(link for _, link in record_links(record))
+        link = combined(link for _, link in record_links(record))
         if link is None:
             raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
     else:
@@ -132,7 +132,7 @@ def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str)
     among = {rank for one in rows for rank in one["ranks"]}
     sizes = {(one["collective"], len(one["ranks"])) for one in rows}
     most = max if all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes) else min
-    return slowest_of((link for ends, link in record_links(record) if among.issuperset(ends)), most)
+    return combined((link for ends, link in record_links(record) if among.issuperset(ends)), most)
 
 
 def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:

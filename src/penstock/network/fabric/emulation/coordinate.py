@@ -6,6 +6,7 @@ The hosts run as under a real torchrun: an agent and a worker each. Their output
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -68,7 +69,10 @@ def emulate(
     for stale in (*(folder / name for name in (RUN, SAMPLES, STEPS)), *folder.glob("host-*.log")):
         stale.unlink(missing_ok=True)
     spec.write(folder)
-    job = nodes.Job(("-m", EMULATION, str(folder.resolve())), spec.hosts, spec.hosts, 1, join_seconds=spec.join_seconds)
+    threads = None if "OMP_NUM_THREADS" in os.environ else 1
+    job = nodes.Job(
+        ("-m", EMULATION, str(folder.resolve())), spec.hosts, spec.hosts, threads, join_seconds=spec.join_seconds
+    )
     with contextlib.ExitStack() as stack:
         files = [folder / f"host-{number}.log" for number in range(1 if machines is None else spec.hosts)]
         logs = [stack.enter_context(file.open("wb")) for file in files]
