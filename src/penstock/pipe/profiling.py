@@ -22,7 +22,7 @@ from penstock.distributed.world import World, device_named, device_of, join
 from penstock.errors import ArgumentError, check_counts, check_seconds
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.clock import undisturbed
-from penstock.partition.measure.costs import identity
+from penstock.partition.measure.units import identity
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
 from penstock.pipe.arguments import checked_inputs
@@ -142,9 +142,9 @@ def _measured(
         inputs, named = unflatten(piece.leaves, piece.structure)
         if there is not None:
             inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
-        found = partitioner.profile(inputs, named, budget_seconds, rows, partial(SplitBackward, in_order=True))
+        found = partitioner.profile(inputs, named, budget_seconds, partial(SplitBackward, in_order=True))
         *before, last = found.units
-        return replace(found, units=(*before, replace(last, target_bytes=rows * target_bytes)))
+        return replace(found, rows=rows, units=(*before, replace(last, target_bytes=rows * target_bytes)))
 
     try:
         with torch.enable_grad():
@@ -218,9 +218,8 @@ def check_profile(
         ArgumentError: names the first difference.
     """
     module = as_module(model)
-    mine = identity(module)
-    device = input_device((args, kwargs), module)
-    found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
+    here = identity(module, input_device((args, kwargs), module).type)
+    found.check_for(here, what, ", or leave TARGET out to take it as it is")
 
 
 def _pieces(

@@ -11,12 +11,12 @@ from itertools import pairwise
 from penstock.costs import Problem, UnitCost, best_starts, ties_of
 from penstock.costs.stage_costs import priced, problem_of
 from penstock.errors import ArgumentError
-from penstock.plan.besides import Besides, besides, held_again, kept_peaks
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster, Kind
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
+from penstock.plan.transient import Transient, held_again, transient_of_ranks
 from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, simulate
@@ -65,7 +65,7 @@ class Cut:
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
         """Of each stage, on its device, if nothing is recomputed."""
-        return priced(self.units, self.starts, self.speeds, self.cluster.action_seconds)
+        return priced(self.units, self.starts, self.cluster.action_seconds, self.speeds)
 
     @property
     def again_seconds(self) -> list[float]:
@@ -127,7 +127,7 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
     """The plan with this order and these cuts, whose ranks keep what they have memory for."""
     placement, depth, cluster, units = schedule.placement, schedule.placement.depth, where.cluster, where.units
     devices, links = arranged(schedule, where)
-    more, again, each = besides_of(schedule, where)
+    more, again, each = transient_of(schedule, where)
     timeline = simulate(schedule, [*where.costs] * placement.pipelines, links)
     keeping = best_keeping(
         schedule,
@@ -139,7 +139,6 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
             where.again_seconds,
             each,
         ),
-        kept_peaks(schedule, where.costs, each),
     )
     by_way = {way: tuple(s for s, each in enumerate(keeping.ways) if each is way) for way in Way}
     if len(by_way[Way.KEEPS]) < depth:
@@ -169,13 +168,13 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
     )
 
 
-def besides_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[float], list[Besides]]:
+def transient_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[float], list[Transient]]:
     """What each rank needs of the batch, less what its stages count too often, since a tied parameter is there once;
     the latter alone; and what each stage takes while it runs.
     """
-    each = [Besides.of(piece, splits=schedule.splits) for piece in where.pieces]
+    each = [Transient.of(piece, splits=schedule.splits) for piece in where.pieces]
     again = held_again(schedule.placement, where.pieces)
-    of_ranks = besides(schedule.placement, schedule.microbatches, each)
+    of_ranks = transient_of_ranks(schedule.placement, schedule.microbatches, each)
     return [one.batch - twice for one, twice in zip(of_ranks, again, strict=True)], again, each
 
 
