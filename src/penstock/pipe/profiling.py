@@ -7,12 +7,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock._base.trees import Flat, map_tensors, unflatten
 from penstock.costs import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
@@ -43,6 +44,9 @@ FEW, MANY = 2, 10
 """Microbatches. A longer step has so many more actions, and nothing else more."""
 
 STEPS = 10
+
+ON_CPU: Mapping[str, Any] = {"device": "cpu", "dtype": torch.float32}
+"""Whatever the defaults are."""
 
 FEWER_VALUES, MORE_VALUES = 2**21, 2**22
 """Of a parameter that AdamW updates on a CPU. A longer step has so many more values, and nothing else more."""
@@ -110,21 +114,12 @@ def profile(
         raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
 
     where = there or input_device(example, model)
-
-    def units() -> Profile:
-        partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
-        if kind is not None:
-            return estimated(_measured(partitioner, pieces, None, there, per_row), kind, _efficiency(calibrate, kind))
-        # ranks that measure their links do so all at once, so none decides by itself to do it again
-        return measuring(partitioner) if links else undisturbed(lambda: measuring(partitioner), where)
-
-    def measuring(partitioner: Partitioner) -> Profile:
-        found = _measured(partitioner, pieces, budget_seconds, there, per_row)
-        found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
-        # other devices compute while the runtime goes on
-        return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
-
-    return _with_links(units, where) if links else units()
+    partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+    if kind is not None:
+        return estimated(_measured(partitioner, pieces, None, there, per_row), kind, _efficiency(calibrate, kind))
+    measuring = partial(_measured, partitioner, pieces, budget_seconds, there, per_row)
+    # ranks that measure their links do so all at once, so none decides by itself to do it again
+    return _with_links(measuring, where) if links else undisturbed(measuring, where)
 
 
 def _measured(
@@ -151,7 +146,12 @@ def _measured(
             *others, largest = [one(piece, rows) for piece, rows in pieces]
     except UnmeasurableError as error:
         raise ArgumentError(f"the model cannot be profiled: {error}") from error
-    return largest.with_others(others)
+    found = largest.with_others(others)
+    if budget_seconds is None:
+        return found
+    found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
+    # other devices compute while the runtime goes on
+    return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
 
 def specified(device: torch.device | Device | str | None) -> Device | None:
@@ -160,14 +160,11 @@ def specified(device: torch.device | Device | str | None) -> Device | None:
     Raises:
         ArgumentError: it is neither; names the known ones most like it.
     """
-    if isinstance(device, Device) or not isinstance(device, str):
+    if not isinstance(device, str):
         return device if isinstance(device, Device) else None
     if not device.endswith(".toml"):
-        try:
+        with suppress(RuntimeError):  # it is none of torch's
             torch.device(device)
-        except RuntimeError:  # none of torch's
-            pass
-        else:
             return None
     return known(device)
 
@@ -249,7 +246,7 @@ def action_seconds() -> float:
     with torch.enable_grad(), torch.autocast("cpu", enabled=False), untouched_generators():
         more = (MANY - FEW) * STAGES
         whole = (_step_seconds(MANY) - _step_seconds(FEW)) / more
-        layer, x = _layer(), _zeros(1).requires_grad_()
+        layer, x = nn.Linear(8, 8, **ON_CPU), torch.zeros(1, 8, **ON_CPU, requires_grad=True)
         bare = _least(lambda: torch.autograd.backward(layer(x), torch.ones_like(x)))
     return max(0.0, (whole - bare) / 2)  # a forward and a backward
 
@@ -277,7 +274,8 @@ def _update_seconds(values: int, device: torch.device) -> float:
 
 
 def _step_seconds(microbatches: int) -> float:
-    layers, x = nn.Sequential(*(_layer() for _ in range(STAGES))), _zeros(microbatches)
+    layers = nn.Sequential(*(nn.Linear(8, 8, **ON_CPU) for _ in range(STAGES)))
+    x = torch.zeros(microbatches, 8, **ON_CPU)
     options = Options(loss_fn=nn.functional.mse_loss, balance="layers")
     order = generate("1f1b", STAGES, microbatches)
     with build(layers, ((x,), {}), World(STAGES), order, options) as pipe:
@@ -291,11 +289,3 @@ def _least(run: Callable[[], object]) -> float:
         run()
         seconds.append(time.perf_counter() - began)
     return min(seconds)
-
-
-def _layer() -> nn.Module:
-    return nn.Linear(8, 8, device="cpu", dtype=torch.float32)
-
-
-def _zeros(rows: int) -> Tensor:
-    return torch.zeros(rows, 8, device="cpu", dtype=torch.float32)
