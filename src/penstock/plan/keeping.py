@@ -74,20 +74,17 @@ class Keeping:
 
 def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
     """Each rank's way that fits with the least extra work; if none fits, the one that lacks least."""
-    place, depth = schedule.placement, schedule.placement.depth
-    ways, peaks = [Way.KEEPS] * depth, kept_peaks(schedule, demand.costs, demand.transient)
-    costs: list[OfStage] = [*demand.costs] * place.pipelines
+    place = schedule.placement
+    ways = dict.fromkeys(range(place.depth), Way.KEEPS)
+    peaks = dict(enumerate(kept_peaks(schedule, demand.costs, demand.transient)))
+    costs: dict[int, OfStage] = dict(enumerate([*demand.costs] * place.pipelines))
     for ranks in _together(schedule):
-        if all(peaks[rank] <= demand.limits[rank] for rank in ranks):
-            continue
-        by_stage, needed, made = _best(schedule, demand, ranks)
-        for stage, way in by_stage.items():
-            ways[stage] = way
-        for rank, peak in needed.items():
-            peaks[rank] = peak
-        for stage, cost in made.items():
-            costs[stage] = _padded(cost, schedule)
-    return Keeping(tuple(ways), tuple(peaks), tuple(costs))
+        if any(peaks[rank] > demand.limits[rank] for rank in ranks):
+            by_stage, needed, made = _best(schedule, demand, ranks)
+            ways |= by_stage
+            peaks |= needed
+            costs |= {stage: _padded(cost, schedule) for stage, cost in made.items()}
+    return Keeping(tuple(ways.values()), tuple(peaks.values()), tuple(costs.values()))
 
 
 def _best(

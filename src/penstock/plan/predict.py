@@ -40,14 +40,6 @@ class Cut:
     speeds: Sequence[float]
     starts: Sequence[int] = ()
 
-    @classmethod
-    def within(cls, units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
-        """Nowhere yet. `placement`: which rank has which stage."""
-        slowest = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
-        of_stages = [slowest[rank] for rank in placement.rank_of]
-        depth = placement.depth
-        return cls(cluster, units, kinds, [min(of_stages[stage::depth]) for stage in range(depth)])
-
     def at(self, starts: Sequence[int]) -> Cut:
         """The same, cut at these places."""
         return replace(self, starts=tuple(starts))
@@ -92,8 +84,10 @@ class Cut:
 def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
     """Where the slowest stage is fastest, with what it sends over the cluster's link. Raises ArgumentError: there are
     fewer units than stages."""
-    found = Cut.within(units, placement, cluster, kinds)
-    return found.at(best_starts(found.problem, placement.depth))
+    depth, anywhere = placement.depth, Cut(cluster, units, kinds, ())
+    of_stages = [anywhere.rank_speeds[rank] for rank in placement.rank_of]
+    found = replace(anywhere, speeds=[min(of_stages[stage::depth]) for stage in range(depth)])
+    return found.at(best_starts(found.problem, depth))
 
 
 def cut_within(where: Cut, schedule: Schedule) -> Cut | None:

@@ -69,7 +69,7 @@ def _usual(
     tolerance = tolerance_of(starts, ends)
     users = np.flatnonzero(columns.need >= 0)
     makers = columns.need[users]
-    rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
+    rank = columns.rank
     source, target = rank[makers], rank[users]
     seconds = (ends if with_waits else starts)[users] - ends[makers]
     busy = (starts - columns.before(ends))[users] <= tolerance  # right before

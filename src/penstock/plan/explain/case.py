@@ -288,8 +288,7 @@ class _Gaps:
 
     def flights(self) -> Iterator[tuple[int, int, int, int, float]]:
         """For each message that was waited for: source and target rank, op and stage that made it, and its seconds."""
-        rank = np.repeat(np.arange(self.columns.ranks), np.diff(self.columns.first))
-        made, stage = self.columns.op, np.concatenate([column(row.stage) for row in self.columns.rows])
+        rank, stage, made = self.columns.rank, self.columns.stage, self.columns.op
         waited = np.flatnonzero((self.columns.need >= 0) & ~(self.before > self.ready))
         for node in waited.tolist():
             need = int(self.columns.need[node])
@@ -298,7 +297,7 @@ class _Gaps:
 
     def host(self, flight: float) -> Iterator[tuple[int, int, float]]:
         """For each action that waited for nobody: op and stage of the one before, and the seconds between."""
-        stage = np.concatenate([column(row.stage) for row in self.columns.rows])
+        stage = self.columns.stage
         arrived = np.where(np.isnan(self.ready), -np.inf, self.ready + flight)
         for node in np.flatnonzero(self.before >= arrived).tolist():
             yield (
