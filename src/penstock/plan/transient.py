@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.costs import UnitCost, counted_again, kept_bytes
 from penstock.schedule import Op, Placement, Row, Schedule, stages_with_backward
 from penstock.simulate import StageCost
-from penstock.simulate.columns import IS_COMPUTE, column
+from penstock.simulate.computations import IS_COMPUTE, column
 from penstock.simulate.memory_use import changes_of
 
 Floats = NDArray[np.float64]

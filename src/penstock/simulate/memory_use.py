@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.schedule import Op, Row, Schedule, stages_with_backward
 from penstock.schedule.timeline import Timeline, Track
-from penstock.simulate.columns import IS_COMPUTE, Floats, Ints, column
+from penstock.simulate.computations import IS_COMPUTE, Floats, Ints, column
 from penstock.simulate.costs import OfStage, StageCost, costs_of_actions
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.simulate.columns import Columns, Floats
+from penstock.simulate.computations import Columns, Floats
 
 TOLERANCE = 0.01
 """The share of a median action by which a message may seem to arrive too early: traces round, and are late."""

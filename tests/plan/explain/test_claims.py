@@ -24,7 +24,7 @@ from penstock.report import write_perfetto
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.simulate.columns import COMPUTE
+from penstock.simulate.computations import COMPUTE
 
 
 def trial_of(measured: Timeline, *, shared: bool = False, predicted: Predicted | None = None) -> Trial:

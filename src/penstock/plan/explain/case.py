@@ -17,7 +17,7 @@ from penstock.plan.explain.factors import PLACE
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
-from penstock.simulate.columns import COMPUTE, Columns, Floats, column
+from penstock.simulate.computations import COMPUTE, Columns, Floats, column
 from penstock.simulate.simulator import timed_columns
 from penstock.simulate.work import CostColumns
 from penstock.trace.around import PIPELINE, Around, around, done

@@ -17,7 +17,7 @@ from penstock.plan.explain.predicted import Predicted
 from penstock.plan.explain.schedules import Price, another, other_schedules, twice_the_microbatches
 from penstock.plan.explain.stragglers import slow_ranks
 from penstock.schedule.said import WORDS, Kind
-from penstock.simulate.columns import COMPUTE, Floats
+from penstock.simulate.computations import COMPUTE, Floats
 from penstock.trace.measured import Replica, Step
 
 LEAST_GAIN = 0.005

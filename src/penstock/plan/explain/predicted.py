@@ -16,7 +16,7 @@ from penstock.plan.explain.schedules import Price
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
-from penstock.simulate.columns import Floats
+from penstock.simulate.computations import Floats
 
 _LEAST = 1e-12
 _ALIKE = 1.5

@@ -13,7 +13,7 @@ from penstock.plan.explain.case import Case, Change
 from penstock.plan.explain.factors import PLACE
 from penstock.schedule import Op, Schedule, generate, names, peak_activations
 from penstock.schedule.generators import Numbers, generator, generators
-from penstock.simulate.columns import COMPUTE, Floats, column
+from penstock.simulate.computations import COMPUTE, Floats, column
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _ROUNDING = 1 + 1e-9

@@ -12,7 +12,7 @@ from penstock.plan.explain.case import Case, times_of
 from penstock.plan.explain.factors import Factors
 from penstock.schedule import Action
 from penstock.schedule.timeline import Timeline
-from penstock.simulate.columns import Columns, Floats, Ints
+from penstock.simulate.computations import Columns, Floats, Ints
 from penstock.simulate.waits import Waits
 from penstock.trace.measured import Replica, Step
 
