@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.costs import Operations, Profile
 from penstock.costs.hardware import Operation
 from penstock.partition.cut.balance import candidates
-from penstock.partition.measure.measuring import measure, profiled
+from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.units import UnmeasurableError
 from penstock.partition.recorder.attempts import record
 
@@ -22,7 +22,7 @@ FLOAT = 4
 
 def profile_of(model: nn.Module, *args: Tensor) -> Profile:
     recording = record(model, args, {})
-    return profiled(recording, model, args, {})
+    return measure(recording, model, candidates(recording, model, "flops"), args, {}, None, memory=True)
 
 
 def second(layer: nn.Module, *before: nn.Module, given: Tensor) -> Operations:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -166,25 +166,24 @@ def counted_again(units: Iterable[UnitCost]) -> tuple[float, float, float]:
     """What these units have too much if one device has them all, since it holds what is tied once: of
     `parameter_bytes`, `gradient_bytes` and `optimizer_bytes`.
     """
-    seen, again = set[str](), [0.0, 0.0, 0.0]
-    for unit in units:
-        for tied in unit.tied:
-            if tied.name in seen:
-                again = [total + one for total, one in zip(again, _parts(unit, tied), strict=True)]
-            seen.add(tied.name)
-    return again[0], again[1], again[2]
+    parameters, gradients, states = (
+        sum(column) for column in zip((0.0,) * 3, *(p for *_, p in _ties(units)), strict=True)
+    )
+    return parameters, gradients, states
 
 
-def ties_of(units: Sequence[UnitCost]) -> list[tuple[int, int, float]]:
+def ties_of(units: Iterable[UnitCost]) -> list[tuple[int, int, float]]:
     """For each tied parameter, each two units in a row that hold it, and what a device with both holds too much."""
+    return [(one, other, sum(parts)) for one, other, parts in _ties(units)]
+
+
+def _ties(units: Iterable[UnitCost]) -> Iterator[tuple[int, int, tuple[float, float, float]]]:
     last: dict[str, int] = {}
-    found = []
     for index, unit in enumerate(units):
         for tied in unit.tied:
             if tied.name in last:
-                found.append((last[tied.name], index, sum(_parts(unit, tied))))
+                yield last[tied.name], index, _parts(unit, tied)
             last[tied.name] = index
-    return found
 
 
 def _parts(unit: UnitCost, tied: Tied) -> tuple[float, float, float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 from penstock.costs.cuts import Problem, best_starts
-from penstock.costs.profile import UnitCost, counted_again, kept_bytes
+from penstock.costs.profile import UnitCost, counted_again, kept_bytes, ties_of
 from penstock.simulate.costs import LinkCost, StageCost
 
 
@@ -33,6 +34,18 @@ def stages_of_units(
 def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> Problem:
     """What to balance: each unit's time, and what crosses a cut before it. `speeds`: of each stage's device."""
     return Problem([unit.seconds for unit in units], [crossing_seconds(unit, link) for unit in units], speeds=speeds)
+
+
+def with_memory(problem: Problem, units: Sequence[UnitCost], microbatches: int) -> Problem:
+    """The same with what units hold, keep and take while so many microbatches of a step go through them."""
+    batch = [microbatches * (unit.input_bytes + unit.target_bytes) for unit in units]
+    return replace(
+        problem,
+        held_bytes=[unit.held_bytes + given for unit, given in zip(units, batch, strict=True)],
+        activation_bytes=[unit.in_flight_bytes for unit in units],
+        working_bytes=[unit.working_bytes for unit in units],
+        ties=ties_of(units),
+    )
 
 
 def priced(

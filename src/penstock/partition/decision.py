@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from penstock._base.words import counted
-from penstock.costs import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
+from penstock.costs import Problem, Profile, UnitCost, best_starts, stage_loads
 from penstock.costs.links import link_of
-from penstock.costs.stage_costs import crossing_seconds, priced
+from penstock.costs.stage_costs import crossing_seconds, priced, with_memory
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
 from penstock.partition.cut.choice import Choice
@@ -139,18 +139,10 @@ def _problem(
         ) from None
     units, unknown = cut.with_memory()
     numbers = {piece.name: index for index, piece in enumerate(pieces)}
-    places = [numbers[piece.name] for piece in cut.places]
     each = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
-    for place, unit in zip(places, units, strict=True):
-        each[place] = unit
-    problem = replace(
-        plain,
-        held_bytes=[unit.held_bytes + room.microbatches * unit.input_bytes for unit in each],
-        activation_bytes=[unit.in_flight_bytes for unit in each],
-        working_bytes=[unit.working_bytes for unit in each],
-        ties=[(places[one], places[other], size) for one, other, size in ties_of(units)],
-        balanced="bytes" if by_bytes else "seconds",
-    )
+    for unit in units:
+        each[numbers[unit.name]] = unit
+    problem = replace(with_memory(plain, each, room.microbatches), balanced="bytes" if by_bytes else "seconds")
     if not unknown:
         return problem, ()
     first = next(iter(unknown))

@@ -18,7 +18,7 @@ from penstock.partition.cut.balance import candidates, cut_at, joined, spans, to
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
-from penstock.partition.measure.measuring import BUDGET_SECONDS, profiled
+from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import Splits
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
@@ -217,7 +217,9 @@ class Partitioner:
         opening = opening_for(self.model, self._leaves, asked, None, blocks)
         recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
         with computing(0, 0):
-            return profiled(recording, self.model, args, kwargs, budget_seconds, splits)
+            model = self.model
+            places = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
+            return measure(recording, model, places, args, kwargs, budget_seconds, splits, memory=True)
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from penstock.costs import Problem, UnitCost, best_starts, ties_of
-from penstock.costs.stage_costs import priced, problem_of
+from penstock.costs import Problem, UnitCost, best_starts
+from penstock.costs.stage_costs import priced, problem_of, with_memory
 from penstock.errors import ArgumentError
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster, Kind
@@ -94,15 +94,11 @@ def cut_within(where: Cut, schedule: Schedule) -> Cut | None:
     """Another cut within the memory of the devices, with as many microbatches in flight as the schedule has; or, if no
     cut is, where the fullest stage is least full. None if the devices differ in memory.
     """
-    placement, limits, units = schedule.placement, where.limits, where.units
+    placement, limits = schedule.placement, where.limits
     if len({*limits}) > 1:
         return None
     problem = replace(
-        where.problem,
-        held_bytes=[unit.held_bytes + schedule.microbatches * (unit.input_bytes + unit.target_bytes) for unit in units],
-        activation_bytes=[unit.in_flight_bytes for unit in units],
-        working_bytes=[unit.working_bytes for unit in units],
-        ties=ties_of(units),
+        with_memory(where.problem, where.units, schedule.microbatches),
         in_flight=in_flight_by_stage(schedule)[: placement.depth],
         limit_bytes=limits[0] / max(map(len, placement.by_rank)),
     )

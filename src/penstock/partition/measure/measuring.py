@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from penstock._base.stages import MODEL_INPUT
 from penstock._base.trees import flatten
 from penstock._base.words import in_a_line
 from penstock.costs import Profile, UnitCost
-from penstock.partition.cut.balance import Candidate, candidates
+from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.running import Backward, RunningUnit, Splits
 from penstock.partition.measure.units import Units, UnmeasurableError
 from penstock.partition.recording.recording import Recording
@@ -55,40 +54,27 @@ def measure(
     places: Sequence[Candidate],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    budget_seconds: float = BUDGET_SECONDS,
+    budget_seconds: float | None = BUDGET_SECONDS,
     splits: Splits | None = None,
+    *,
+    memory: bool = False,
 ) -> Profile:
-    """The times of a recording's units. Changes nothing of the model, nor any random generator.
+    """What each unit of a recording costs. Changes nothing of the model, nor any random generator.
 
     Args:
         places: the candidates for cuts; those at which no cut is possible join the one before.
         args, kwargs: what was recorded.
+        budget_seconds: how long to measure; None: nothing is run, so that weights may be on the meta device.
         splits: makes what splits backwards, which are then measured too.
+        memory: whether to find out what units take of memory, and what one of each kind does.
 
     Raises:
         UnmeasurableError: parameters are on the meta device, or a unit raises.
     """
-    units = Units.of(recording, model, places)
-    costs, runs = _measured(units, units.costs, args, kwargs, budget_seconds, splits)
-    return units.profile(costs, args, kwargs, runs)
-
-
-def profiled(
-    recording: Recording,
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    budget_seconds: float | None = None,
-    splits: Splits | None = None,
-) -> Profile:
-    """What each unit of a recording costs, with its memory, and what one of each kind does. `budget_seconds`: None:
-    nothing is run, and weights may be on the meta device; other arguments and errors are those of `measure`.
-    """
-    places = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
     units, runs = Units.of(recording, model, places), 0
-    costs, unknown = units.with_memory(counts=True)
+    costs, unknown = units.with_memory(counts=True) if memory else (units.costs, {})
     if budget_seconds is not None:
-        costs, runs = _measured(units, costs, args, kwargs, budget_seconds, splits, memory=True)
+        costs, runs = _timed(units, costs, args, kwargs, budget_seconds, splits, memory=memory)
         if unknown:
             costs = [replace(cost, operations=None) for cost in costs]
     elif unknown:
@@ -97,7 +83,7 @@ def profiled(
     return units.profile(costs, args, kwargs, runs)
 
 
-def _measured(
+def _timed(
     units: Units,
     costs: Sequence[UnitCost],
     args: Sequence[Any],
@@ -105,10 +91,10 @@ def _measured(
     budget_seconds: float,
     splits: Splits | None,
     *,
-    memory: bool = False,
+    memory: bool,
 ) -> tuple[list[UnitCost], int]:
-    """The costs with what was measured, and how often the whole backward was timed. `memory`: what forwards and
-    backwards really take counts, too: they run once more, without the clock."""
+    """The costs with times, and how often the whole backward was timed. `memory`: what forwards and backwards really
+    take counts, too: they run once more, without the clock."""
     recording = units.split.recording
     if any(tensor.is_meta for tensor in recording.held.values()) or recording.device.type == "meta":
         raise UnmeasurableError("its weights are on the meta device")
@@ -237,22 +223,17 @@ class _Measuring:
     def with_memory(self, costs: Sequence[UnitCost]) -> list[UnitCost]:
         """The costs with what units really take, where that is more than what autograd keeps, or fake tensors show."""
 
-        @cache
-        def waiting(first: int) -> int | None:
-            return self.kinds[first].waiting_bytes()
-
-        @cache
-        def taken(first: int, with_loss: bool) -> Any:
-            return self.kinds[first].taken(with_loss=with_loss)
-
+        own = {first: unit.taken() for first, unit in self.kinds.items()}
+        waiting = {first: unit.waiting_bytes() for first, unit in self.kinds.items()}
+        with_loss = self.kinds[self._units.first_of_kind[-1]].taken(with_loss=True)
         found = []
         for index, (cost, first) in enumerate(zip(costs, self._units.first_of_kind, strict=True)):
-            kept = cost.activation_bytes
-            own, whole = taken(first, False), taken(first, index == len(costs) - 1)
-            if own is not None and whole is not None:
-                kept, loss = max(kept, own.kept), max(whole.kept - own.kept, 0)
+            kept, alone = cost.activation_bytes, own[first]
+            whole = with_loss if index == len(costs) - 1 else alone
+            if alone is not None and whole is not None:
+                kept, loss = max(kept, alone.kept), max(whole.kept - alone.kept, 0)
                 working = max(whole.kept + whole.working - kept - loss, 0)
                 more = max(cost.working_bytes, working), max(cost.loss_bytes, loss)
                 cost = replace(cost, working_bytes=more[0], loss_bytes=more[1])
-            found.append(replace(cost, activation_bytes=kept, weight_gradient_bytes=waiting(first)))
+            found.append(replace(cost, activation_bytes=kept, weight_gradient_bytes=waiting[first]))
         return found
