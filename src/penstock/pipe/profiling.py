@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from penstock._base.trees import Flat, map_tensors, unflatten
-from penstock.costs import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
+from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, estimated, fitted, read_profile
 from penstock.costs.hardware import Device, Efficiency
 from penstock.costs.hardware import device as known
 from penstock.distributed.world import World, device_named, device_of, join
@@ -206,17 +206,10 @@ def input_device(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def check_profile(
-    found: Profile, model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], what: str
-) -> None:
-    """Refuses a profile of another model than this one, or of another device or dtype. `what`: the profile's name.
-
-    Raises:
-        ArgumentError: names the first difference.
-    """
+def made_here(model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> MadeFor:
+    """What a profile of this model with such inputs is made for."""
     module = as_module(model)
-    here = identity(module, input_device((args, kwargs), module).type)
-    found.check_for(here, what, ", or leave TARGET out to take it as it is")
+    return identity(module, input_device((args, kwargs), module).type)
 
 
 def _pieces(
