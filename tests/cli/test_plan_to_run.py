@@ -14,8 +14,8 @@ from command_line import output
 from torch import Tensor, nn
 
 import penstock
+from penstock.costs import MadeFor
 from penstock.plan import Choice, Plan, read_plan
-from penstock.plan.plan import MadeFor
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(TEST_SECONDS)]

@@ -14,8 +14,8 @@ from test_explain import measured, profile
 from test_report_command import numbers, report, seconds
 from test_top import ABOUT, STATE
 
+from penstock.costs import MadeFor
 from penstock.plan import Choice, Plan
-from penstock.plan.plan import MadeFor
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate

@@ -16,7 +16,7 @@ from torch import Tensor
 import penstock
 from penstock import ArgumentError, Profile
 from penstock.costs import MeasuredLink
-from penstock.costs.stage_costs import slowest_link
+from penstock.costs.links import slowest_link
 from penstock.partition.measure.clock import Clock
 from penstock.pipe import links
 from penstock.simulate import LinkCost

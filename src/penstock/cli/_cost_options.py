@@ -13,6 +13,7 @@ import typer
 from penstock.cli._options import options_on
 from penstock.cli._target import compute_as_ranks, link_of, profile_target, profiles_of
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
+from penstock.costs.links import assumed, usual_link
 from penstock.errors import ArgumentError
 from penstock.simulate import Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
@@ -160,8 +161,6 @@ class CostOptions:
                 f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; pass only "
                 "one of the two"
             )
-        from penstock.costs.stage_costs import assumed, usual_link
-
         if self.target is not None and ranks is not None and ranks.isdecimal() and int(ranks):
             compute_as_ranks(int(ranks))
         asked = {"microbatches": microbatches} if self.rows is None else {"microbatch_sizes": [self.rows]}

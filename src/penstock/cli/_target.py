@@ -203,8 +203,9 @@ def profiles_of(
     with loaded(target, "the model", weights=weights and not files) as given:
         if not files:
             return measure(given)
-        from penstock.pipe.profiling import check_profile
+        from penstock.pipe.profiling import made_here
 
+        here = made_here(given.model, given.args, given.kwargs)
         for profile, file in zip(found, files, strict=True):
-            check_profile(profile, given.model, given.args, given.kwargs, f"--profile {file}")
+            profile.check_for(here, f"--profile {file}", ", or leave TARGET out to take it as it is")
     return found

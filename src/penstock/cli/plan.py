@@ -75,7 +75,7 @@ def plan(
     pass --transformer.
     """
     from penstock.costs import Profile
-    from penstock.costs.stage_costs import assumed, slowest_link, usual_link
+    from penstock.costs.links import assumed, slowest_link, usual_link
     from penstock.plan import Sizes, Wanted, make_plans
     from penstock.plan.remedies import remedies
 

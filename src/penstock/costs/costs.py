@@ -66,9 +66,21 @@ class Costs:
 
     def cuts(self, placement: Placement) -> tuple[str, ...]:
         """Where measured units are cut for this placement; empty if costs were given."""
-        if not isinstance(self.stages, UnitsToCut):
-            return ()
-        return self.stages.into(placement.depth, "it", self._slowest_link)[0]
+        return self._cut(self.stages, placement.depth)[0] if isinstance(self.stages, UnitsToCut) else ()
+
+    def _cut(
+        self, given: UnitsToCut, stages: int, name: str = "it", *, splits: bool = False
+    ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
+        """Measured units as the stages of a schedule of that name: see `stages_of_units`."""
+        from penstock.costs.stage_costs import stages_of_units  # loads numpy
+
+        if stages > len(given.units):
+            raise ArgumentError(
+                f"{self.source} has {counted(len(given.units), 'unit')}, at most one stage each, but {name} needs "
+                f"{stages} stages; take fewer, or open modules: penstock profile --opens"
+            )
+        units = tuple(unit.split for unit in given.units) if splits else given.units
+        return stages_of_units(units, stages, LinkCost.slowest(self._each_link), given.action_seconds)
 
     @property
     def assumption(self) -> str:
@@ -106,11 +118,6 @@ class Costs:
         return self.links.known if isinstance(self.links, MeasuredLinks) else [*self.links.values()]
 
     @property
-    def _slowest_link(self) -> LinkCost:
-        """By which measured units are cut."""
-        return LinkCost.slowest(self._each_link)
-
-    @property
     def has_bandwidth(self) -> bool:
         return any(link.bytes_per_second < math.inf for link in self._each_link)
 
@@ -133,7 +140,7 @@ class Costs:
         """
         depth, given = placement.depth, self.stages
         if isinstance(given, UnitsToCut):
-            _, given = given.into(depth, name, self._slowest_link, splits=splits)
+            _, given = self._cut(given, depth, name, splits=splits)
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from penstock._base.words import counted
-from penstock.costs import first_difference
+from penstock.costs import MadeFor, first_difference
 from penstock.distributed.world import World
 from penstock.errors import ArgumentError, PlanError, warn
-from penstock.partition.measure.costs import identity
+from penstock.partition.measure.units import identity
 from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
-from penstock.plan.plan import VARIABLE, MadeFor
+from penstock.plan.plan import VARIABLE
 
 USUAL: Mapping[str, Any] = {
     "schedule": "1f1b",
@@ -123,9 +123,8 @@ class Followed:
 
 
 def _check_model(made_for: MadeFor, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
-    mine = identity(as_module(model))
-    device = made_for.device if device_type == "meta" else device_type
-    if difference := first_difference(made_for, mine.parameters, device, mine.dtype):
+    here = identity(as_module(model), made_for.device if device_type == "meta" else device_type)
+    if difference := first_difference(made_for, here):
         raise PlanError(
             f"plan= is not for this model on this device: {difference}; make a plan of this one with `penstock plan`"
         )

@@ -10,7 +10,7 @@ from typing import Any
 from penstock._base.words import counted
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate.columns import Columns
+from penstock.simulate.computations import Columns
 from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, each_of
 from penstock.simulate.memory_use import Peaks, peaks
 from penstock.simulate.simulator import timed

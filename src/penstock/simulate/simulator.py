@@ -12,7 +12,7 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Dependencies, Schedule
 from penstock.schedule.order import runnable_order
 from penstock.schedule.timeline import Timeline, Track
-from penstock.simulate.columns import Columns, Floats, column
+from penstock.simulate.computations import Columns, Floats, column
 from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, costs_of_actions
 from penstock.simulate.earliest import NOT_RUN, loop, run
 from penstock.simulate.work import CostColumns, Work

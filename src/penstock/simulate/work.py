@@ -12,7 +12,7 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Op
 from penstock.schedule.action import OPS
 from penstock.schedule.dependencies import NEEDS, Where
-from penstock.simulate.columns import Columns, Floats, Ints
+from penstock.simulate.computations import Columns, Floats, Ints
 from penstock.simulate.costs import BOUND, SECONDS_OF, LinkCost, Links, StageCost, cost_between
 
 

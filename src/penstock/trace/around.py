@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule
-from penstock.simulate.columns import Floats
+from penstock.simulate.computations import Floats
 from penstock.trace.event import Event
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -14,7 +14,7 @@ Pure values and functions, but for `read_run`, which reads files; no torch.
 
 from __future__ import annotations
 
-from penstock.plan.explain.changes import Change
+from penstock.plan.explain.case import Change
 from penstock.plan.explain.explanation import Explanation, explain
 from penstock.plan.explain.predicted import Predicted
 from penstock.trace.event import Event, Recording

@@ -67,7 +67,8 @@ def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[s
                 case.schedules[place],
                 note=f"simulated; the step {change.claim}",
             )
-            for change, case in zip(found.what_ifs, found.what_if_replays, strict=True)
+            for change in found.what_ifs
+            for case in change.cases[:1]
         ]
     if found.predicted is not None:
         held = memory(schedule, costs, found.predicted) if costs else []

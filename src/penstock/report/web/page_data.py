@@ -15,7 +15,7 @@ from penstock.schedule import Action, Dependencies, Op, Row, Schedule
 from penstock.schedule.said import sentences
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory
-from penstock.simulate.columns import column
+from penstock.simulate.computations import column
 from penstock.simulate.waits import CriticalPath, critical_path
 
 OPS = [op.value for op in Op]

@@ -16,7 +16,7 @@ from penstock.report.web.measured import TURNS_NOTE, against, compared, idle_of,
 from penstock.report.web.page_data import band
 from penstock.report.web.shown import Course, Figure, Held, Shown, date_text, duration
 from penstock.schedule import Schedule
-from penstock.simulate.columns import Columns
+from penstock.simulate.computations import Columns
 from penstock.trace.runs import Predicted, RunRead, StepRecord
 from penstock.trace.runs.health import health, troubles
 from penstock.trace.runs.progress import RECENT, Progress

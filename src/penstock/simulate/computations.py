@@ -75,6 +75,16 @@ class Columns:
     def stages(self) -> int:
         return len(self.rank_of)
 
+    @property
+    def rank(self) -> Ints:
+        """The rank of each node."""
+        return np.repeat(np.arange(self.ranks), np.diff(self.first))
+
+    @property
+    def stage(self) -> Ints:
+        """The stage of each node."""
+        return np.concatenate([column(row.stage) for row in self.rows])
+
     def nodes(self, rank: int) -> slice:
         """The nodes of a rank."""
         return slice(int(self.first[rank]), int(self.first[rank + 1]))
