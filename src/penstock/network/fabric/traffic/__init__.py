@@ -105,7 +105,8 @@ def from_model(
         made, after = pipeline.transfers(job, stages)
     else:
         forward, backward = seconds * depth, gradients.shares(job, 2 * seconds * depth)
-        if compute == "measure" and job.replicas > 1:
+        trained = any(parameter.requires_grad for parameter in whole.parameters())
+        if compute == "measure" and job.replicas > 1 and trained:
             forward, backward = measure.layer_seconds(whole, gradients.backward_layers(job), *given[1:])
         count = microbatches or 1  # of which the last one's gradients are sent
         made, after = gradients.transfers(job, count * forward + (count - 1) * sum(backward), backward), 0.0
