@@ -6,7 +6,6 @@ Torch's classes that read and write CSV are private: without them there is nothi
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ import torch
 import torch_jobs
 
 from penstock.schedule import (
-    Action,
     Format,
     Op,
     Placement,
@@ -75,35 +73,6 @@ CASES = {
 }
 
 
-def at_random(seed: int, ranks: int) -> Schedule:
-    """Any placement, whole and split backwards, each rank's actions in any order that works."""
-    draw = random.Random(seed)
-    rank_of = [*range(ranks), *(draw.randrange(ranks) for _ in range(draw.randrange(3)))]
-    draw.shuffle(rank_of)
-    stages, m = len(rank_of), draw.randint(1, 4)
-    back = {(s, k): draw.choice(("B", "IW")) for s in range(stages) for k in range(m)}
-    waiting = [(s, op, k) for (s, k), ops in back.items() for op in "F" + ops]
-    rows: list[list[Action]] = [[] for _ in range(ranks)]
-    done: set[tuple[int, str, int]] = set()
-
-    def is_ready(stage: int, op: str, k: int) -> bool:
-        if op == "W":
-            return (stage, "I", k) in done
-        if op != "F":
-            above = stage + 1 == stages or (stage + 1, back[stage + 1, k][0], k) in done
-            return above and (stage, "F", k) in done
-        # Torch wants the last stage's forwards in order.
-        in_order = stage + 1 < stages or k == 0 or (stage, "F", k - 1) in done
-        return in_order and (stage == 0 or (stage - 1, "F", k) in done)
-
-    while waiting:
-        chosen = draw.choice([entry for entry in waiting if is_ready(*entry)])
-        waiting.remove(chosen)
-        done.add(chosen)
-        rows[rank_of[chosen[0]]].append(Action(chosen[0], Op(chosen[1]), chosen[2]))
-    return Schedule(f"random {seed}", Placement(ranks, tuple(rank_of)), m, rows)
-
-
 def assert_torch_runs_it_right(pool: Ranks, schedule: Schedule, format: Format, steps: int = 1) -> None:
     """Runs it in torch, and compares output and gradients with those of the unsplit model."""
     placement, m = schedule.placement, schedule.microbatches
@@ -123,12 +92,6 @@ def assert_torch_runs_it_right(pool: Ranks, schedule: Schedule, format: Format, 
 def test_torch_runs_it_with_right_gradients(ranks2: Ranks, name: str, format: Format) -> None:
     assert not [violation for violation in check(CASES[name]) if violation.fatal]
     assert_torch_runs_it_right(ranks2, CASES[name], format, steps=2)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("seed", "format"), [*enumerate(FORMATS * 2)])
-def test_torch_runs_any_legal_order(ranks3: Ranks, seed: int, format: Format) -> None:
-    assert_torch_runs_it_right(ranks3, at_random(seed, 3), format)
 
 
 # -- from torch to Penstock -------------------------------------------------------------------------------------------
