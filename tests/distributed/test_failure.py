@@ -252,6 +252,24 @@ def test_long_wait_warns_every_half_minute_and_ends_after_half_an_hour(
     assert bench.statuses[0] == 1
 
 
+def test_long_action_is_told_every_half_minute_and_is_no_failure(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may wait where nobody sees it: in FSDP's collectives, or the user's."""
+    bench.dog.position = Position("1F0")
+    bench.beats(40)
+    assert capsys.readouterr().err == "penstock: rank 1 runs 1F0 (30 s so far)\n"
+    bench.dog.partners = (0,)
+    bench.beats(2000)
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "penstock: rank 1 runs 1F0 (60 s so far); rank 0 is not running a step (0 s so far), with the same stages"
+    )
+    assert bench.dog.failure is None
+    bench.dog.position = OUTSIDE
+    bench.beats(100)
+    assert capsys.readouterr().err == "", "the caller's code may take its time"
+
+
 def test_rank_whose_agent_is_gone_ends_and_tells_the_others(
     monkeypatch: pytest.MonkeyPatch, bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
