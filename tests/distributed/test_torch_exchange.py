@@ -6,6 +6,7 @@ Torch's classes that read and write CSV are private: without them there is nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -63,13 +64,11 @@ def found(placement: Placement, costs: list[StageCost]) -> Schedule:
     return best.schedule
 
 
-CASES = {
-    "1f1b": generate("1f1b", 2, 4),
-    "1f1b split": split_backward(generate("1f1b", 2, 4)),
-    "gpipe with two chunks": generate("gpipe", 2, 3, 2),
-    "by hand": BY_HAND,
-    "found, in a loop": found(Placement.loop(2, 2), [StageCost(2, 2, 2), StageCost(2, 3, 3)] * 2),
-    "found, in a V": found(Placement.v(2), [StageCost(2, 3, 1), StageCost(1, 1, 2)] * 2),
+CASES: dict[str, Callable[[], Schedule]] = {
+    "1f1b split": lambda: split_backward(generate("1f1b", 2, 4)),
+    "gpipe with two chunks": lambda: generate("gpipe", 2, 3, 2),
+    "by hand": lambda: BY_HAND,
+    "found, in a V": lambda: found(Placement.v(2), [StageCost(2, 3, 1), StageCost(1, 1, 2)] * 2),
 }
 
 
@@ -90,8 +89,9 @@ def assert_torch_runs_it_right(pool: Ranks, schedule: Schedule, format: Format, 
     ("name", "format"), [*((name, "compute_comms") for name in CASES), ("by hand", "compute_only")]
 )
 def test_torch_runs_it_with_right_gradients(ranks2: Ranks, name: str, format: Format) -> None:
-    assert not [violation for violation in check(CASES[name]) if violation.fatal]
-    assert_torch_runs_it_right(ranks2, CASES[name], format, steps=2)
+    schedule = CASES[name]()
+    assert not [violation for violation in check(schedule) if violation.fatal]
+    assert_torch_runs_it_right(ranks2, schedule, format, steps=2)
 
 
 # -- from torch to Penstock -------------------------------------------------------------------------------------------

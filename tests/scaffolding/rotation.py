@@ -55,7 +55,6 @@ CPU_SECONDS = {
     "tests/cli/test_verify.py": 15,
     "tests/runtime/exact/test_foreign_draws.py": 15,
     "tests/test_examples.py": 40,
-    "tests/distributed/test_transport_factory.py": 10,
     "tests/runtime/test_precision.py": 10,
     "tests/schedule/test_generators.py": 10,
     "tests/network/fabric/test_fabric_statistics.py": 5,
