@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("model", ["gpt", pytest.param("cnn", marks=pytest.mark.long), "transformers"])
+@pytest.mark.parametrize(
+    "model", ["gpt", *(pytest.param(model, marks=pytest.mark.long) for model in ("cnn", "transformers"))]
+)
 def test_a_script_trains_and_is_verified(
     model: str, ranks2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ CPU_SECONDS = {
     "tests/report/studio/test_runs_page.py": 5,
     "tests/report/studio/test_opened_page.py": 10,
     "tests/cli/test_demo.py": 25,
-    "tests/cli/test_init.py": 10,
+    "tests/cli/test_init.py": 20,
     "tests/documents/test_shown_output.py": 15,
     "tests/cli/test_run_hosts.py": 20,
     "tests/distributed/test_restart.py": 35,
