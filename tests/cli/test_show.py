@@ -98,17 +98,6 @@ def test_legend_explains_small_letters_where_there_are_some() -> None:
     assert "small" not in legend([generate("1f1b", 2, 4)], Palette.MANY, fills=True).plain
 
 
-def test_legend_has_the_ops_that_occur() -> None:
-    def text(name: str, palette: Palette = Palette.MANY) -> str:
-        return legend([generate(name, 2, 4)], palette).plain
-
-    assert " B " not in text("zb-h1")
-    assert " W " not in text("1f1b")
-    assert text("zb-v").endswith("; lighter: later chunks")
-    assert text("chimera").endswith("; lighter: the copy")
-    assert text("chimera", Palette.NONE).endswith(". idle")
-
-
 @pytest.mark.parametrize(
     ("color_system", "palette"), [(None, Palette.NONE), ("standard", Palette.FEW), ("256", Palette.MANY)]
 )

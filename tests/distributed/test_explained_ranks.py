@@ -35,16 +35,6 @@ def test_a_stage_with_slow_forwards_is_named_and_its_rank_is_not_blamed(ranks3: 
     assert found.step.slowest.schedule.name == "1f1b"
 
 
-@pytest.mark.long
-def test_a_heavy_stage_is_named(ranks3: Ranks, tmp_path: Path) -> None:
-    found = explained(ranks3, tmp_path, [SECONDS] * 5, ["1", "4"])
-    (cut,) = [change for change in found.changes if change.kind == "cut"]
-    assert cut.text.startswith("stage 1 takes 1.")
-    assert cut.gain > 0.1
-    assert found.bubble is not None
-    assert found.bubble.culprit_rank == 1
-
-
 TORCH = {"ScheduleGPipe": (2, "gpipe"), "ScheduleInterleaved1F1B": (4, "interleaved-1f1b")}
 
 

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, shade
 from penstock.report.marks import said_of
-from penstock.report.svg import Panel, panel_of, schedule_svg, svg
+from penstock.report.svg import panel_of, schedule_svg, svg
 from penstock.schedule import Action, Placement, Schedule, generate
 from penstock.schedule.grid import in_slots
 from penstock.schedule.said import Kind
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
-from scaffolding.nanoseconds import from_nanoseconds
 from scaffolding.some_schedules import generated
 
 NS = "{http://www.w3.org/2000/svg}"
@@ -134,15 +133,6 @@ def test_messages_lie_below_what_is_computed_meanwhile() -> None:
 def test_a_name_is_not_taken_for_markup() -> None:
     schedule = Schedule("<b>&", Placement.loop(1), 1, [[Action.parse("0F0")]])
     assert texts(schedule_svg(schedule), "title")[0].startswith("<b>&: 1 rank, 1 microbatch; ")
-
-
-def test_names_under_the_pointer_can_be_left_out() -> None:
-    assert not drawn(svg([panel_of(generate("gpipe", 2, 2))], "slots", hover=False))
-
-
-def test_nothing_is_a_picture_too() -> None:
-    assert texts(svg([panel_of(from_nanoseconds([[]]))]), "time") == ["0"]
-    assert texts(svg([Panel("", Timeline(()))]), "time") == ["0"]
 
 
 def test_so_many_that_none_has_a_pixel_are_drawn_by_the_pixel() -> None:

@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor, nn
 
 from penstock import pipeline, verify
-from penstock._base.trees import flatten
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from scaffolding.models import Layers, squared_error
@@ -49,30 +48,6 @@ def test_inside_of_blocks(options: dict[str, Any]) -> None:
     draws = (lambda: -random.random(), lambda: -np.random.rand(), lambda: -held(), lambda: np.random.permutation(5)[0])
     given = {"ranks": 2, "microbatches": 4, "seed": SEED, **options}
     proven(noises(*draws), torch.randn(8, 7), torch.randn(8, 7), **given)
-
-
-class PassesBy(nn.Module):
-    """Leaves its parameters out, by chance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if random.random() < 0.5 else x + self.linear(x)
-
-
-def test_a_block_that_leaves_its_parameters_out_by_chance_is_to_be_taken_apart() -> None:
-    """Where it is the first, whether its result takes a gradient differs from what was recorded."""
-    x, model = torch.randn(8, 7), nn.Sequential(*(PassesBy() for _ in range(4)), nn.Linear(7, 7))
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cuts": ["1"], "seed": SEED}
-    takes_gradient = True
-    while takes_gradient:  # until chance has the recording pass the first block by
-        pipe = pipeline(model, (x,), loss=squared_error, **options)
-        takes_gradient = pipe.stages[1].inputs[0].meta.requires_grad
-    with pipe, pytest.raises(PartitionError, match=r"'_0' of stage 0 .* by chance, take all .* apart with opens="):
-        pipe.step(x, target=x)
-    proven(model, x, x, opens=["0", "1", "2", "3"], **options)
 
 
 def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> None:
@@ -270,16 +245,3 @@ def test_spec_augment_and_layer_drop() -> None:
     model.freeze_feature_encoder()
     inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
     verify(model, (), kwargs=inputs, ranks=4, microbatches=2).check()
-
-
-def test_a_drawn_number_holds_no_tensors() -> None:
-    """What stands for a number knows the recording, whose tensors are no arguments of a call that takes the number."""
-
-    class Looks(Layers):
-        def forward(self, x: Tensor) -> Tensor:
-            number = random.random()
-            assert flatten((number, x)).leaves[0] is number
-            return self.layers[1](self.layers[0](x) * number)
-
-    with pipeline(Looks(7, 2), (torch.randn(4, 7),), ranks=2, microbatches=2, seed=SEED, loss=squared_error) as pipe:
-        assert len(pipe.cuts) == 1

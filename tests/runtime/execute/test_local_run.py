@@ -169,34 +169,6 @@ def test_nothing_of_a_step_that_raised_is_kept_in_the_next_one() -> None:
             assert left == expected
 
 
-def test_a_first_step_that_raised_leaves_nothing_for_the_next_ones() -> None:
-    """Neither half of what its channels agree on, for an evaluation to take as all of it, nor mail."""
-    fails = False
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if fails:
-            raise ValueError("the loss fails")
-        return squared_error(output, target)
-
-    torch.manual_seed(0)
-    x = torch.randn(8, 5)
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, schedule="1f1b", loss=loss) as pipe:
-        fails = True
-        with pytest.raises(ValueError, match="the loss fails"):
-            pipe.step(x, target=x)
-        fails = False
-        model.zero_grad()
-        pipe.evaluate(x, target=x)
-        pipe.step(x, target=x)
-    got = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    for x_k in x.chunk(4):
-        (squared_error(model(x_k), x_k) / 4).backward()
-    for gradient, parameter in zip(got, model.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_without_gradients_is_refused_and_forwards_run(mode: Any) -> None:
     model, (x, y) = mlp(), batch()
@@ -213,41 +185,3 @@ def test_a_step_without_gradients_is_refused_and_forwards_run(mode: Any) -> None
         assert pipe.step_count == 0
         assert all(p.grad is None for p in pipe.parameters())
         pipe.step(x, target=y)
-
-
-def test_a_step_that_raised_leaves_no_terms_of_a_tied_gradient() -> None:
-    """The last stage has given its part when the last backward of the middle one raises."""
-    fails, calls = False, 0
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
-            self.last.weight = self.first.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.inner(self.first(x)))
-
-    def hook(_gradient: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if fails and calls == 3:
-            raise ValueError("the hook fails")
-
-    torch.manual_seed(0)
-    x, model = torch.randn(9, 5), Tied()
-    model.inner.bias.register_hook(hook)
-    with penstock.pipeline(model, (x,), ranks=3, microbatches=3, schedule="1f1b", loss=squared_error) as pipe:
-        pipe.step(x, target=x)
-        fails, calls = True, 0
-        with pytest.raises(ValueError, match="the hook fails"):
-            pipe.step(x, target=2 * x)
-        fails = False
-        model.zero_grad()
-        pipe.step(x, target=x)
-    got = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    for x_k in x.chunk(3):
-        (squared_error(model(x_k), x_k) / 3).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(got[name], parameter.grad, msg=name)
