@@ -104,13 +104,10 @@ def test_rows_of_all_train_the_same_model() -> None:
     by_name = {row["name"]: row for row in made["schedules"]}
     halves = StageCost(18522 / 2, 18086 / 2, 9337 / 2)
     assert by_name["zb-v"]["span"] == library(generate("zb-v", 8, 24), halves, LinkCost(601)).span_seconds
-    assert by_name["seq1f1b"]["span"] == library(generate("seq1f1b", 8, 24), halves, LinkCost(601)).span_seconds
 
 
-def test_all_names_slices_and_says_whose_the_costs_are(write: Any) -> None:
+def test_all_says_whose_the_costs_are(write: Any) -> None:
     text = output("simulate", "--schedule", "all", *NUMBERS)
-    assert "seq1f1b, 2 slices" in text
-    assert "such a schedule is timed here, but not run." in " ".join(text.split())
     assert "costs: for one microbatch on one rank, divided evenly among its chunks" in text
     path = write("costs.json", [STAGE] * 4)
     text = output("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8", "--costs", path)
@@ -152,21 +149,6 @@ def test_all_puts_neighboring_stages_of_a_file_together(write: Any) -> None:
     three = as_json("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "4", "--costs", path)
     reasons = {one["name"]: one["reason"] for one in three["not_allowed"]}
     assert "has 4 stages, which cannot be combined into 8" in reasons["zb-v"]
-
-
-def test_slices() -> None:
-    made = as_json("simulate", "--schedule", "seq1f1b", *NUMBERS, "--slices", "4", "--forward", "8")
-    quarters = StageCost(2, 2, 2)
-    assert made["slices"] == 4
-    assert made["span"] == library(generate("seq1f1b", 8, 24, slices=4), quarters).span_seconds
-    messages = ("--output-bytes", "8", "--bandwidth", "4")
-    sent = as_json("simulate", "--schedule", "seq1f1b", *NUMBERS, "--slices", "4", "--forward", "8", *messages)
-    quarters = StageCost(2, 2, 2, output_bytes=2)
-    assert sent["span"] == library(generate("seq1f1b", 8, 24, slices=4), quarters, LinkCost(0, 4)).span_seconds
-    assert sent["span"] > made["span"]
-
-
-# -- a file of costs --------------------------------------------------------------------------------------------------
 
 
 def test_each_stage_has_its_own_costs(write: Any) -> None:
@@ -232,14 +214,6 @@ def test_nothing_is_assumed_where_nothing_or_all_is_given() -> None:
     for options in ((), COSTS, ("--memory-activation", "3")):
         assert "assumed" not in as_json(*which, *options)
         assert "ssumed" not in output(*which, *options)
-
-
-def test_contended_links(write: Any) -> None:
-    slow = ("--output-bytes", "10", "--bandwidth", "1")
-    options = ("simulate", "--schedule", "gpipe", "--ranks", "2", "--microbatches", "4", *slow)
-    free, contended = as_json(*options), as_json(*options, "--contended")
-    assert free["makespan"] == library(generate("gpipe", 2, 4), StageCost(1, 1, 1, 10), LinkCost(0, 1)).makespan_seconds
-    assert contended["makespan"] > free["makespan"]
 
 
 # -- a schedule from a file -------------------------------------------------------------------------------------------
@@ -314,12 +288,10 @@ def test_windows_that_are_refused(options: tuple[str, ...], says: str) -> None:
     assert says in refusal("simulate", *WINDOWED, *options)
 
 
-def test_text_keeps_two_copies_and_slices(write: Any) -> None:
-    for name in ("dualpipe", "seq1f1b"):
-        path = write("mine.txt", output("show", "--schedule", name, "--ranks", "4", "--microbatches", "8", "--text"))
-        assert as_json("simulate", "--csv", path) == as_json(
-            "simulate", "--schedule", name, "--ranks", "4", "--microbatches", "8"
-        )
+def test_text_keeps_two_copies(write: Any) -> None:
+    numbers = ("--schedule", "dualpipe", "--ranks", "4", "--microbatches", "8")
+    path = write("mine.txt", output("show", *numbers, "--text"))
+    assert as_json("simulate", "--csv", path) == as_json("simulate", *numbers)
 
 
 def test_uneven_ranks_count_their_own_stages(write: Any) -> None:
@@ -360,7 +332,6 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
             ["--schedule", "all", "--ranks", "0", "--microbatches", "8"],
             "--ranks 0: expected an integer >= 1",
         ),
-        (["--schedule", "all", *NUMBERS, "--slices", "2", "--chunks", "2"], "no schedule works with both"),
         ([*NUMBERS], "pass --schedule with a name (`penstock schedules` lists them), or --csv"),
         (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file already sets what --ranks would"),
         (["--csv", "mine.csv", "--schedule", "1f1b"], "the file already sets what --schedule would"),
@@ -381,10 +352,6 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
             "--bandwidth 1e-300: expected a bandwidth above 1e-100; pass sizes in a smaller unit",
         ),
         (["--schedule", "1f1b", *NUMBERS, "--bandwidth", "2"], "--bandwidth has no effect without --output-bytes"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--contended"],
-            "--contended: without a bandwidth, no message holds up another",
-        ),
         (
             ["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"],
             "--memory-weight-grad 1 has no effect without --memory-activation; pass both",
@@ -463,7 +430,7 @@ def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
 
 @given(st.sampled_from(generators()), st.integers(1, 3), st.integers(1, 4))
 def test_peaks_do_not_depend_on_the_unit_of_memory(entry: Any, half_ranks: int, half_microbatches: int) -> None:
-    numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks, entry.slices)
+    numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks)
     schedule = entry.make(numbers)
     counted = Outcome.simulated(schedule, CostOptions().read()).peak_activations
     weighed = Outcome.simulated(schedule, CostOptions(memory_activation=7.0).read()).peak_activations

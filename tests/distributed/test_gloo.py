@@ -55,7 +55,7 @@ SHORT_SCHEDULES = [
     ("schedule", "p", "transport"),
     [
         *SHORT_SCHEDULES,
-        *(pytest.param(g.name, 4, "distributed", marks=pytest.mark.long) for g in generators() if g.slices == 1),
+        *(pytest.param(g.name, 4, "distributed", marks=pytest.mark.long) for g in generators()),
     ],
 )
 def test_every_schedule_gives_the_bits_of_one_device(

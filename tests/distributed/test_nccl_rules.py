@@ -35,7 +35,7 @@ def cells(schedule: str, ranks: int, model: str, eager: bool = False) -> Iterato
             yield Cell(schedule, model, ranks * chunks, chunks, (timed, not timed), eager=eager)
 
 
-RUN = [g.name for g in generators() if g.slices == 1]
+RUN = [g.name for g in generators()]
 
 
 def cases(schedule: str, turn: int, eager: bool) -> list[Any]:

@@ -310,7 +310,9 @@ def build(
                     raise
                 options.decide("cuts", error.cuts)
             except TooFewLayersError as error:
-                raise _with_chunks(error, order) from None
+                chunks, ranks = order.placement.depth // order.ranks, counted(order.ranks, "rank")
+                layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
+                raise PartitionError(f"{error} ({order.placement.depth} stages: {layout})") from None
         if options.gradient_dtype is not None:
             with engine.control.agreed():
                 accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)
@@ -319,14 +321,6 @@ def build(
             record(built.session, options.recorded, plan)
         engine.control.watchdog.position = OUTSIDE
         return built
-
-
-def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
-    """The error, plus where the number of stages comes from."""
-    chunks = order.placement.depth // order.ranks
-    ranks = counted(order.ranks, "rank")
-    layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
-    return PartitionError(f"{error} ({order.placement.depth} stages: {layout})")
 
 
 def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:

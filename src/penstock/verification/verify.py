@@ -210,7 +210,8 @@ class Verification:
         for step, batch in enumerate(batches, 1):
             if step == len(batches):
                 _update(pipe, expected.updated)
-            _forget_gradients(pipe, batch)
+            for tensor in (*trained(pipe.named_parameters(), pipe).values(), *inputs_of(batch).values()):
+                tensor.grad = None
             follows = trails is not None and trails[0].step == step
             with trails[0].following(pipe.model, {}) if trails and follows else nullcontext():
                 result = pipe.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
@@ -251,11 +252,6 @@ def _measured_depth(options: Mapping[str, Any]) -> int:
     if ranks is None or given or any(value is not None for value in decided):
         return 0
     return order_of(options["schedule"], ranks, options.get("microbatches"), options.get("chunks")).placement.depth
-
-
-def _forget_gradients(pipe: Pipeline, batch: Microbatch) -> None:
-    for tensor in (*trained(pipe.named_parameters(), pipe).values(), *inputs_of(batch).values()):
-        tensor.grad = None
 
 
 def _update(pipe: Pipeline, values: Mapping[str, Tensor]) -> None:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from penstock.report.web.contents import Contents, Held
 from penstock.report.web.page import page
-from penstock.report.web.shown import Held, Shown
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from penstock.report.web.shown import Held, Shown
 )
 def test_a_bar_is_the_share_of_the_limit(limits: tuple[float | None, ...], bars: list[str]) -> None:
     memory = tuple(Held(rank, 4.0, limit, "predicted") for rank, limit in enumerate(limits))
-    text = page(Shown("a run", memory=memory))
+    text = page(Contents("a run", memory=memory))
     found = re.findall(r'<i class="(?:memory|over)" style="width: ([\d.]+%)">', text)
     assert found == bars
     assert ("peak of the limit" in text) is bool(bars)

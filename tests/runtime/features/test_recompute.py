@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline
 from penstock.runtime.features.recompute import KEPT_FORWARDS
 from penstock.schedule import Op, generate, split_backward
-from penstock.schedule.kept import run_again
+from penstock.schedule.activations import run_again
 from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
 from scaffolding.models import squared_error
 from scaffolding.proofs import proven
