@@ -44,7 +44,7 @@ from penstock.schedule import Schedule, check, generate
 from penstock.schedule.csv import read_csv, to_csv, write_csv
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
-from penstock.trace.runs import RunRead, reading
+from penstock.trace.runs import RunRead, reader
 from penstock.trace.runs import read_run as read_folder
 from penstock.trace.runs.about import FORMAT, VERSION, About
 from penstock.trace.runs.health import health
@@ -358,7 +358,7 @@ def test_steps_are_read_from_regular_files_and_by_lines_of_a_limited_length(
     line = STEP.to_line()
     write(tmp_path / "steps.jsonl", line + "[" * 100_000 + "\n" + line.replace("}", " " * 1000 + "}"))
     assert run.steps() == [STEP]
-    monkeypatch.setattr(reading, "MAX_BYTES", 3 * len(line))
+    monkeypatch.setattr(reader, "MAX_BYTES", 3 * len(line))
     (tmp_path / "steps.jsonl").write_text("".join(replace(STEP, step=n).to_line() for n in range(1, 10)))
     assert [one.step for one in run.steps()] == [7, 8, 9]
     (tmp_path / "steps.jsonl").unlink()

@@ -18,7 +18,7 @@ from models import MODELS
 import penstock
 from penstock.plan.explain import Change, Predicted, explain
 from penstock.schedule import generator
-from penstock.trace.reading import recording_of
+from penstock.trace.files import recording_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)

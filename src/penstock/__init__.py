@@ -75,8 +75,10 @@ moved.update(  # until 0.2
     {
         **{
             f"penstock.explain.{name}": f"penstock.trace.{name}"
-            for name in ("chrome", "clocks", "columns", "event", "measured", "names", "reading", "around")
+            for name in ("chrome", "clocks", "event", "measured", "names", "around")
         },
+        "penstock.explain.columns": "penstock.trace.tables",
+        "penstock.explain.reading": "penstock.trace.files",
         "penstock.balance": "penstock.costs",
         "penstock.blame": "penstock.verification.blame",
         "penstock.explain": "penstock.plan.explain",

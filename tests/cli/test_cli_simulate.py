@@ -93,13 +93,10 @@ def test_rows_of_all_train_the_same_model() -> None:
     by_name = {row["name"]: row for row in made["schedules"]}
     halves = StageCost(18522 / 2, 18086 / 2, 9337 / 2)
     assert by_name["zb-v"]["span"] == library(generate("zb-v", 8, 24), halves, LinkCost(601)).span_seconds
-    assert by_name["seq1f1b"]["span"] == library(generate("seq1f1b", 8, 24), halves, LinkCost(601)).span_seconds
 
 
-def test_all_names_slices_and_says_whose_the_costs_are(write: Any) -> None:
+def test_all_says_whose_the_costs_are(write: Any) -> None:
     text = output("simulate", "--schedule", "all", *NUMBERS)
-    assert "seq1f1b, 2 slices" in text
-    assert "such a schedule is timed here, but not run." in " ".join(text.split())
     assert "costs: for one microbatch on one rank, divided evenly among its chunks" in text
     path = write("costs.json", [STAGE] * 4)
     text = output("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8", "--costs", path)
@@ -141,21 +138,6 @@ def test_all_puts_neighboring_stages_of_a_file_together(write: Any) -> None:
     three = as_json("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "4", "--costs", path)
     reasons = {one["name"]: one["reason"] for one in three["not_allowed"]}
     assert "has 4 stages, which cannot be combined into 8" in reasons["zb-v"]
-
-
-def test_slices() -> None:
-    made = as_json("simulate", "--schedule", "seq1f1b", *NUMBERS, "--slices", "4", "--forward", "8")
-    quarters = StageCost(2, 2, 2)
-    assert made["slices"] == 4
-    assert made["span"] == library(generate("seq1f1b", 8, 24, slices=4), quarters).span_seconds
-    messages = ("--output-bytes", "8", "--bandwidth", "4")
-    sent = as_json("simulate", "--schedule", "seq1f1b", *NUMBERS, "--slices", "4", "--forward", "8", *messages)
-    quarters = StageCost(2, 2, 2, output_bytes=2)
-    assert sent["span"] == library(generate("seq1f1b", 8, 24, slices=4), quarters, LinkCost(0, 4)).span_seconds
-    assert sent["span"] > made["span"]
-
-
-# -- a file of costs --------------------------------------------------------------------------------------------------
 
 
 def test_each_stage_has_its_own_costs(write: Any) -> None:
@@ -309,7 +291,6 @@ def test_bad_schedule_in_a_file(write: Any, content: str, says: str) -> None:
         (["--schedule", "zb-v", *NUMBERS, "--chunks", "3"], "zb-v works with exactly 2 chunks a rank"),
         (["--schedule", "zbv"], "--schedule zbv is not a known schedule; did you mean 'zb-v'?"),
         (["--schedule", "all", "--microbatches", "8"], "--schedule all needs --ranks"),
-        (["--schedule", "all", *NUMBERS, "--slices", "2", "--chunks", "2"], "no schedule works with both"),
         ([*NUMBERS], "pass --schedule with a name (`penstock schedules` lists them), or --csv"),
         (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file already sets what --ranks would"),
         (["--csv", "no-such-file"], "--csv no-such-file cannot be read: No such file"),
@@ -324,10 +305,6 @@ def test_bad_schedule_in_a_file(write: Any, content: str, says: str) -> None:
             "--bandwidth 1e-300: expected a bandwidth above 1e-100; pass sizes in a smaller unit",
         ),
         (["--schedule", "1f1b", *NUMBERS, "--bandwidth", "2"], "--bandwidth has no effect without --output-bytes"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--contended"],
-            "--contended: without a bandwidth, no message holds up another",
-        ),
         (
             ["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"],
             "--memory-weight-grad 1 has no effect without --memory-activation; pass both",
@@ -382,7 +359,7 @@ def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
 
 @given(st.sampled_from(generators()), st.integers(1, 3), st.integers(1, 4))
 def test_peaks_do_not_depend_on_the_unit_of_memory(entry: Any, half_ranks: int, half_microbatches: int) -> None:
-    numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks, entry.slices)
+    numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks)
     schedule = entry.make(numbers)
     counted = Outcome.simulated(schedule, CostOptions().read()).peak_activations
     weighed = Outcome.simulated(schedule, CostOptions(memory_activation=7.0).read()).peak_activations

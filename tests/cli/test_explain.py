@@ -22,7 +22,6 @@ from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.trace import reading
 
 HEAVY = [1.0, 1.0, 1.5, 1.0]
 
@@ -442,7 +441,7 @@ def test_a_packed_file_that_unpacks_without_end_is_refused(tmp_path: Path, monke
     file = tmp_path / "bomb.json.gz"
     file.write_bytes(gzip.compress(b" " * (2 << 20)))
     with pytest.raises(ArgumentError, match="unpacks to more than"):
-        reading.read_run([file])
+        read_run([file])
 
 
 @pytest.mark.parametrize(

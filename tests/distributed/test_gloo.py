@@ -45,7 +45,7 @@ def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "schedule"),
-    [(2, "chimera"), *(pytest.param(4, g.name, marks=pytest.mark.long) for g in generators() if g.slices == 1)],
+    [(2, "chimera"), *(pytest.param(4, g.name, marks=pytest.mark.long) for g in generators())],
     indirect=["ranks"],
 )
 def test_every_schedule_gives_the_bits_of_one_device(ranks: Ranks, schedule: str) -> None:

@@ -49,7 +49,7 @@ SHORT = [
 LONG = [
     (g.name, ranks, model, eager)
     for eager, g, ranks, model in product((False, True), generators(), RANKS, MODELS)
-    if g.slices == 1 and any(cells(g.name, ranks, model)) and (g.name, ranks, model, eager) not in SHORT
+    if any(cells(g.name, ranks, model)) and (g.name, ranks, model, eager) not in SHORT
 ]
 
 

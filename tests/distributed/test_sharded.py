@@ -164,7 +164,7 @@ def test_a_distributed_tensor_cannot_leave_a_stage(ranks4: Ranks) -> None:
         ranks4.run(shard_jobs.refused, "distributed output")
 
 
-@pytest.mark.parametrize("schedule", [g.name for g in generators() if g.slices == 1])
+@pytest.mark.parametrize("schedule", [g.name for g in generators()])
 def test_the_last_backward_is_whole_in_every_schedule(schedule: str) -> None:
     order = generate(schedule, 4, 8)
     changed = whole_last_backward(order, set(range(order.stages)))

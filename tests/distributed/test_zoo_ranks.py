@@ -15,7 +15,7 @@ from zoo.matrix import Cell, refusal
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
 TRANSPORTS = ["auto", "distributed"]
-RUN = [entry.name for entry in generators() if entry.slices == 1]
+RUN = [entry.name for entry in generators()]
 ON_TWO = ["lstm", "plain_arguments", "channels_last", "own_function", "dicts", "no_parameters"]
 ON_FOUR = ["tied_three"]
 """In short runs, on as many ranks."""

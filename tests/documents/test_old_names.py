@@ -13,7 +13,7 @@ MOVED = {
     "penstock.balance.profile": "penstock.costs.profile",
     "penstock.blame": "penstock.verification.blame",
     "penstock.explain": "penstock.plan.explain",
-    "penstock.explain.reading": "penstock.trace.reading",
+    "penstock.explain.reading": "penstock.trace.files",
     "penstock.fabric.alpha_beta": "penstock.network.fabric.alpha_beta",
     "penstock.hardware": "penstock.costs.hardware",
     "penstock.launch.step_file": "penstock.distributed.launch.step_file",

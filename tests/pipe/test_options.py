@@ -416,6 +416,10 @@ def test_a_steps_misspelt_argument_is_not_taken_for_the_models() -> None:
                 verb(X, targets=Y)
         with pytest.raises(TypeError, match=r"argument output=; did you mean outputs="):
             pipe.predict(X, output=True)
+        with pytest.raises(
+            TypeError, match=r"the model takes no argument labels=, and predict\(\) needs the model's inputs only"
+        ):
+            pipe.predict(X, labels=Y)
         with pytest.raises(TypeError, match=r"unexpected keyword argument 'mask'"):
             pipe.step(X, mask=Y)
         assert pipe.step(X, target=Y).loss > 0

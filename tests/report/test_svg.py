@@ -5,22 +5,26 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, shade
-from penstock.report.marks import said_of
-from penstock.report.svg import panel_of, schedule_svg, svg
+from penstock.report.svg import panel_of, svg
 from penstock.schedule import Action, Placement, Schedule, generate
+from penstock.schedule.describe import Kind, describe
 from penstock.schedule.grid import in_slots
-from penstock.schedule.said import Kind
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from scaffolding.some_schedules import generated
 
 NS = "{http://www.w3.org/2000/svg}"
+
+
+def schedule_svg(schedule: Schedule, timeline: Timeline | None = None, **options: Any) -> str:
+    return svg([panel_of(schedule, timeline)], "slots" if timeline is None else "s", **options)
 
 
 def drawn(text: str) -> list[tuple[str, float, float, float, str | None]]:
@@ -61,7 +65,7 @@ def test_lengths_and_places_are_in_proportion_to_time(schedule: Schedule) -> Non
     left = min(x for _, x, *_ in made)
     scale = max(x - left for _, x, *_ in made) / max(span.start_seconds for span in spans)
     for (words, x, width, *_), span in zip(made, spans, strict=True):
-        assert words.startswith(said_of(span.action, schedule.slices) + ": ")
+        assert words.startswith(describe(span.action) + ": ")
         assert x == pytest.approx(left + span.start_seconds * scale, abs=0.02)
         assert width == pytest.approx((span.end_seconds - span.start_seconds) * scale, rel=0.2)
 
@@ -89,12 +93,6 @@ def test_labels_fit_and_are_there_for_all_of_a_length_or_none() -> None:
                 size = float(label.attrib["font-size"])
                 assert 8 <= size <= 12
                 assert 0.57 * size * len(label.text or "") < float(box.attrib["width"])
-
-
-def test_slices_are_named() -> None:
-    made = drawn(schedule_svg(generate("seq1f1b", 2, 2)))
-    assert made[1][0].startswith("forward of slice 1 of microbatch 0, stage 0")
-    assert made[1][4] == "0.1"
 
 
 def test_colors_are_those_of_the_palette_for_each_background() -> None:

@@ -151,7 +151,7 @@ def test_each_link_carries_each_microbatch_once(schedule: Schedule, data: st.Dat
         Action(source, op, k, target)
         for op, source, target in wanted
         if rank_of[source] != rank_of[target]
-        for k in range(schedule.numbers)
+        for k in range(schedule.microbatches)
     )
 
 

@@ -59,9 +59,6 @@ class CostOptions:
     bandwidth: Annotated[
         float | None, _option("The bandwidth of each link between two ranks, in size per unit of time.")
     ] = None
-    contended: Annotated[bool, _option("A link carries one message at a time; needs a bandwidth.", "--contended")] = (
-        False
-    )
     memory_activation: Annotated[
         float | None, _option("What F keeps for the backward, in any unit; otherwise an activation counts as 1.")
     ] = None
@@ -140,9 +137,7 @@ class CostOptions:
             costs = costs.with_links(read_links(self.links))
         elif self.link is not None:
             costs = costs.with_links(MeasuredLinks({}, link_of(self.link), f"--link {self.link!r}"))
-        if self.contended and not costs.has_bandwidth:
-            raise ArgumentError("--contended: without a bandwidth, no message holds up another; pass a bandwidth")
-        return replace(costs, contended=self.contended)
+        return costs
 
     @property
     def _no_links(self) -> bool:
@@ -201,7 +196,7 @@ class CostOptions:
         )
 
 
-_NO_COSTS = ("target", "profile", "rows", "costs", "links", "link", "contended")
+_NO_COSTS = ("target", "profile", "rows", "costs", "links", "link")
 """The options that are no numbers of a cost."""
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock._base.files import check_writable
 from penstock._base.words import counted
 from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._options import Json, option, output_option, spread
@@ -80,6 +81,7 @@ def plan(
     from penstock.plan.remedies import remedies
 
     check_seconds(search=search)
+    check_writable(out, f"--out {out}")
     wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)  # raises before anything is measured
     paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:

@@ -14,7 +14,7 @@ from penstock.costs.units import UnitsToCut
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
-from penstock.simulate.costs import OF_MICROBATCH, LinkCost, OfStage, StageCost, divided, each_of
+from penstock.simulate.costs import LinkCost, OfStage, StageCost, divided, each_of
 
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
 """The options for how long a stage works, and the ops they stand for."""
@@ -29,7 +29,6 @@ class Costs:
             a model, to be cut into as many stages as there are.
         links: as for `simulate`.
         has_memory: whether any memory cost was given.
-        contended: as for `simulate`.
         source: where the costs of each stage come from.
         assumed: the keys of `WORK` that were not given although other times were, with the values assumed for them.
     """
@@ -37,7 +36,6 @@ class Costs:
     stages: StageCost | tuple[OfStage, ...] | UnitsToCut
     links: Links
     has_memory: bool = False
-    contended: bool = False
     source: str = ""
     assumed: Mapping[str, float] = field(default_factory=dict)
 
@@ -122,17 +120,9 @@ class Costs:
         return any(link.bytes_per_second < math.inf for link in self._each_link)
 
     def of(self, schedule: Schedule) -> list[OfStage]:
-        """The cost of each of the schedule's stages; if it slices microbatches, the cost of slices. Raises
-        ArgumentError: there are costs for more or fewer stages, or for a link of a rank that does not exist."""
-        stages = self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
-        if schedule.slices > 1:
-            names = (*OF_MICROBATCH, "output_bytes")
-            parts = [tuple(divided(cost, schedule.slices, names) for cost in each_of(stage)) for stage in stages]
-            return [
-                one[0] if isinstance(stage, StageCost) else tuple(cost for cost in one for _ in range(schedule.slices))
-                for stage, one in zip(stages, parts, strict=True)
-            ]
-        return stages
+        """The cost of each of the schedule's stages. Raises ArgumentError: there are costs for more or fewer stages,
+        or for a link of a rank that does not exist."""
+        return self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
 
     def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
         """The cost of each stage, copies included; `splits`: of split backwards. Raises the same errors as `of`, with

@@ -23,7 +23,7 @@ from penstock.plan import Plan
 from penstock.plan.transient import Transient, transient_of_ranks
 from penstock.schedule import Op, Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
-from penstock.trace.runs.reading import Predicted
+from penstock.trace.runs.reader import Predicted
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,22 +36,25 @@ class Followed:
 
     Attributes:
         plan: None if there is none.
-        arguments: those of `USUAL`, as the plan decides them, or as they were given.
+        arguments: what the plan decides of `penstock.pipeline`'s arguments.
     """
 
     plan: Plan | None
     arguments: Mapping[str, Any]
 
     @classmethod
-    def of(cls, plan: Plan | str | os.PathLike[str] | None, **given: Any) -> Followed:
+    def of(cls, plan: Plan | str | os.PathLike[str] | None, given: Mapping[str, Any]) -> Followed:
         """What to follow: the plan given, or else that of `penstock run --plan`, which goes before what a script gives.
+
+        Args:
+            given: the arguments of `penstock.pipeline`.
 
         Raises:
             ArgumentError: it is no plan, or was given together with an argument that it decides.
         """
         path = os.environ.get(VARIABLE)
         if plan is None and not path:
-            return cls(None, given)
+            return cls(None, {})
         found = plan if isinstance(plan, Plan) else _read(plan if plan is not None else path)
         twice = [name for name, usual in USUAL.items() if given[name] is not usual and given[name] != usual]
         if twice and plan is not None:
@@ -59,11 +62,6 @@ class Followed:
         if twice:
             warn(f"{', '.join(twice)}: overridden by the plan {path} of penstock run")
         return cls(found, _decided(found))
-
-    @property
-    def decided(self) -> tuple[Any, ...]:
-        """The arguments, in the order of `USUAL`."""
-        return tuple(self.arguments[name] for name in USUAL)
 
     def ranks(self, given: int | None) -> int | None:
         """How many ranks to ask for."""

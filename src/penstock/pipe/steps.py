@@ -198,7 +198,8 @@ class Steps:
         targets = self._to_loss_devices(cached, targets)
         devices = tuple({*self._engine.devices})
         with self._engine.streams.drawing(0, devices), computing(0, 0):
-            return try_loss(cached.bound, None if targets is None else targets[0], _given(self._options.loss))
+            given = getattr(self._options.loss, "__wrapped__", self._options.loss)  # as the user gave it
+            return try_loss(cached.bound, None if targets is None else targets[0], given)
 
     def _divide(self, batch: Batch) -> Batch:
         """A batch with the microbatches that the user's function, if any, makes of it."""
@@ -353,11 +354,6 @@ def _sharded(split: SplitModel, options: Options) -> Sharded:
             "unshard_window out, or shard the stages"
         )
     return Sharded(split.sharded_stages, options.unshard_window)
-
-
-def _given(loss: Loss | None) -> object:
-    """The user's loss, as given."""
-    return getattr(loss, "__wrapped__", loss)
 
 
 def _wants_target(loss: Loss | None) -> bool:

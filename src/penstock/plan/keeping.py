@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.plan.transient import Transient, kept_peaks, running
 from penstock.schedule import Action, Schedule
-from penstock.schedule.kept import run_again, trips
+from penstock.schedule.activations import run_again, trips
 from penstock.simulate import StageCost
 from penstock.simulate.costs import LinkCost, OfStage
 

@@ -45,12 +45,13 @@ class _Ran:
     """The results of some microbatches: their losses make `loss`."""
 
     loss: float
+    dtype: torch.dtype
     largest: float
     outputs: list[Any]
 
     def is_close(self, other: _Ran) -> bool:
         """Whether two losses differ by no more than rounding, over the largest microbatch's."""
-        dtypes = {leaf.dtype for leaf in leaf_tensors(other.outputs) if leaf.is_floating_point()}
+        dtypes = {other.dtype, *(leaf.dtype for leaf in leaf_tensors(other.outputs) if leaf.is_floating_point())}
         tolerance = 1e-7 if dtypes <= {torch.float64} else 2e-5 if dtypes <= {torch.float64, torch.float32} else 2e-2
         return abs(self.loss - other.loss) <= tolerance * max(self.largest, other.largest)
 
@@ -205,7 +206,7 @@ class Whole:
         total = weighted_sum(losses, weighted)
         assert total is not None
         counted = [abs(float(loss)) for loss, weight in zip(losses, weighted, strict=True) if weight]
-        return _Ran(float(total), max(counted), outputs)
+        return _Ran(float(total), losses[0].dtype, max(counted), outputs)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from penstock.report.colors import DARK, LIGHT, Theme, shade
 from penstock.report.web.assets import STATIC, bundle
 from penstock.report.web.page_data import band, curve, timeline_data
 from penstock.schedule import Action, Op, add_communication, add_sharding, generate
-from penstock.schedule.said import WORDS, Kind, said_of
+from penstock.schedule.describe import WORDS, Kind, describe
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import StageCost, critical_path, memory
 
@@ -50,16 +50,14 @@ def test_what_an_action_needs_is_said_in_words(tmp_path: Path, open_page: Any) -
     assert re.search(r"is needed by\s+0I0 of rank 0, 1W0 of rank 1", text)
 
 
-@pytest.mark.parametrize("name", ["chimera", "seq1f1b"])
-def test_a_page_says_of_each_action_what_pictures_and_traces_say(tmp_path: Path, open_page: Any, name: str) -> None:
-    schedule = add_communication(add_sharding(generate(name, 2, 4), {0, 1}, 1)) if name == "chimera" else None
-    schedule = generate(name, 2, 4) if schedule is None else schedule
+def test_a_page_says_of_each_action_what_pictures_and_traces_say(tmp_path: Path, open_page: Any) -> None:
+    schedule = add_communication(add_sharding(generate("chimera", 2, 4), {0, 1}, 1))
     timeline = simulated(schedule)
-    page = open_page(with_timeline(tmp_path, timeline_data([band(name, timeline, schedule)])))
+    page = open_page(with_timeline(tmp_path, timeline_data([band("chimera", timeline, schedule)])))
     told = page.evaluate(
         "[...Array(view.bands[0].length).keys()].map((n) => { view.select(0, n); return told.title; })"
     )
-    assert told == [f"{said_of(span.action, schedule.slices)}, rank {span.rank}" for span in timeline]
+    assert told == [f"{describe(span.action)}, rank {span.rank}" for span in timeline]
     assert page.inner_text(".tl-legend").startswith(f"F {WORDS[Kind.F]}")
     labels = page.evaluate(
         "(({lanes: [lane]}) => [...lane.op.keys()].map((n) => view.bands[0].label(lane, n)))(view.bands[0])"

@@ -18,7 +18,7 @@ from penstock.plan.explain.case import Change
 from penstock.plan.explain.explanation import Explanation, explain
 from penstock.plan.explain.predicted import Predicted
 from penstock.trace.event import Event, Recording
+from penstock.trace.files import read_run
 from penstock.trace.measured import Run, run_of
-from penstock.trace.reading import read_run
 
 __all__ = ["Change", "Event", "Explanation", "Predicted", "Recording", "Run", "explain", "read_run", "run_of"]

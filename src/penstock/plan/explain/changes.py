@@ -16,7 +16,7 @@ from penstock.plan.explain.factors import Factors, factors_of
 from penstock.plan.explain.predicted import Predicted
 from penstock.plan.explain.schedules import Price, another, other_schedules, twice_the_microbatches
 from penstock.plan.explain.stragglers import slow_ranks
-from penstock.schedule.said import WORDS, Kind
+from penstock.schedule.describe import WORDS, Kind
 from penstock.simulate.computations import COMPUTE, Floats
 from penstock.trace.measured import Replica, Step
 

@@ -62,8 +62,8 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
         raise ArgumentError(f"schedule {text!r}: expected a name, or a name and a number of chunks, as in zb-v/2")
     entry, now = generator(name), case.schedules[0]
     each = now.placement.stages // now.placement.ranks
-    if now.placement.pipelines > 1 or entry.placement == "bidirectional" or entry.slices > 1:
-        raise ArgumentError(f"schedule {text!r}: not comparable; copies of a model and slices cost something else")
+    if now.placement.pipelines > 1 or entry.placement == "bidirectional":
+        raise ArgumentError(f"schedule {text!r}: not comparable; copies of a model cost something else")
     asked = int(chunks) if chunks else max(each, entry.chunks)
     if not asked or asked % each:
         raise ArgumentError(f"schedule {text!r}: the trace has {each} stages a rank, which cannot become {asked}")
@@ -148,8 +148,8 @@ def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = 
         return
     each = now.placement.stages // now.placement.ranks
     for entry in generators():
-        numbers = Numbers(now.ranks, now.microbatches, max(each, entry.chunks), entry.slices)
-        if entry.slices > 1 or not entry.fits(numbers, now.placement):
+        numbers = Numbers(now.ranks, now.microbatches, max(each, entry.chunks))
+        if not entry.fits(numbers, now.placement):
             continue
         found = another(case, entry.name, slow, price)
         if found.cases[0].schedules[0].rows != now.rows:

@@ -76,7 +76,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Shown:
+class Contents:
     """Everything that a page shows of a run, a trace or a plan.
 
     Attributes:
