@@ -72,7 +72,8 @@ def profile(
     """
     from penstock.pipe.profiling import specified
 
-    check_writable(json, f"--json {json}")
+    prints = not links or os.environ.get("RANK", "0") == "0"
+    check_writable(json if prints else None, f"--json {json}")
     check_counts(required=False, threads=threads)
     rows = None if microbatch_sizes is None else integers("--microbatch-sizes", microbatch_sizes)
     for number in rows or ():
@@ -94,7 +95,7 @@ def profile(
             links=links,
             target=given.target,
         )
-    if links and os.environ.get("RANK", "0") != "0":
+    if not prints:
         return
     console = Console(highlight=False)
     show(found, console)
