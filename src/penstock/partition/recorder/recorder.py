@@ -7,9 +7,9 @@ memory each call wrote and whether it drew random numbers. `record` sets all thi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from types import FunctionType
@@ -20,34 +20,48 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock._base.closures import apart
-from penstock._base.compat import DATA_DEPENDENT, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.compat import DATA_DEPENDENT, quiet, storage_of, unset_fake_temporarily
 from penstock._base.marks import cut
 from penstock._base.trees import flatten, leaf_tensors
 from penstock._base.words import in_ranges
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.obstacle import Obstacle
+from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
-from penstock.partition.recording.calls import EntryModes
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard, ancestors, make_guard
 from penstock.partition.recording.result_checks import Returned
 from penstock.partition.run.known_values import KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
-from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.state.left_behind import attributes_of, taken
-from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
-from penstock.partition.units.units import Call, Learned, Opening, Unit
+from penstock.partition.units.units import Call, Grain, Learned, Opening, Unit
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.values.passed import Passed
-from penstock.partition.watch.observer import Observer, Seeds
+from penstock.partition.watch.observer import Call as Running
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to record `model(*args, **kwargs)`.
+
+    Attributes:
+        units: the modules that run as a whole, by their `id`.
+        opening, grain: what led to these units.
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    units: dict[int, Unit]
+    opening: Opening
+    grain: Grain
 
 
 class Recorder(Writer, TorchFunctionMode):
@@ -58,29 +72,11 @@ class Recorder(Writer, TorchFunctionMode):
     )
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: dict[int, Unit],
-        loan: Loan,
-        entry: EntryModes,
-        names: dict[int, str],
-        mode: FakeTensorMode,
-        fake_calls: frozenset[int],
-        reach: Reach,
-        choices: Mapping[int, bool],
-        opening: Opening,
-        *,
-        taken: Collection[str] = (),
+        self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool], unknown: frozenset[int]
     ) -> None:
-        self.seeds = Seeds()
-        observer = Observer(names, self.seeds)
-        observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
-        side_channels = SideChannels(model, units, reach, observer)
-        super().__init__(model, loan, entry, names, opening, observer, side_channels)
-        self.units, self.reach = units, reach
-        self.known = KnownValues(self.observer, mode, fake_calls)
-        self.chance = Chance(self, choices)
+        super().__init__(attempt.model, attempt.units, loan, reach, attempt.opening)
+        self.known = KnownValues(self.observer, loan.mode, unknown)
+        self.chance = Chance(self, self.known, self.call, choices)
         self.notes: list[str] = []
         self.guards: list[Guard] = []
         self.sized: dict[fx.Node, int] = {}  # values whose shapes depend on those of inputs -> their guards
@@ -89,18 +85,17 @@ class Recorder(Writer, TorchFunctionMode):
         self.read: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
-        self.taken = set(taken)  # names of attributes that are read after the calls of such units
+        self.taken = {*attempt.grain.taken}  # names of attributes that are read after the calls of such units
         self._why_real: dict[str, list[str]] = {}  # reason -> their names
-        self.returned = Returned(opening)
+        self.returned = Returned(attempt.opening)
         self._thread = threading.get_ident()
-        self._paused = False
         self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.is_paused:
             if func == SET_DATA and id(args[0]) in self.loan.names:
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
@@ -119,7 +114,7 @@ class Recorder(Writer, TorchFunctionMode):
         is_answer, answer = self.chance.read(function, args)
         if is_answer:
             return answer
-        with self._pause():
+        with self.pause():
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 self._shapes_read(args, kwargs)
                 return function(*args, **kwargs)
@@ -147,7 +142,7 @@ class Recorder(Writer, TorchFunctionMode):
                     return self._read_held(calls.target_of(function, args, kwargs), error)
             if not (isinstance(result, Tensor) or reads_inputs):
                 self._shapes_read(args, kwargs)
-            self.seeds.check(drew, self.here(), self.scope)
+            self._check_seeds(drew, self.here())
             self.side_channels.check_call(call)
             target = calls.target_of(function, args, kwargs)
             if by_chance and not holds_tensors(result):
@@ -189,10 +184,8 @@ class Recorder(Writer, TorchFunctionMode):
         held = {str(node.target): held[str(node.target)] for node in needed if node.op == "get_attr"}
         device = self.entry.device
         guard = make_guard(target, None, self.facts, {}, source.current_line(), device, {}, held)
-        self.observer.take()
-        with unset_fake_temporarily(), self.observer.not_counting(), suppress(RuntimeError):  # on the meta device
+        with unset_fake_temporarily(), self.observer.trial(), suppress(RuntimeError):  # on the meta device
             guard = replace(guard, expected=guard.module.forward(device))
-        self.observer.take(keep=False)
         if type(result := guard.expected) not in (bool, int, float):
             raise error
         self.guards.append(guard)
@@ -223,11 +216,11 @@ class Recorder(Writer, TorchFunctionMode):
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replaces a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
-        if unit is None or self._paused or threading.get_ident() != self._thread:
+        if unit is None or self.is_paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
         if self.chance.held and holds_drawn((args, kwargs)):
             self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
-        with self._pause():
+        with self.pause():
             stale = self._stale_gradient(args, kwargs)
             if stale:
                 raise PartitionError(stale)
@@ -238,15 +231,15 @@ class Recorder(Writer, TorchFunctionMode):
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
-            seeded, first_call = self.seeds.were_set, len(self.observer.calls)
+            seeded, first_call = self.observer.is_seeded, len(self.observer.calls)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self.side_channels.run_unit(
                     unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
                 )
-                self.observer.provenance.read(list(tensors_in((result, given.containers))))
+                self.observer.read(list(tensors_in((result, given.containers))))
             if self.chance.after_unit():
                 drew = [*drew, module]
-            self.seeds.check(drew if seeded else (), f"{unit.name!r}", self.scope)
+            self._check_seeds(drew if seeded else (), f"{unit.name!r}")
             self.known.refuse_writes(writes)
             for inner in drew:
                 inner = inner or module
@@ -264,7 +257,7 @@ class Recorder(Writer, TorchFunctionMode):
     def mark(self, called: Callable[[], object]) -> None:
         """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
         for the current microbatch outside units."""
-        unit, _ = self.observer.provenance.place
+        unit = self.observer.call.unit
         if threading.get_ident() == self._thread:
             if called is not cut and unit:
                 return
@@ -292,13 +285,13 @@ class Recorder(Writer, TorchFunctionMode):
         """Replaces `Function.apply` during the recording: outside the units it is one call."""
         if threading.get_ident() != self._thread:
             return original(*args, **kwargs)
-        if self._paused:
+        if self.is_paused:
             with self.observer.in_function():
                 return original(*args, **kwargs)
-        with self._pause(), self.observer.in_function():
+        with self.pause(), self.observer.in_function():
             with self._running(args, kwargs) as call:
                 result, drew, writes, _ = self.known.run(original, args, kwargs)
-            self.seeds.check(drew, self.here(), self.scope)
+            self._check_seeds(drew, self.here())
             self.side_channels.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
@@ -306,40 +299,33 @@ class Recorder(Writer, TorchFunctionMode):
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
         """Wraps a call that will be a node: it may read only what it was given."""
-        provenance = self.observer.provenance
-        given = provenance.roots(tensors_in((args, kwargs)))
-        held = frozenset[int]() if unit is None else self.side_channels.held_by(unit)
-        name = self.scope if unit is None else unit.name
-        call = Running(next(self._numbers), name, unit is not None, given | held)
-        with provenance.calling(call):
+        held = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
+        given = self.observer.roots(tensors_in((args, kwargs))) | {storage_of(tensor) for tensor in held}
+        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        with self.observer.calling(call):
             yield call
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def _check_seeds(self, drew: Collection[Any], here: str) -> None:
+        """Raises Obstacle if a recorded call drew after the forward had seeded the generator."""
+        if drew and self.observer.is_seeded:
+            raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", self.scope)
 
     def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
         """Runs a unit on fake tensors or, if that fails, for real.
 
         Returns its result, which of its modules drew, and what it wrote.
         """
-        depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
+        before = self.observer.mark()
         try:
             with quiet():
                 return original(unit.module, *args, **kwargs), *self.observer.take()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
-            del self.observer.stack[depth:], self.observer.calls[called:]
-            self.observer.take()
+            self.observer.rollback(before)
             self.reach.cached.forget()  # what it cached from fakes before it failed
-            self.observer.work = work
             result, drew, writes = run_for_real(
-                original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error, self.taken
+                original, unit, args, kwargs, self.loan, self.observer, error, self.taken
             )
             self.real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
@@ -352,23 +338,6 @@ class Recorder(Writer, TorchFunctionMode):
             where = source.current_line(), self.scope
             self.returned.shapes_read += [(seen[1], *where) for seen in tensors if seen is not None]
 
-    def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a drawing function for real. Raises PartitionError if its arguments are unknown."""
-        with self._pause():
-            if not self.known.are_known(args, kwargs):
-                raise PartitionError(
-                    f"{self.here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
-                    "are not known when the forward is recorded. Switch it off, or do it outside of the model"
-                )
-            with unset_fake_temporarily():
-                value = function(*args, **kwargs)
-            self.observer.take(keep=False)
-            return value
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
-
     @property
     def all_notes(self) -> tuple[str, ...]:
         """What the user should know about this recording, without repeats."""
@@ -378,7 +347,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     def note_unchecked(self) -> None:
         """Notes that the arguments of a distribution made outside the units are not checked."""
-        if not self._paused:
+        if not self.is_paused:
             self.notes.append(
                 f"the distribution at {source.current_line()} is recorded as if validate_args=False, since its checks "
                 "read values"

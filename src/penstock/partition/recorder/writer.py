@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,17 +18,18 @@ from penstock._base.compat import FakeTensor, in_checkpoint, storage_of
 from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
 from penstock.partition.recording.calls import EntryModes
 from penstock.partition.recording.facts import Fact, Kind, tensor_meta
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
-from penstock.partition.units.units import Learned, Opening, Unit
+from penstock.partition.state.reach import Reach
+from penstock.partition.units.units import Learned, Opening, Unit, canonical_names
 from penstock.partition.values.objects import (
     CONSTANTS,
     OPAQUE,
+    OfNode,
     child_items,
     free_name,
     hidden_tensors,
@@ -47,23 +48,19 @@ Seen = tuple[Tensor, fx.Node, bool]
 class Writer:
     """The graph of a recording, and what is known about its nodes."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loan: Loan,
-        entry: EntryModes,
-        names: dict[int, str],
-        opening: Opening,
-        observer: Observer,
-        side_channels: SideChannels,
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Mapping[int, Unit], loan: Loan, reach: Reach, opening: Opening) -> None:
         super().__init__()
-        self.model, self.loan, self.entry, self.module_names = model, loan, entry, names
-        self.opening, self.observer, self.side_channels = opening, observer, side_channels
+        self.model, self.units, self.loan, self.reach, self.opening = model, units, loan, reach, opening
+        self.entry, self.module_names = EntryModes(loan.device), canonical_names(model)
+        held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        self.observer = Observer(self.module_names, held, frozenset(map(storage_of, loan.originals.values())))
+        self.side_channels = SideChannels(model, units, reach, self.observer)
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.constants: dict[str, object] = {}
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its position among the leaves of (args, kwargs)
+        self.is_paused = False
+        """Whether a recorded call is running; what happens inside it is not recorded."""
         self._seen: dict[int, Seen] = {}
         self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
@@ -74,6 +71,15 @@ class Writer:
         self._passed: dict[int, fx.Node] = {}  # for the call being written: id of each argument -> its node
         self._opaque: dict[int, tuple[object, fx.Node]] = {}  # by id: objects made by calls that hide tensors
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context for a recorded call."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
     # -- writing nodes ----------------------------------------------------------------------------------------------
 
     def add_input(self, name: str, tensor: Tensor, index: int) -> None:
@@ -81,7 +87,7 @@ class Writer:
         self.inputs[node] = index
         self._fact(node, "input", tensor)
         self._see(tensor, node)
-        self.observer.provenance.add_input(tensor)
+        self.observer.add_input(tensor)
 
     def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> Fact:
         args, kwargs = target.args, target.kwargs
@@ -215,8 +221,8 @@ class Writer:
         kind = type(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
-        if (drawn := node_of_drawn(value)) is not None:
-            return drawn
+        if isinstance(value, OfNode):
+            return value.node
         if kind in CONSTANTS:
             return value
         if id(value) in self._passed:
@@ -273,11 +279,11 @@ class Writer:
                 raise Learned(refusal, exposed=type(self.observer.returned[id(tensor)][1]))
             self.side_channels.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)
-        made = self.observer.provenance.maker(tensor)
-        if made is not None and made.unit:  # the unit ran for real
+        made = self.observer.maker(tensor)
+        if made is not None and made.call.unit:  # the unit ran for real
             refusal = (
-                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
-                "its result. Return it from there"
+                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that {made.call.unit!r} made and left "
+                "beside its result. Return it from there"
             )
             self.side_channels.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)

@@ -35,7 +35,6 @@ def run_for_real(
     args: Any,
     kwargs: Any,
     loan: Loan,
-    device: torch.device,
     observer: Observer,
     reason: Exception,
     taken: Collection[str] = (),
@@ -46,16 +45,15 @@ def run_for_real(
     Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
     Attributes in `taken` keep what the unit leaves there, even without a gradient.
     """
-    stand_ins = _StandIns(loan, device)
+    device, stand_ins = loan.device, _StandIns(loan)
     snapshot = Snapshot(unit.module)
     with unset_fake_temporarily() as mode, _same_draws(device):
         try:
-            with observer.not_counting():
+            with observer.trial():  # making up tensors writes to them
                 real_args, real_kwargs = map_tensors(stand_ins.real, (args, kwargs))
                 stand_ins.fill(unit.module)
                 given = Passed(real_args, real_kwargs)
                 stand_ins.remember()
-            observer.take(keep=False)  # making up tensors writes to them
             result = original(unit.module, *real_args, **real_kwargs)
         except PartitionError:
             raise
@@ -83,8 +81,8 @@ def run_for_real(
 class _StandIns:
     """Real tensors that stand in for fake ones, each made on first use."""
 
-    def __init__(self, loan: Loan, device: torch.device) -> None:
-        self._loan, self._device = loan, device
+    def __init__(self, loan: Loan) -> None:
+        self._loan = loan
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
         self._before: dict[int, int] = {}  # id of the fake -> the real one's version
 
@@ -96,7 +94,7 @@ class _StandIns:
     def real(self, fake: Tensor) -> Tensor:
         if id(fake) not in self._made:
             known = not isinstance(fake, FakeTensor)
-            real = fake.clone() if known else _make(fake, self._loan.originals.get(id(fake)), self._device)
+            real = fake.clone() if known else _make(fake, self._loan.originals.get(id(fake)), self._loan.device)
             self._made[id(fake)] = fake, real
         return self._made[id(fake)][1]
 
@@ -114,7 +112,7 @@ class _StandIns:
 
     def written(self, observer: Observer, seen: Collection[int]) -> frozenset[int]:
         """The memory of the fakes whose real tensors the unit wrote to. `seen`: the memory that operators wrote."""
-        written, root = set[int](), observer.provenance.root  # the run on fakes may have given it other memory
+        written, root = set[int](), observer.root  # the run on fakes may have given it other memory
         for key, (fake, real) in self._made.items():
             if key in self._before and real._version != self._before[key]:
                 torch.autograd.graph.increment_version(fake)
@@ -130,7 +128,7 @@ def _is_made_to_learn(observer: Observer, value: Any) -> bool:
     It stays, so that code that finds it can be told where it came from.
     """
     tensors = list(tensors_in(value))
-    return any(t.requires_grad for t in tensors) and all(map(observer.provenance.maker, tensors))
+    return any(t.requires_grad for t in tensors) and all(map(observer.maker, tensors))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,9 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import Holder, Reach, is_below
-from penstock.partition.units.units import Grain, Learned, Unit
+from penstock.partition.state.reach import Holder
 from penstock.partition.values.objects import CONSTANTS, tensors_in
 
 SMALL = 1024
@@ -111,58 +109,12 @@ class Left:
         return replace(self, value=template, small=(), is_carried=bool(self.small))
 
 
-def gather(
-    reach: Reach,
-    has_node: Callable[[Tensor], bool],
-    held: Mapping[int, str],
-    provenance: Provenance,
-    grain: Grain,
-    units: Iterable[Unit],
-    real: Collection[str],
-) -> list[Left]:
-    """What the forward left, while it is still there.
-
-    Args:
-        has_node: whether a tensor is recorded.
-        held: `id` of each of the model's own parameters and buffers.
-        provenance, grain, units: the recording's.
-        real: the units that ran on made-up inputs: a number that one leaves in an attribute is meaningless.
-
-    Raises Learned if units must be opened to carry what they left.
-    """
-    names = {unit.name for unit in units}
-    found, to_open = [], set()
-    for place in reach.changed():
-        for key, value in place.changes():
-            made = {id(t): m for t in tensors_in(value) if id(t) not in held and (m := provenance.maker(t)) is not None}
-            plain = type(value) in SCALARS
-            text = place.name(key)
-            if not (made or plain):
-                continue
-            inside = place.module and not place.outside
-            owner = {name for name in names if inside and is_below(place.text, name)}
-            if plain and not owner.isdisjoint(real):
-                value = Absent.at(text)
-            makers = {m.unit for m in made.values()} if made else owner
-            wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and _nested(value, t)]
-            if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):
-                wanted = []
-            small = [t for t in wanted if has_node(t)]
-            to_open |= {u for t in wanted if not has_node(t) and (u := made[id(t)].unit) in names - grain.shut}
-            whole = makers and all(makers)
-            found.append(Left(place, key, value, frozenset(makers if whole else ()), tuple(small)))
-    if to_open:
-        texts = ", ".join(sorted(to_open)[:4])
-        raise Learned(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
-    return found
-
-
-def _nested(value: Any, tensor: Tensor) -> bool:
+def is_nested(value: Any, tensor: Tensor) -> bool:
     """Whether a tensor is only inside containers that can be rebuilt."""
     if type(value) in SEQUENCES:
-        return any(_nested(item, tensor) for item in value)
+        return any(is_nested(item, tensor) for item in value)
     if type(value) is dict:
-        return any(_nested(item, tensor) for item in value.values())
+        return any(is_nested(item, tensor) for item in value.values())
     return value is tensor
 
 
