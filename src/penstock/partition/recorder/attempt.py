@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
-from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, has_global_backward_hooks, quiet
+from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, generator_of, has_global_backward_hooks, quiet
 from penstock._base.marks import calling_at_marks
 from penstock._base.trees import Flat, flatten, unflatten
 from penstock.errors import PartitionError
@@ -57,9 +57,11 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[in
     snapshot, reach = Snapshot(model), None
     try:
         with untouched_generators(), ExitStack() as stack:
-            torch.default_generator.manual_seed(SEED)
+            device = _device_of(given, model)
+            for generator in (torch.default_generator, generator_of(device)):
+                generator.manual_seed(SEED)
             _refuse_backward_hooks(model, attempt.units)
-            loan = Loan(model, fake_mode(), _device_of(given, model))
+            loan = Loan(model, fake_mode(), device)
             reach = Reach(model)
             recorder = Recorder(attempt, loan, reach, choices, unknown)
             stack.callback(recorder.observer.restore)
@@ -140,7 +142,7 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
     modules = [u.module for u in recorder.units.values()]
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
-            with _without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
+            with _without_validation(), intercepted(modules, recorder.call_unit), recorder:
                 with mapped_functions(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -258,7 +260,6 @@ def _finish(recorder: Recorder, result: Any, left: Collection[Left], grain: Grai
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
         memory=dict(recorder.observer.held),
         drawing=dict(sorted(recorder.drawing.items())),
-        calls={name: entered.get(name, ()) for name in sorted(recorder.drawing)},
         entered=entered,
         device=recorder.entry.device,
         guards=tuple(replace(guard, is_free=n in free) for n, guard in enumerate(recorder.guards)),
@@ -286,21 +287,13 @@ def _input_name(model: nn.Module, path: str) -> str:
 
 
 @contextmanager
-def _without_validation(made: Callable[[], None]) -> Iterator[None]:
-    """Keeps distributions from checking arguments, which reads values, unless told to. Calls `made` instead."""
-    checks, own = Distribution._validate_args, Distribution.__init__
-
-    def noting(self: Distribution, *args: Any, **kwargs: Any) -> None:
-        if checks:
-            made()
-        own(self, *args, **kwargs)
-
+def _without_validation() -> Iterator[None]:
+    """Keeps distributions from checking arguments, which reads values, unless told to."""
+    checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
-    Distribution.__init__ = noting  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Distribution.__init__ = own  # type: ignore[method-assign]
         Distribution.set_default_validate_args(checks)
 
 

@@ -265,7 +265,7 @@ class Chance:
             self.refuse(f"a random number as an argument of {function.__name__}")
         given, named = book.arguments(args, kwargs)
         with book.pause():
-            if not self._known.are_known(args, kwargs):
+            if self._known.unknown(args, kwargs):
                 raise PartitionError(
                     f"{book.here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
                     "are not known when the forward is recorded. Switch it off, or do it outside of the model"

@@ -30,10 +30,9 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
-from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard, ancestors, make_guard
 from penstock.partition.recording.result_checks import Returned
-from penstock.partition.run.known_values import KnownValues
+from penstock.partition.run.known_values import CallResult, KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
 from penstock.partition.state.left_behind import attributes_of, taken
@@ -107,7 +106,7 @@ class Recorder(Writer, TorchFunctionMode):
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is torch.ops.higher_order.cond:  # which trains only as `torch.cond` calls it
             function = torch.cond
-        # Functions that only run later, such as hooks, are refused if they hold tensors.
+        # Hooks, which only run later, are refused.
         given = flatten((args, kwargs)).leaves if calls.name_of(function) not in calls.REFUSED else ()
         if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in given):
             function, args, kwargs = calls.called, apart((function, *args)), apart(kwargs)
@@ -118,9 +117,6 @@ class Recorder(Writer, TorchFunctionMode):
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 self._shapes_read(args, kwargs)
                 return function(*args, **kwargs)
-            seen = self._seen.get(id(args[0])) if function is Tensor.register_hook else None
-            if seen is not None and not seen[1].users:  # whatever uses it comes after the hook's node
-                return self._hook(seen[1], *args, **kwargs)
             why = calls.refusal(function, args, kwargs)
             if why is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
                 raise Obstacle(
@@ -132,24 +128,18 @@ class Recorder(Writer, TorchFunctionMode):
                 raise Obstacle(f"{self.here()} {why}, which cannot be replayed on a stage", self.scope)
             if calls.gradient_wanted(function, args, kwargs) is not None:
                 return self._take_gradient(function, args, kwargs)
-            stale = self._stale_gradient(args, kwargs)
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
-            with self._running(args, kwargs) as call:
-                try:
-                    result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
-                except DATA_DEPENDENT as error:
-                    return self._read_held(calls.target_of(function, args, kwargs), error)
+            target = calls.target_of(function, args, kwargs)
+            try:
+                result, drew, writes, reads_inputs = self._run(function, *plain, is_unknown=by_chance)
+            except DATA_DEPENDENT as error:
+                return self._read_held(target, error)
             if not (isinstance(result, Tensor) or reads_inputs):
                 self._shapes_read(args, kwargs)
-            self._check_seeds(drew, self.here())
-            self.side_channels.check_call(call)
-            target = calls.target_of(function, args, kwargs)
             if by_chance and not holds_tensors(result):
                 self.chance.refuse("a random number in a call that gives no tensor")
             if writes or holds_tensors(result):
-                if stale:
-                    raise PartitionError(stale)
                 self._write(target, "call", result, bool(drew), writes)
             if reads_inputs:
                 self._guard(target, result, args, kwargs)
@@ -205,14 +195,6 @@ class Recorder(Writer, TorchFunctionMode):
             self._see(tensor, node)
         return result
 
-    def _hook(self, node: fx.Node, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        """Records that an activation has a hook on its gradient from here on."""
-        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        hooked = self.graph.call_function(calls.hooked, (node, self.argument(hook)))
-        self._fact(hooked, "call", tensor)
-        self._see(tensor, hooked)
-        return handle
-
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replaces a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
@@ -221,9 +203,6 @@ class Recorder(Writer, TorchFunctionMode):
         if self.chance.held and holds_drawn((args, kwargs)):
             self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
         with self.pause():
-            stale = self._stale_gradient(args, kwargs)
-            if stale:
-                raise PartitionError(stale)
             leaves = flatten((args, kwargs)).leaves
             for leaf in leaves:
                 if (refusal := self._hidden(leaf)) is not None:
@@ -231,7 +210,7 @@ class Recorder(Writer, TorchFunctionMode):
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
-            seeded, first_call = self.observer.is_seeded, len(self.observer.calls)
+            seeded, first_call = self.observer.seed_is_set, len(self.observer.calls)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self.side_channels.run_unit(
                     unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
@@ -246,12 +225,13 @@ class Recorder(Writer, TorchFunctionMode):
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
             with self._passing(given, unit):
                 target = calls.Target("call_module", unit.name, *self.arguments(args, kwargs))
-                fact = self._write(target, "unit", result, False, writes)
+                node = self._write(target, "unit", result, False, writes)
+            fact = self.facts[node]
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments come before it
             fact.depends_on_values = unit.name in self.real
             self.returned.note(fact, result)
             if fact.depends_on_values:
-                self._take_out(fact, unit)
+                self._take_out(node, unit)
             return result
 
     def mark(self, called: Callable[[], object]) -> None:
@@ -270,9 +250,8 @@ class Recorder(Writer, TorchFunctionMode):
                 raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
             self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
-    def _take_out(self, fact: Fact, unit: Unit) -> None:
+    def _take_out(self, node: fx.Node, unit: Unit) -> None:
         """Writes a node that reads what a unit that cannot be opened left in attributes."""
-        node = next(node for node in reversed(self.facts) if self.facts[node] is fact)
         for attribute, value in attributes_of(unit.module, unit.name, self.taken):
             if self._is_new(value):
                 self.taken.add(attribute.name)
@@ -289,12 +268,17 @@ class Recorder(Writer, TorchFunctionMode):
             with self.observer.in_function():
                 return original(*args, **kwargs)
         with self.pause(), self.observer.in_function():
-            with self._running(args, kwargs) as call:
-                result, drew, writes, _ = self.known.run(original, args, kwargs)
-            self._check_seeds(drew, self.here())
-            self.side_channels.check_call(call)
+            result, drew, writes, _ = self._run(original, args, kwargs)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
+        """Runs a call that is no unit, and checks what it drew and read."""
+        with self._running(args, kwargs) as call:
+            found = self.known.run(function, args, kwargs, is_unknown=is_unknown)
+        self._check_seeds(found.drew, self.here())
+        self.side_channels.check_call(call)
+        return found
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
@@ -307,7 +291,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     def _check_seeds(self, drew: Collection[Any], here: str) -> None:
         """Raises Obstacle if a recorded call drew after the forward had seeded the generator."""
-        if drew and self.observer.is_seeded:
+        if drew and self.observer.seed_is_set:
             raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", self.scope)
 
     def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
@@ -344,11 +328,3 @@ class Recorder(Writer, TorchFunctionMode):
         ran = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._why_real.items()]
         real = [f"{which} ran once for real, on made-up inputs: fake tensors will not do ({why})" for which, why in ran]
         return tuple(dict.fromkeys([*real, *self.notes]))
-
-    def note_unchecked(self) -> None:
-        """Notes that the arguments of a distribution made outside the units are not checked."""
-        if not self.is_paused:
-            self.notes.append(
-                f"the distribution at {source.current_line()} is recorded as if validate_args=False, since its checks "
-                "read values"
-            )

@@ -126,10 +126,6 @@ class KnownValues:
         self._keep([t for t in leaves if not t.is_floating_point()], from_inputs)
         return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
 
-    def are_known(self, args: Any, kwargs: Any) -> bool:
-        """Whether the values of all tensors among these arguments are known."""
-        return all(id(leaf) in self._real for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
-
     def _filled(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
         """Whole numbers that fill a tensor like another one, whose values do not matter: wav2vec 2.0 makes its mask of
         ones like the sound, and counts them for its loss. None for any other call."""

@@ -7,15 +7,14 @@ fine.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from penstock._base.compat import FakeTensor, generator_of, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, storage_of, unset_fake_temporarily
 from penstock._base.trees import map_tensors
 from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
@@ -47,7 +46,7 @@ def run_for_real(
     """
     device, stand_ins = loan.device, _StandIns(loan)
     snapshot = Snapshot(unit.module)
-    with unset_fake_temporarily() as mode, _same_draws(device):
+    with unset_fake_temporarily() as mode:
         try:
             with observer.trial():  # making up tensors writes to them
                 real_args, real_kwargs = map_tensors(stand_ins.real, (args, kwargs))
@@ -64,9 +63,7 @@ def run_for_real(
             ) from error
         finally:
             wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
-            snapshot.restore(
-                lambda value: isinstance(value, PLAIN) or id(value) in wanted or _is_made_to_learn(observer, value)
-            )
+            snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in wanted or _learns(value))
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written = stand_ins.written(observer, seen)
     back = _back_to_fakes(stand_ins.pairs, mode, device)
@@ -122,29 +119,10 @@ class _StandIns:
         return frozenset(written)
 
 
-def _is_made_to_learn(observer: Observer, value: Any) -> bool:
-    """Whether an attribute was set to something that the unit made and that requires a gradient, such as a loss term.
-
-    It stays, so that code that finds it can be told where it came from.
-    """
-    tensors = list(tensors_in(value))
-    return any(t.requires_grad for t in tensors) and all(map(observer.maker, tensors))
-
-
-@contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
-    """Makes made-up values and draws the same in every run, so that runs can be compared."""
-    seed = torch.initial_seed()
-    generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            if generator.initial_seed() == seed:  # otherwise the unit set the seed, which must stay visible
-                generator.set_state(state)
+def _learns(value: Any) -> bool:
+    """Whether an attribute was set to something that requires a gradient, such as a loss term. It stays, so that code
+    that finds it can be told where it came from."""
+    return any(t.requires_grad for t in tensors_in(value))
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:

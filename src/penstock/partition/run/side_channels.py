@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import FakeTensor, quiet, storage_of, unset_fake_temporarily
-from penstock._base.trees import flatten, map_tensors
+from penstock._base.trees import flatten, leaf_tensors, map_tensors
 from penstock._base.words import shortened
 from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.state.assumptions import words_of_class
 from penstock.partition.state.carried_over import carried
-from penstock.partition.state.left_behind import EVERY, SCALARS, SMALL, Absent, Left, is_nested
+from penstock.partition.state.left_behind import EVERY, SCALARS, SMALL, Absent, Left
 from penstock.partition.state.reach import Holder, Reach, in_context, is_below
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.units import Grain, Learned, Unit
@@ -87,12 +87,6 @@ class SideChannels:
                 "Pass what it needs as an argument",
                 opened=opened,
             )
-
-    def open_maker(self, tensor: Tensor, refusal: str) -> None:
-        """Raises Learned if a unit made a tensor that has no node and is used by a call outside it."""
-        made = self._observer.maker(tensor)
-        if made is not None and made.call.unit in self._units:
-            raise Learned(f"{refusal}. It was made in {made}", opened=[made.call.unit])
 
     def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Run) -> Any:
         """Calls `run(args, kwargs)` for a unit and returns its result.
@@ -225,12 +219,12 @@ class SideChannels:
             made = {id(t): m.call.unit for t in tensors_in(value) if (m := self._observer.maker(t)) is not None}
             if not made and type(value) not in SCALARS:
                 continue
-            text = place.name(key)
+            text, value = place.name(key), [*value] if key is None else value
             inside = place.module and not place.outside
             makers = {*made.values()} or {name for name in self._units if inside and is_below(place.text, name)}
             if not made and not makers.isdisjoint(real):
                 value = Absent.at(text)
-            wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and is_nested(value, t)]
+            wanted = [t for t in leaf_tensors(value) if id(t) in made and t.numel() <= SMALL]
             if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):
                 wanted = []
             to_open |= {made[id(t)] for t in wanted if not has_node(t)} & (self._units.keys() - grain.shut)

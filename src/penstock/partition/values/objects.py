@@ -22,9 +22,6 @@ CONSTANTS = (
 )
 """Types whose values a graph can print."""
 
-OPAQUE = "holds tensors"
-"""In the `meta` of a node whose result is not a tensor but hides tensors: the name of its type."""
-
 HIDDEN = 2000
 """How many objects to search inside one that cannot be taken apart."""
 

@@ -157,11 +157,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # most calls only ask for a device
             return func(*args, **kwargs)
         is_plain = isinstance(func, torch._ops.OpOverload)
-        writing = self._effects(func, args, kwargs) if is_plain and has_effects(func) else []
+        traits = traits_of(func)
+        writing = self._effects(func, traits, args, kwargs) if is_plain and (traits.draws or traits.writes) else []
         given = tensors_of((*args, *kwargs.values()))
         taken = self.read(given)
-        if not (is_plain and _is_view(func)):
-            if is_plain and (func._opname in OVERWRITES or "out" in written_arguments(func)):
+        if not traits.is_view:
+            if traits.overwrites:
                 self._overwritten |= self.roots(t for t in writing if t.numel() * t.itemsize == size_of(t))
             self.looked_at |= {*taken} - self._overwritten
         for tensor in writing:
@@ -170,7 +171,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.exchanging(args[0]) if sets else nullcontext():
             result = func(*args, **kwargs)
         made = tensors_of(result if isinstance(result, (list, tuple)) else (result,))
-        self._note_made(func, taken, made)
+        self._note_made(func, traits, taken, made)
         if is_plain:
             trains = self._inside_function or torch.is_grad_enabled()
             self.work += work_of(Operation(func, args, kwargs, result), given, made, trains)
@@ -178,15 +179,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- what is drawn and written ----------------------------------------------------------------------------------
 
-    def _effects(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    def _effects(self, func: Any, traits: Traits, args: Any, kwargs: Any) -> list[Tensor]:
         """Notes that an operator draws, and returns the tensors that it writes to."""
         writing: list[Tensor] = []
         names = argument_names(func)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if is_seeded(func) and ("dropout_p" not in names or given.get("dropout_p")):
+        if traits.draws and ("dropout_p" not in names or given.get("dropout_p")):
             self._check_generator(given.get("generator"))
             self.draw()
-        for name in written_arguments(func):
+        for name in traits.writes:
             value = given.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
@@ -236,7 +237,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- seeds and generators ---------------------------------------------------------------------------------------
 
     @property
-    def is_seeded(self) -> bool:
+    def seed_is_set(self) -> bool:
         """Whether the forward seeds torch's generator, or has set its state: it wants particular numbers, and recorded
         draws come from keyed streams."""
         return torch.default_generator.initial_seed() != SEED
@@ -307,18 +308,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begins to note anew whose contents are taken."""
         self.looked_at, self._overwritten = set(), set()
 
-    def _note_made(self, operator: Any, roots: list[int], results: Iterable[Tensor]) -> None:
+    def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
         """Notes what an operator that took `roots` returned."""
-        seeded = is_seeded(operator)
-        fixed = not seeded and self._fixed.issuperset(roots)
-        steady = not seeded and (_takes_shapes(operator) or all(map(self._is_steady_source, roots)))
+        fixed = not traits.draws and self._fixed.issuperset(roots)
+        steady = not traits.draws and (traits.takes_shapes or all(map(self._is_steady_source, roots)))
         for tensor in results:
             root = self.root(tensor)
             (self._fixed.add if fixed else self._fixed.discard)(root)
             (self._steady.add if steady else self._steady.discard)(root)
             if root in roots:
                 continue
-            if (roots and _returns_alias(operator)) or self._is_cached_cast(operator, roots):
+            if (roots and traits.aliases) or self._is_cached_cast(operator, roots):
                 self._alias(tensor, roots[0])
                 continue
             number = storage_of(tensor)
@@ -421,43 +421,42 @@ def is_seeded(operator: Any) -> bool:
 
 
 @functools.cache
-def has_effects(func: Any) -> bool:
-    """Whether an operator draws or writes."""
-    return is_seeded(func) or bool(written_arguments(func))
-
-
-@functools.cache
 def argument_names(func: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
-@functools.cache
-def written_arguments(func: Any) -> tuple[str, ...]:
-    """The arguments that an operator updates in place.
+class Traits(NamedTuple):
+    """What an operator does by its schema.
 
-    These include batch norm's running statistics, although the schemas of some of its operators do not say so.
+    Attributes:
+        draws: whether it draws random numbers, unless its arguments say otherwise.
+        writes: the arguments that it updates in place. These include batch norm's running statistics, although the
+            schemas of some of its operators do not say so.
+        overwrites: whether it takes nothing of what was in the first of them.
+        takes_shapes: whether it uses only the shape and kind of its first argument.
+        aliases: whether it returns another view of its first argument. (Lifting a new constant does not count.)
+        is_view: whether it does, and takes nothing of the contents.
     """
-    return tuple(
+
+    draws: bool
+    writes: tuple[str, ...] = ()
+    overwrites: bool = False
+    takes_shapes: bool = False
+    aliases: bool = False
+    is_view: bool = False
+
+
+@functools.cache
+def traits_of(operator: Any) -> Traits:
+    if not isinstance(operator, torch._ops.OpOverload):
+        return Traits(is_seeded(operator))
+    schema, name = operator._schema, operator._opname
+    writes = tuple(
         argument.name
-        for argument in func._schema.arguments
+        for argument in schema.arguments
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (argument.name in RUNNING and "batch_norm" in func._schema.name)
+        or (argument.name in RUNNING and "batch_norm" in schema.name)
     )
-
-
-@functools.cache
-def _takes_shapes(operator: Any) -> bool:
-    return isinstance(operator, torch._ops.OpOverload) and operator._opname in SHAPES
-
-
-def _is_view(operator: Any) -> bool:
-    """Whether an operator returns another view of its argument, and takes nothing of its contents."""
-    return _returns_alias(operator) and not operator._schema.is_mutable
-
-
-@functools.cache
-def _returns_alias(operator: Any) -> bool:
-    """Whether an operator returns another view of its first argument. (Lifting a new constant does not count.)"""
-    if not isinstance(operator, torch._ops.OpOverload) or operator is torch.ops.aten.lift_fresh.default:
-        return False
-    return any(r.alias_info is not None for r in operator._schema.returns)
+    aliases = any(r.alias_info is not None for r in schema.returns) and name != "lift_fresh"
+    overwrites, is_view = name in OVERWRITES or "out" in writes, aliases and not schema.is_mutable
+    return Traits(is_seeded(operator), writes, overwrites, name in SHAPES, aliases, is_view)
