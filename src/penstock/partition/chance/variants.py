@@ -202,13 +202,10 @@ def _arguments(mine: Any, theirs: Any, base: Recording, other: Recording) -> Ite
     elif isinstance(mine, dict) and isinstance(theirs, dict) and list(mine) == list(theirs):
         yield from _arguments(tuple(mine.values()), tuple(theirs.values()), base, other)
     elif isinstance(mine, slice) and isinstance(theirs, slice):
-        yield from _arguments(_parts(mine), _parts(theirs), base, other)
+        one, two = ((each.start, each.stop, each.step) for each in (mine, theirs))
+        yield from _arguments(one, two, base, other)
     elif type(mine) is not type(theirs) or not (mine is theirs or mine == theirs):
         raise UnlikeError(f"one way passes {reprlib.repr(theirs)} where the other passes {reprlib.repr(mine)}")
-
-
-def _parts(value: slice) -> tuple[Any, ...]:
-    return value.start, value.stop, value.step
 
 
 def _is_same_object(mine: fx.Node, theirs: fx.Node, base: Recording, other: Recording) -> bool:

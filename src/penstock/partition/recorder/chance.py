@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from penstock._base.compat import FakeTensor, unset_fake_temporarily
 from penstock.errors import PartitionError
@@ -155,23 +155,20 @@ class Chance:
         self.is_foreign = False
         """Whether any such number, or a unit, is drawn from Python's or numpy's generators."""
 
-    def read(self, function: Any, args: Any) -> tuple[bool, Any]:
-        """Whether a call asks for a value that chance alone decides and, if so, the answer."""
+    def read(self, function: Any, args: Any) -> Any:
+        """The answer to a call that asks for a value which chance alone decides; None for any other call."""
         name = getattr(function, "__name__", "")
-        if name not in ("__bool__", "item", "equal", "is_nonzero") or not any(isinstance(a, FakeTensor) for a in args):
-            return False, None
-        nodes = tuple(self._book.node_of(a) for a in args if isinstance(a, Tensor) and self._book.is_seen(a))
-        if len(nodes) < len(args) or not self._is_chance(nodes):
-            return False, None
-        if name == "__bool__":
-            return True, self.decide(nodes[0])
-        is_equal = name == "equal"
-        value = self._number("call_function" if is_equal else "call_method", torch.equal if is_equal else name, nodes)
-        return True, value if name == "item" else bool(value)
+        asked = args[0] if args and name in ("__bool__", "item") else None
+        if not isinstance(asked, FakeTensor) or not self._book.is_seen(asked):
+            return None
+        node = self._book.node_of(asked)
+        if not self._is_chance(node):
+            return None
+        return self.decide(node) if name == "__bool__" else self._number("call_method", name, (node,))
 
-    def _is_chance(self, nodes: Sequence[fx.Node]) -> bool:
-        """Whether values depend on draws alone: not on inputs, parameters or what blocks compute."""
-        facts, draws, stack, seen = self._book.facts, False, [*nodes], {*nodes}
+    def _is_chance(self, node: fx.Node) -> bool:
+        """Whether a value depends on draws alone: not on inputs, parameters or what blocks compute."""
+        facts, draws, stack, seen = self._book.facts, False, [node], {node}
         while stack:
             one = stack.pop()
             fact = facts[one]

@@ -110,8 +110,7 @@ class Recorder(Writer, TorchFunctionMode):
         given = flatten((args, kwargs)).leaves if calls.name_of(function) not in calls.REFUSED else ()
         if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in given):
             function, args, kwargs = calls.called, apart((function, *args)), apart(kwargs)
-        is_answer, answer = self.chance.read(function, args)
-        if is_answer:
+        if (answer := self.chance.read(function, args)) is not None:
             return answer
         with self.pause():
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
@@ -238,17 +237,14 @@ class Recorder(Writer, TorchFunctionMode):
         """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
         for the current microbatch outside units."""
         unit = self.observer.call.unit
-        if threading.get_ident() == self._thread:
-            if called is not cut and unit:
-                return
-            if called is not cut:
-                why = f"{source.current_line()} calls penstock.{called.__name__}(), whose value would be frozen"
-                raise Obstacle(
-                    why, self.scope, otherwise="Call it in a module of its own, and name that in leaves=[...]"
-                )
-            if unit:
-                raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
-            self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
+        if threading.get_ident() != self._thread or (unit and called is not cut):
+            return
+        if called is not cut:
+            why = f"{source.current_line()} calls penstock.{called.__name__}(), whose value would be frozen"
+            raise Obstacle(why, self.scope, otherwise="Call it in a module of its own, and name that in leaves=[...]")
+        if unit:
+            raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+        self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _take_out(self, node: fx.Node, unit: Unit) -> None:
         """Writes a node that reads what a unit that cannot be opened left in attributes."""

@@ -14,9 +14,9 @@ import enum
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from inspect import getattr_static
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ DEPTH = 4
 """How deep to look into nested objects."""
 LENGTH = 64
 """Longer containers are compared by identity only."""
-CLOSED = (Tensor, nn.Module, ModuleType, type, FunctionType)
+CLOSED = (Tensor, nn.Module, ModuleType, type, FunctionType, MethodType, partial)
 """Types of objects that are compared by identity."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 NEW = object()
@@ -195,11 +195,7 @@ def _parts(value: Any) -> dict[str, Any] | None:
         held = {str(index): part for index, part in enumerate(value)}
     elif isinstance(value, dict):
         held = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): part for key, part in value.items()}
-    elif (
-        isinstance(value, CLOSED)
-        or package_of(type(value).__module__) in ("torch", "_thread", "_io")
-        or not hasattr(value, "__dict__")
-    ):
+    elif isinstance(value, CLOSED) or package_of(type(value).__module__) == "torch" or not hasattr(value, "__dict__"):
         return None
     return {**held, **getattr(value, "__dict__", {})} if len(held) <= LENGTH else None
 
