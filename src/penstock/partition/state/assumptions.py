@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import getattr_static
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,9 @@ DEPTH = 4
 """How deep to look into nested objects."""
 LENGTH = 64
 """Longer containers are compared by identity only."""
-CLOSED = (Tensor, nn.Module, ModuleType, type, FunctionType, MethodType, partial)
+LARGEST_ARRAY = 2**16
+"""Arrays with more bytes, too."""
+CLOSED = (Tensor, nn.Module, ModuleType, type, FunctionType)
 """Types of objects that are compared by identity."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 NEW = object()
@@ -180,6 +184,10 @@ def _look(
     kind = type(value)
     if isinstance(value, COMPARABLE):
         found[path] = kind, _hashable(value)
+    elif isinstance(value, (np.generic, np.ndarray)) and value.nbytes <= LARGEST_ARRAY:
+        found[path] = kind, value.dtype.str, value.shape, value.tobytes()
+    elif isinstance(value, (set, frozenset)) and len(value) <= LENGTH:
+        found[path] = kind, frozenset(_hashable(i) if isinstance(i, COMPARABLE) else number(i) for i in value)
     elif depth and id(value) not in above and (parts := _parts(value)) is not None:
         found[path] = kind, len(parts)
         for key, part in parts.items():
@@ -189,15 +197,20 @@ def _look(
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """The contents of a list, tuple, dict or plain object; None for anything else, and for what has too many."""
+    """The contents of a list, tuple, dict or object; None for what shows none, and for what has too many."""
     held: dict[str, Any] = {}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         held = {str(index): part for index, part in enumerate(value)}
     elif isinstance(value, dict):
         held = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): part for key, part in value.items()}
-    elif isinstance(value, CLOSED) or package_of(type(value).__module__) == "torch" or not hasattr(value, "__dict__"):
+    elif isinstance(value, CLOSED) or package_of(type(value).__module__) in ("torch", "_thread", "_io"):
         return None
-    return {**held, **getattr(value, "__dict__", {})} if len(held) <= LENGTH else None
+    if len(held) > LENGTH:
+        return None
+    kinds = [cls for cls in type(value).__mro__ if "__slots__" in vars(cls) or cls in (MethodType, partial)]
+    slots = [name for cls in kinds for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType)]
+    held |= {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    return held if held or isinstance(value, (list, tuple, deque, dict)) else None
 
 
 def _is_ours(hook: Any) -> bool:
