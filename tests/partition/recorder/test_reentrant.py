@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import penstock
+from scaffolding.models import squared_error
 from scaffolding.proofs import proven
 
 Pass = Callable[["Checkpointed", Tensor], Any]
@@ -52,7 +54,27 @@ def _no_gradient_enters(model: Checkpointed, x: Tensor) -> Tensor:
     return model.first(x)
 
 
+def _twice(model: Checkpointed, x: Tensor) -> Any:
+    return _older(model.first, model.first(x))
+
+
+def _weight_twice(model: Checkpointed, x: Tensor) -> Any:
+    return _older(lambda x: model.first(x) * model.last.weight.sum(), model.first(x))
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("way", [_sequential, _closure, _no_gradient_enters])
 def test_blocks_in_older_checkpoints_are_exact(way: Pass) -> None:
     proven(lambda: Checkpointed(way), torch.randn(8, 4), torch.randn(8, 4), ranks=2, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        (_twice, r"'first\.weight' is used in .* and outside of it.* use_reentrant=False"),
+        (_weight_twice, r"used in .* and outside of it.* use_reentrant=False"),
+    ],
+)
+def test_what_an_older_checkpoint_would_train_otherwise_is_refused(way: Pass, words: str) -> None:
+    with pytest.raises(penstock.PartitionError, match=words):
+        penstock.pipeline(Checkpointed(way), (torch.randn(8, 4),), loss=squared_error, ranks=2, microbatches=4)

@@ -5,6 +5,7 @@ One of them is torch's older checkpoint, which is treated as the newer one, whos
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from penstock._base.compat import flex_attention
+from penstock.errors import PartitionError
+from penstock.partition import source
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recording.calls import called
 
@@ -23,11 +26,11 @@ from penstock.partition.recording.calls import called
 @contextmanager
 def autograd_functions(recorder: Recorder) -> Iterator[None]:
     """Sends `Function.apply` to the recorder, so that a custom function is one call."""
-    own = torch.autograd.Function.__dict__["apply"]
+    own, older = torch.autograd.Function.__dict__["apply"], OlderCheckpoints(recorder)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction and not recorder.is_paused:
-            return _older_checkpoint(*args)
+            return older.run(*args)
         return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
 
     bound = list(_bound(own, recorder))
@@ -36,6 +39,7 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
         names[name] = MethodType(apply, method.__self__)
     try:
         yield
+        older.check()
     finally:
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
         for names, name, method in bound:
@@ -74,10 +78,42 @@ def _is_apply(method: Any, own: Any) -> bool:
     return isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and method == own.__get__(None, cls)
 
 
-def _older_checkpoint(function: Any, preserves_generators: bool, *args: Any) -> Any:
-    """What torch's older checkpoint (`use_reentrant=True`, its default) computes, by the newer one, whose calls can be
-    recorded. It trains nothing if none of its arguments requires a gradient."""
-    if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserves_generators)
-    with torch.no_grad():
-        return function(*args)
+class OlderCheckpoints:
+    """torch's older checkpoints (`use_reentrant=True`, its default), recorded as the newer one.
+
+    Both compute the same values. But the older one trains nothing if none of its arguments requires a gradient, and
+    adds its gradients to `.grad` separately, so the terms of a weight that is also used elsewhere come in another order.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._ran: list[tuple[str, range]] = []  # each one's line, and the numbers of its calls
+
+    def run(self, function: Any, preserves_generators: bool, *args: Any) -> Any:
+        """Runs an older checkpoint, as `CheckpointFunction.apply` would."""
+        if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():
+                return function(*args)
+        line, first = source.current_line(), self._recorder.observer.position
+        result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserves_generators)
+        self._ran.append((line, range(first, self._recorder.observer.position)))
+        return result
+
+    def check(self) -> None:
+        """Raises PartitionError for weights that are also used elsewhere. Call this when the forward has ended."""
+        loan, facts, uses = self._recorder.loan, self._recorder.facts, defaultdict[str, set[int]](set)
+        for node, fact in facts.items() if self._ran else ():
+            modules, at = map(self._recorder.model.get_submodule, fact.units), {fact.index}
+            held = [parameter for module in modules for parameter in module.parameters()]
+            if fact.kind == "parameter":
+                held, at = [loan.fakes[str(node.target)]], {facts[user].index for user in node.users}
+            for name in (loan.names[id(tensor)] for tensor in held if tensor.requires_grad):
+                uses[name] |= at
+        for line, calls in self._ran:
+            for name, at in uses.items():
+                if not at.isdisjoint(calls) and not at.issubset(calls):
+                    raise PartitionError(
+                        f"{name!r} is used in the torch.utils.checkpoint at {line} and outside of it, and "
+                        "use_reentrant=True, its default, adds up such gradients in an order of its own. Pass it "
+                        "use_reentrant=False"
+                    )
