@@ -82,7 +82,8 @@ class OlderCheckpoints:
     """torch's older checkpoints (`use_reentrant=True`, its default), recorded as the newer one.
 
     Both compute the same values. But the older one trains nothing if none of its arguments requires a gradient, and
-    adds its gradients to `.grad` separately, so the terms of a weight that is also used elsewhere come in another order.
+    adds its gradients to `.grad` separately, so the terms of a weight that is also used elsewhere come in another
+    order.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -104,7 +105,7 @@ class OlderCheckpoints:
         loan, facts, uses = self._recorder.loan, self._recorder.facts, defaultdict[str, set[int]](set)
         for node, fact in facts.items() if self._ran else ():
             modules, at = map(self._recorder.model.get_submodule, fact.units), {fact.index}
-            held = [parameter for module in modules for parameter in module.parameters()]
+            held: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
             if fact.kind == "parameter":
                 held, at = [loan.fakes[str(node.target)]], {facts[user].index for user in node.users}
             for name in (loan.names[id(tensor)] for tensor in held if tensor.requires_grad):
