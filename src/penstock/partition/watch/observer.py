@@ -92,7 +92,7 @@ class Foreign:
 class Mark(NamedTuple):
     """A point of a recording; see `Observer.mark`."""
 
-    sizes: tuple[int, int, int, int]
+    sizes: tuple[int, int, int]
     drew: list[nn.Module | None]
     written: dict[int, Any]
     work: int
@@ -352,27 +352,27 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.call = before
 
     def mark(self) -> Mark:
-        """What has been noted so far; `rollback` forgets what came since, apart from where tensors come from."""
-        sizes = len(self.stack), len(self.calls), len(self.returned), len(self._kept)
+        """What has been noted so far; `rollback` forgets what came since, apart from where tensors come from: hooks may
+        have kept what modules returned."""
+        sizes = len(self.stack), len(self.calls), len(self._kept)
         return Mark(sizes, self._drew.copy(), self._written.copy(), self.work)
 
     def rollback(self, mark: Mark) -> None:
-        depth, called, returned, kept = mark.sizes
+        depth, called, kept = mark.sizes
         del self.stack[depth:], self.calls[called:]
-        for key in list(self.returned)[returned:]:
-            del self.returned[key]
         self._kept[kept:] = [one for one in self._kept[kept:] if isinstance(one, WeakStorage)]
         self._drew, self._written, self.work = mark.drew, mark.written, mark.work
 
     @contextmanager
     def trial(self) -> Iterator[None]:
         """A context for operators that are none of the forward's."""
-        mark = self.mark()
+        mark, returned = self.mark(), self.returned.copy()
         self.take()
         try:
             yield
         finally:
             self.rollback(mark)
+            self.returned = returned
             self.foreign = {key: foreign for key, foreign in self.foreign.items() if key[0] >= 0}
 
     @contextmanager
