@@ -14,13 +14,21 @@ from penstock.partition.run.loan import Loan
 from penstock.partition.state.reach import Reach
 
 
+class Registry(dict[str, int]):
+    """A dict by another name, with an attribute besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+
 class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
         self.one, self.other = [object()], list[object]()
         self.by_name = {"a": object(), "b": object()}
-        self.kinds = {1, 2}
+        self.kinds, self.registry = {1, 2}, Registry()
         self.tensor = torch.ones(2)
 
 
@@ -40,6 +48,8 @@ CHANGES: dict[str, Callable[[Holder], object]] = {
     "name": _rename,
     "item from list to list": lambda holder: holder.other.append(holder.one.pop()),
     "set": lambda holder: holder.kinds.add(3),
+    "entry of a class derived from dict": lambda holder: holder.registry.update(a=1),
+    "attribute of a class derived from dict": lambda holder: setattr(holder.registry, "total", 1),
 }
 
 

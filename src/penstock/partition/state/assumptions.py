@@ -15,15 +15,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from inspect import getattr_static
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock._base.trees import fields
 from penstock.partition.state.library import OF_TORCH, functions_of, package_of
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
@@ -203,13 +204,13 @@ def _parts(value: Any) -> dict[str, Any] | None:
         held = {str(index): part for index, part in enumerate(value)}
     elif isinstance(value, dict):
         held = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): part for key, part in value.items()}
+    elif isinstance(value, MethodType):
+        held = {"self": value.__self__, "function": value.__func__}
     elif isinstance(value, CLOSED) or package_of(type(value).__module__) in ("torch", "_thread", "_io"):
         return None
     if len(held) > LENGTH:
         return None
-    kinds = [cls for cls in type(value).__mro__ if "__slots__" in vars(cls) or cls in (MethodType, partial)]
-    slots = [name for cls in kinds for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType)]
-    held |= {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    held |= fields(value)  # a partial's, too
     return held if held or isinstance(value, (list, tuple, deque, dict)) else None
 
 
