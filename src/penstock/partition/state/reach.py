@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -269,13 +269,26 @@ def is_of_others(module: str) -> bool:
     return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)
 
 
-_KINDS = (list, deque, dict, OrderedDict, defaultdict, set)
+_KINDS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
+_HARMLESS = {"__doc__", "__init__", "__new__", "__repr__"}
+"""The methods that a subclass may override nevertheless."""
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value is a list, a deque, a dict or a set. The entries of others, with methods of their own, are not
-    looked at."""
-    return type(value) in _KINDS
+    """Whether a value is a list, a deque, a dict or a set.
+
+    A subclass counts too, unless it overrides a method of its base: then even copying it may have side effects.
+    """
+    return _is_kind(type(value))  # type: ignore[arg-type]  # mypy: a class of Any has no hash
+
+
+@functools.cache
+def _is_kind(kind: Any) -> bool:
+    base = next((each for each in kind.__mro__ if each in (list, dict, set)), None)
+    if kind in _KINDS or base is None:
+        return kind in _KINDS
+    methods = vars(base).keys() - _HARMLESS
+    return all(methods.isdisjoint(vars(each)) for each in kind.__mro__[: kind.__mro__.index(base)])
 
 
 def refill(container: Any, contents: Any) -> None:
