@@ -40,32 +40,43 @@ def carried(kinds: Collection[type[nn.Module]]) -> Mapping[str, CarriedOver]:
 
 @cache
 def _carried(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
-    counts: dict[str, bool] = {}
+    counts: dict[tuple[str, type], bool] = {}
     reads: dict[str, str] = {}
-    begun: set[str] = set()  # what a forward sets before anything reads it
+    begun: set[tuple[str, type]] = set()  # what a forward sets before anything reads it, in itself or in any object
     for kind in sorted(classes, key=lambda kind: kind.__qualname__):
         for name, code in ((name, f.__code__) for name, member in vars(kind).items() for f in functions_of(member)):
             lines: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
-            for attribute, line, sets in _accesses(code) if name != "__init__" else ():
+            own: set[str] = set()
+            for attribute, line, sets, of_self in _accesses(code) if name != "__init__" else ():
+                own |= {attribute} if of_self and attribute not in lines else set()
                 lines[attribute].append((line, sets))
             for attribute, accesses in lines.items():
                 loads, stores = ({line for line, is_store in accesses if is_store is kind} for kind in (False, True))
                 if accesses[0][1]:
-                    begun |= {attribute} if name == "forward" else set()
+                    begun |= {(attribute, kind if attribute in own else object)} if name == "forward" else set()
                 elif stores:
-                    counts[attribute] = counts.get(attribute, False) or bool(loads & stores)
+                    counts[attribute, kind] = counts.get((attribute, kind), False) or bool(loads & stores)
                 for line in sorted(loads - stores):
                     reads.setdefault(attribute, f"{code.co_filename}:{line}")
-    return {name: CarriedOver(counts[name], reads[name]) for name in counts.keys() & reads.keys() - begun}
+    for each in begun:
+        for other in [other for other in counts if other[0] == each[0]]:
+            if issubclass(each[1], other[1]) or issubclass(other[1], each[1]):
+                del counts[other]
+    return {
+        name: CarriedOver(any(made for (other, _), made in counts.items() if other == name), reads[name])
+        for name in {name for name, _ in counts} & reads.keys()
+    }
 
 
-def _accesses(code: CodeType) -> Iterator[tuple[str, int, bool]]:
-    """Each attribute that code reads or sets, in order: its name, the line, and whether it is set."""
-    line = code.co_firstlineno
+def _accesses(code: CodeType) -> Iterator[tuple[str, int, bool, bool]]:
+    """Each attribute that code reads or sets, in order: its name, the line, whether it is set, and whether it is one of
+    `self`."""
+    line, before = code.co_firstlineno, None
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno if instruction.positions and instruction.positions.lineno else line
         if instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
-            yield instruction.argval, line, instruction.opname == "STORE_ATTR"
+            yield instruction.argval, line, instruction.opname == "STORE_ATTR", before in ("self", ("self",))
+        before = instruction.argval[1:] if isinstance(instruction.argval, tuple) else instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _accesses(constant)
