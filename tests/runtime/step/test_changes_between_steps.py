@@ -7,6 +7,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ class Reader(nn.Module):
         self.table = {"a": [1.0]}
         self.config = SimpleNamespace(inner=SimpleNamespace(t=1.0))
         self.tensor = torch.tensor(1.0)
+        self.array = np.ones(2)
 
     @property
     def of_property(self) -> float:
@@ -80,7 +82,7 @@ class Reader(nn.Module):
             x = x if getattr(layer, "left_out", False) else layer(x) * layer.scale
         for block in self.blocks:
             x = block.strengthened(block(x) * block.scale)
-        x = x * self.of_property
+        x = x * float(self.array[0]) * self.of_property
         factor = self.number * self.table["a"][0] * self.config.inner.t * self.of_class
         bonus = getattr(self, "bonus", 1.0) * (1.0 if options is None else options.t)
         return torch.tanh(x) * float(factor) * self.tensor * bonus
@@ -136,6 +138,7 @@ CHANGES: dict[str, Callable[[Reader], object]] = {
     "hook on the model": lambda m: m.register_forward_hook(doubled),
     "forward of the model": patch_forward,
     "attribute that a method of a block reads": lambda m: setattr(m.blocks[1], "strength", 2.0),
+    "array": lambda m: m.array.fill(2.0),
     "module without parameters": lambda m: setattr(m.blocks[1].linear, "extra", nn.Identity()),
 }
 
