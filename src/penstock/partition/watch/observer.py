@@ -92,7 +92,9 @@ class Foreign:
 class Mark(NamedTuple):
     """A point of a recording; see `Observer.mark`."""
 
-    sizes: tuple[int, int, int]
+    depth: int
+    called: int
+    kept: int
     drew: list[nn.Module | None]
     written: dict[int, Any]
     work: int
@@ -352,15 +354,14 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.call = before
 
     def mark(self) -> Mark:
-        """What has been noted so far; `rollback` forgets what came since, apart from where tensors come from: hooks may
-        have kept what modules returned."""
+        """The running modules, calls, draws, writes and work so far; `rollback` forgets what came since. Where tensors
+        come from and which modules returned them stays known: hooks may have kept them."""
         sizes = len(self.stack), len(self.calls), len(self._kept)
-        return Mark(sizes, self._drew.copy(), self._written.copy(), self.work)
+        return Mark(*sizes, self._drew.copy(), self._written.copy(), self.work)
 
     def rollback(self, mark: Mark) -> None:
-        depth, called, kept = mark.sizes
-        del self.stack[depth:], self.calls[called:]
-        self._kept[kept:] = [one for one in self._kept[kept:] if isinstance(one, WeakStorage)]
+        del self.stack[mark.depth :], self.calls[mark.called :]
+        self._kept[mark.kept :] = [one for one in self._kept[mark.kept :] if isinstance(one, WeakStorage)]
         self._drew, self._written, self.work = mark.drew, mark.written, mark.work
 
     @contextmanager
