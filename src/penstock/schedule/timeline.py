@@ -103,8 +103,11 @@ class Timeline(Drawn):
         for rank, span in ((rank, span) for rank, spans in enumerate(ranks) for span in spans):
             if span.rank != rank:
                 raise ArgumentError(f"{span.action} of rank {span.rank} is in row {rank}; pass one row for each rank")
-        times = [[(s.start_seconds, s.end_seconds, s.waited_seconds) for s in spans] for spans in ranks]
-        made = cls.of_columns([Row([s.action for s in spans]) for spans in ranks], map(_transposed, times))
+        columns = [
+            ([s.start_seconds for s in spans], [s.end_seconds for s in spans], [s.waited_seconds for s in spans])
+            for spans in ranks
+        ]
+        made = cls.of_columns([Row([s.action for s in spans]) for spans in ranks], columns)
         return replace(made, in_turns=in_turns and len(ranks) > 1)
 
     @classmethod
@@ -120,11 +123,15 @@ class Timeline(Drawn):
             ArgumentError: begin, ready and end are not in this order.
         """
         zero = min((of_rank[0][0] for of_rank in times if of_rank), default=0)
-        seconds = [
-            [((ready - zero) / 1e9, (end - zero) / 1e9, (ready - begin) / 1e9) for begin, ready, end in of_rank]
+        columns = (
+            (
+                [(ready - zero) / 1e9 for _, ready, _ in of_rank],
+                [(end - zero) / 1e9 for _, _, end in of_rank],
+                [(ready - begin) / 1e9 for begin, ready, _ in of_rank],
+            )
             for of_rank in times
-        ]
-        made = cls.of_columns(rows, map(_transposed, seconds))
+        )
+        made = cls.of_columns(rows, columns)
         return replace(made, in_turns=in_turns and len(rows) > 1, crowded=crowded)
 
     @classmethod
@@ -256,10 +263,6 @@ class Timeline(Drawn):
         size = f"{counted(self.ranks, 'rank')}, {counted(len(self), 'span')}"
         turns = ", ranks took turns in one process" if self.in_turns else ""
         return f"Timeline({size}, makespan {self.makespan_seconds:g} s{turns})"
-
-
-def _transposed(spans: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-    return [*zip(*spans, strict=True)] or [(), (), ()]
 
 
 def _busy_seconds(track: Track) -> float:
