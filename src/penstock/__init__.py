@@ -85,6 +85,7 @@ moved.update(  # until 0.2
         "penstock.fabric": "penstock.network.fabric",
         "penstock.hardware": "penstock.costs.hardware",
         "penstock.launch": "penstock.distributed.launch",
+        "penstock.runs.reading": "penstock.trace.runs.reader",
         "penstock.runs": "penstock.trace.runs",
         "penstock.search": "penstock.simulate.search",
         "penstock.transformer": "penstock.plan.transformer",

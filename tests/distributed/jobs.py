@@ -20,7 +20,7 @@ import penstock
 from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.runtime.execute import clock
-from penstock.runtime.execute.transports import TransportChoice
+from penstock.runtime.execute.transport_choice import TransportChoice
 from scaffolding.models import GPT, Case, ConvNet, InPlace, OneLayer, SkipsTwice, squared_error, token_error
 from scaffolding.models import llama as tiny_llama
 

@@ -16,7 +16,7 @@ from penstock._base.files import check_writable
 from penstock._base.words import counted
 from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._options import Json, option, output_option, spread
-from penstock.cli._plans import show, show_lack
+from penstock.cli._plan_tables import show, show_lack
 from penstock.cli._target import compute_as_ranks, profile_target, profiles_of
 from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError, check_seconds

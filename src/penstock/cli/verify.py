@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from penstock.distributed.launch.target import Target
     from penstock.runtime.batch.cutting import Microbatch
-    from penstock.runtime.execute.transports import TransportChoice
+    from penstock.runtime.execute.transport_choice import TransportChoice
     from penstock.runtime.transport.protocol import TransportFactory
 
 ReductionName = Literal["mean", "sum"]

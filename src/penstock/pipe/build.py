@@ -35,7 +35,7 @@ from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.transports import TransportChoice
+from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice

@@ -17,7 +17,7 @@ from penstock._base.stages import Link
 from penstock.costs import MeasuredLink
 from penstock.partition.measure.clock import settle
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.transports import TransportChoice, transport_of
+from penstock.runtime.execute.transport_choice import TransportChoice, transport_of
 from penstock.runtime.transport.protocol import Transport
 
 UNCOUNTED, COUNTED = 3, 12

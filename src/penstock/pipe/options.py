@@ -16,7 +16,7 @@ from penstock.errors import ArgumentError, check_counts
 from penstock.partition import Balance, Choice, Room
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.execute.transports import TransportChoice, TransportName
+from penstock.runtime.execute.transport_choice import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class

@@ -20,13 +20,13 @@ from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
 from penstock.runtime.batch.cutting import Batch, Microbatch
 from penstock.runtime.batch.outline import Outline, SingleRowError
-from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import arguments_for, effective_compile
 from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
+from penstock.runtime.features.registry import RECOMPUTE
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import Kinds
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing

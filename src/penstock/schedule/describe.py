@@ -1,7 +1,7 @@
 """Actions in words, in one form for pictures, traces and pages: a sentence for each op, with places to be filled in.
 
 `{microbatch}` and the like are values; what stands in brackets is left out where one of its values is not known. A page
-gets `sentences` as data and fills them in itself, for the action under the pointer (static/words.js).
+gets `SENTENCES` as data and fills them in itself, for the action under the pointer (static/words.js).
 """
 
 from __future__ import annotations

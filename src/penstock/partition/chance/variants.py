@@ -176,7 +176,9 @@ def _check_alike(mine: fx.Node, fact: Fact, theirs: fx.Node, other: Fact, number
     if one != two:
         raise UnlikeError(f"one way calls {theirs.name!r} where the other calls {mine.name!r}", number)
     if (fact.draws, fact.modes, _layout(fact)) != (other.draws, other.modes, _layout(other)):
-        raise UnlikeError(f"{mine.name!r} has another shape, stride or dtype, or runs under another mode", number)
+        raise UnlikeError(
+            f"{mine.name!r} has another shape, stride or dtype, draws otherwise, or runs under another mode", number
+        )
     if other.takes_gradient and not fact.takes_gradient:
         raise UnlikeError(f"{mine.name!r} takes a gradient only where something is left out", number)
 

@@ -8,7 +8,7 @@ recorded. A pattern consists only of tuples and plain values, so that it can app
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -126,17 +126,21 @@ def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:
     """The first difference in a result, in words: what is there, and what was recorded; None if there is none."""
     flat, expected = flatten(result), [path for path, *_ in pattern]
     if flat.paths != expected:
-        if "" in (*flat.paths, *expected):
-            return _text(result), " and ".join(_expected(kind, value) for _, kind, value in pattern)
-        if len(flat.paths) != len(expected):
-            return f"{len(flat.paths)} items", f"{len(expected)} items"
-        return ", ".join(flat.paths), ", ".join(expected)
+        recorded = [_expected(kind, value) for _, kind, value in pattern]
+        return _listed(flat.paths, [*map(_text, flat.leaves)]), _listed(expected, recorded)
     for leaf, (_, kind, value) in zip(flat.leaves, pattern, strict=True):
         found, there = _described(leaf, shapes=value is not None)
         alike = type(there) is type(value) and (there == value or (there != there and value != value))  # NaN equals NaN
         if not (found != "tensor" if kind == "any" else found == kind and alike):
             return _text(leaf), _expected(kind, value)
     return None
+
+
+def _listed(paths: Sequence[str], values: Sequence[str]) -> str:
+    """Values with their places in what was returned."""
+    if len(paths) > 1:
+        return f"{len(paths)} values, at {', '.join(paths)}"
+    return "".join(f"{value} at {path}" if path else value for value, path in zip(values, paths, strict=True)) or "none"
 
 
 def _expected(kind: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.errors import ArgumentError
 from penstock.report import Moment, panel_of, svg, to_perfetto, walkthrough
 from penstock.report.studio.question import MAX_CELLS, MAX_SECONDS, MAX_TO_SEARCH, Question
-from penstock.report.web.page_data import Order, band, curve, timeline_data
+from penstock.report.web.timeline_data import Order, band, curve, timeline_data
 from penstock.schedule import Placement, Schedule, generate, generators, to_csv
 from penstock.schedule.generators import Numbers
 from penstock.simulate import LinkCost, StageCost, memory

@@ -10,8 +10,8 @@ from typing import Any
 from penstock._base.files import read_text
 from penstock.errors import ArgumentError
 from penstock.report.studio.question import MAX_SIZES
-from penstock.report.web.page_data import band, timeline_data
 from penstock.report.web.sources import contents_of
+from penstock.report.web.timeline_data import band, timeline_data
 from penstock.schedule import Schedule, from_csv
 from penstock.schedule.check import require_legal
 from penstock.simulate import StageCost, simulate

@@ -17,9 +17,6 @@ from penstock.report.studio.app import Studio
 from penstock.report.studio.guard import Guard, in_address
 from penstock.report.studio.library import Library
 
-_AT_ONCE = 64
-"""Connections; more are refused until some have been closed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -47,7 +44,6 @@ class Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=_AT_ONCE,
             h11_max_incomplete_event_size=16 << 10,
             timeout_graceful_shutdown=1,
         )

@@ -9,7 +9,7 @@ from penstock._base.words import counted
 from penstock.plan.explain import Explanation
 from penstock.report.text import TURNS
 from penstock.report.web.contents import Contents, Figure, Held, Idle, duration
-from penstock.report.web.page_data import band, curve
+from penstock.report.web.timeline_data import band, curve
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, StageCost, memory
 from penstock.simulate.figures import title

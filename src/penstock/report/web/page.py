@@ -11,7 +11,7 @@ from penstock.errors import require
 from penstock.report.frame import frame
 from penstock.report.web.assets import asset, bundle, embedded
 from penstock.report.web.contents import Contents, duration
-from penstock.report.web.page_data import timeline_data
+from penstock.report.web.timeline_data import timeline_data
 
 _MAX_RANKS = 32
 """Ranks of which each has a line."""

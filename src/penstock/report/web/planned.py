@@ -11,7 +11,7 @@ from penstock.plan import Plan
 from penstock.plan.explain import Predicted
 from penstock.plan.predict import order_of_plan
 from penstock.report.web.contents import Contents, Figure, Held, Idle, duration
-from penstock.report.web.page_data import band, curve
+from penstock.report.web.timeline_data import band, curve
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, memory

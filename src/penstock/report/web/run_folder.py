@@ -14,7 +14,7 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.plan.explain import Explanation
 from penstock.report.web.contents import Contents, Course, Figure, Held, date_text, duration
 from penstock.report.web.measured import TURNS_NOTE, against, compared, idle_of, predicted_of, reasons
-from penstock.report.web.page_data import band
+from penstock.report.web.timeline_data import band
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Columns
 from penstock.trace.runs import Predicted, RunRead, StepRecord

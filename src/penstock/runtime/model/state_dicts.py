@@ -27,6 +27,8 @@ def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+        for module in {*split.model.modules()} - modes.keys():  # put there meanwhile, as by BigBird for short inputs
+            module.training = split.model.training
         for buffer, before, version in buffers:
             if buffer._version != version:
                 with torch.no_grad():
