@@ -108,6 +108,19 @@ def test_an_output_that_was_given_whole_and_is_not_the_same_is_refused() -> None
             pipe.predict(*args, **kwargs)
 
 
+def test_torchs_own_words() -> None:
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+    args, kwargs, target = batch()
+    spec = {
+        "args": (TensorChunkSpec(1), (TensorChunkSpec(1), TensorChunkSpec(1))),
+        "kwargs": {"scale": _Replicate},
+        "target": TensorChunkSpec(1),
+    }
+    verify(recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=spec, **M).check()
+    assert parse({"args": (_Replicate(), TensorChunkSpec(2))})[0].stated == (("[0][0]", None), ("[0][1]", 2))
+
+
 def test_the_most_particular_statement_holds() -> None:
     inputs, target, output = parse({"args": 1, "kwargs": {"a": {"b": 2}, "c": None}, "output": {"x": "sum"}})
     assert [inputs.of(path) for path in ("[0][0]['x']", "[1]['a']['b'][3]", "[1]['a']", "[1]['c']")] == [1, 2, 0, None]

@@ -13,7 +13,7 @@ from command_line import as_json, output, refusal
 import penstock
 from penstock.costs import MeasuredLink, Profile, UnitCost
 from penstock.distributed.launch.target import load
-from penstock.schedule import generate
+from penstock.schedule import generate, read_csv
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 
 SECONDS = (1.0, 5.0, 2.0, 3.0, 4.0, 9.0)
@@ -122,6 +122,21 @@ def test_several_schedules_and_a_sweep_cut_for_each() -> None:
     assert f"p.json, measured on cpu, microbatches of 2 rows; {TAKEN}, cut for each schedule" in text
 
 
+def test_rows_between_measured_sizes() -> None:
+    double = replace(
+        PROFILE, rows=6, units=tuple(replace(unit, forward_seconds=3 * unit.forward_seconds) for unit in UNITS)
+    )
+    PROFILE.with_others([double]).save("two.json")
+    command = ("simulate", "--profile", "two.json", "--schedule", "gpipe", "-n", "1", "--microbatches", "1")
+    at = {rows: as_json(*command, "--rows", str(rows))["makespan"] for rows in (2, 4, 6)}
+    assert at == {rows: pytest.approx(sum(SECONDS) * (0.75 + rows / 2)) for rows in (2, 4, 6)}
+    assert "4 rows (between those measured: 2, 6)" in output(*command, "--rows", "4", columns=200)
+    assert "9 rows (beyond those measured: 2, 6)" in output(*command, "--rows", "9", columns=200)
+    assert refusal(*command, "--rows", "13").startswith(
+        "--rows 13: --profile two.json has microbatches of 2, 6 rows, which tell of 1 to 12"
+    )
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_plan_simulate_and_explain_have_one_price_list(name: str) -> None:
     """A simulated run takes what a plan says, and is explained as exactly what its profile predicts."""
@@ -143,6 +158,17 @@ def test_plan_simulate_and_explain_have_one_price_list(name: str) -> None:
     assert explained["predicted_seconds"] == pytest.approx(took["makespan"], rel=1e-6)
     predicted = [stage["predicted_seconds"] for stage in explained["stages"]]
     assert predicted == pytest.approx(plan["stage_seconds"], rel=1e-9)
+
+
+def test_show_and_search_take_it_too() -> None:
+    drawn = output("show", "--profile", "p.json", "--schedule", "1f1b", "-n", "2", columns=200)
+    assert f"stages begin at {best_cuts(2)[0]}" in drawn
+    command = ("search", "--profile", "p.json", "-n", "3", "--microbatches", "4", "--seconds", "0.2")
+    found = as_json(*command, "--csv", "found.csv")
+    assert found["cuts"] == [str(cut) for cut in best_cuts(3)]
+    again = simulate(read_csv("found.csv"), by_hand(3), LINK)
+    assert found["makespan"] == pytest.approx(again.makespan_seconds)
+    assert as_json("simulate", "--profile", "p.json", "--csv", "found.csv")["makespan"] == found["makespan"]
 
 
 def test_messages_take_what_the_profile_measured_unless_options_say_otherwise() -> None:

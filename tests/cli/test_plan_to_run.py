@@ -14,7 +14,8 @@ from command_line import output
 from torch import Tensor, nn
 
 import penstock
-from penstock.plan import read_plan
+from penstock.plan import Choice, Plan, read_plan
+from penstock.plan.plan import MadeFor
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(TEST_SECONDS)]
@@ -114,3 +115,14 @@ def test_a_plan_is_run_as_its_screen_says(tmp_path: Path, case: str) -> None:
                 assert torch.equal(grad, one[name]), name
             else:
                 assert (grad - one[name]).abs().max() <= 1e-6 * one[name].abs().max(), name
+
+
+def test_a_script_that_cannot_follow_the_plan_gets_one_line(tmp_path: Path) -> None:
+    plan = Plan(Choice(1, 2, 1, "1f1b", 2, 8), ("4",), (), (1.0, 1.0), 3.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
+    replace(plan, made_for=MadeFor({"0.weight": (3, 3)}, "cpu", "float32")).save(tmp_path / "plan.json")
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "train.py").write_text(SCRIPT.format(mesh="", argument=""))
+    done = finished(*PENSTOCK, "run", "--plan", tmp_path / "plan.json", "train.py", folder=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("penstock: plan= is not for this model on this device: ")

@@ -238,6 +238,18 @@ def test_chunks_and_cuts_reach_the_pipeline() -> None:
     assert stage_of["4.weight"] == [3]
 
 
+def test_reduction_reaches_the_pipeline(recwarn: pytest.WarningsRecorder) -> None:
+    """The loss of a batch is then the sum of its microbatches' losses, not their mean."""
+    losses = []
+    for reduction in ("sum", "mean"):
+        done = verify("cases.py:summed", "--json", "--microbatches", "4", "--reduction", reduction)
+        assert done.exit_code == 0, done.output
+        losses.append(json.loads(done.stdout)["loss"])
+    assert losses[0] == pytest.approx(4 * losses[1])
+    (warning,) = [each for each in recwarn if "loss_fn sums over its microbatch" in str(each.message)]
+    assert warning.filename == "penstock"  # not a file of typer's
+
+
 def test_a_target_may_bring_its_reduction(recwarn: pytest.WarningsRecorder) -> None:
     """The one that a warning names: then the microbatches' losses make the batch's."""
     assert "pass reduction=lambda" in verify("cases.py:masked").output

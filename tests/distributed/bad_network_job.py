@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -51,6 +53,14 @@ def train(rank: int, schedule: str) -> Trained:
             optimizer.zero_grad()
         found |= {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     return found
+
+
+def demonstrate(rank: int, arguments: Sequence[str]) -> None:
+    """The demonstration in a pool of two, as `penstock demo` starts it."""
+    from penstock.demo.train import main
+
+    with patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": "2"}):
+        main(arguments)
 
 
 if __name__ == "__main__":

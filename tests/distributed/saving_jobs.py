@@ -203,6 +203,19 @@ def die_while_saving(rank: int, folder: Path) -> None:
             checkpoint.finish(pipe)
 
 
+def refused(rank: int, folder: Path) -> str:
+    """What a save says that another job refuses, and nothing if it does not; training goes on."""
+    said = ""
+    with training() as (task, pipe, optimizer):
+        step(task, pipe, optimizer)
+        try:
+            checkpoint.save(folder, pipe, optimizer, wait=False)
+        except penstock.ArgumentError as error:
+            said = str(error)
+        step(task, pipe, optimizer)
+    return said
+
+
 def go_on(rank: int, folder: Path) -> tuple[int, str]:
     with training() as (task, pipe, optimizer):
         restored = checkpoint.load(folder, pipe, optimizer)

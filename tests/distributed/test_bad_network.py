@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from bad_network_job import LOST_AFTER, STEPS, Trained, train
+from bad_network_job import LOST_AFTER, STEPS, Trained, demonstrate, train
 
 from penstock.testing import BadNetwork
+from penstock.trace.runs import read_run
 from scaffolding.ranks import Ranks
 
 JOB = Path(__file__).with_name("bad_network_job.py")
@@ -80,3 +83,28 @@ def test_silence_that_is_allowed_for_changes_no_bit(
         found = trained_over(network, 2, tmp_path)
         assert counted(network, "host_gone")
     assert_same_bits(found, ranks2)
+
+
+def losses(folder: Path) -> list[float | None]:
+    """Of the demonstration's steps."""
+    return [step.loss for step in read_run(folder).steps()]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("bad_network")  # skips where there can be none
+def test_demo_over_one_percent_loss_learns_the_same_bits(tmp_path: Path, ranks2: Ranks) -> None:
+    network = ["--hosts", "2", "--link", "100mbit delay 5ms loss 1%", "--link-of", "1=50mbit loss 1%"]
+    settings = ["--steps", "2", "--microbatches", "4"]
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    command = ["run", "--ranks", "2", "--threads", "1", *network, "-m", "penstock.demo", *settings, "--out", str(bad)]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", *command], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "of 52 gradients are bitwise identical" in done.stdout
+    assert "network    2 hosts, 100mbit delay 5ms loss 1%, by a switch in user space" in done.stderr
+    assert "host 1     link 50mbit loss 1%" in done.stderr
+    assert " lost" in done.stderr
+    ranks2.run(demonstrate, [*settings, "--out", str(good)])
+    assert len(losses(bad)) == 2
+    assert losses(bad) == losses(good)

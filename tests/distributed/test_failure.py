@@ -88,6 +88,10 @@ def test_silent_rank_is_lost_when_another_waits_for_it() -> None:
     assert failure == Failure(0, "0F0", "no sign of life for 5 s", "lost")
 
 
+def test_silent_rank_that_nobody_waits_for_is_left_alone() -> None:
+    assert World([OUTSIDE, OUTSIDE]).pass_time(60, silent=(0,)) is None
+
+
 def test_silent_rank_whose_process_runs_is_not_lost() -> None:
     assert World([Position("0F0"), RECEIVE], state="running").pass_time(60, silent=(0,)) is None
 
@@ -104,6 +108,13 @@ def test_closed_connection_is_lost_without_patience_but_not_before_the_next_beat
     world.detector.judge()
     assert world.detector.failure is None, "what rank 0 sent last may still be under way"
     assert world.pass_time(1, silent=(0,)) == Failure(0, "0F0", "its process is gone", "lost")
+
+
+def test_rank_that_came_back_is_not_lost() -> None:
+    world = World([Position("0F0"), RECEIVE])
+    world.detector.hang_up(0)
+    world.detector.join(0, Process("m", 0, "1"))
+    assert world.pass_time(60) is None
 
 
 def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
@@ -325,6 +336,14 @@ def test_ranks_that_wait_for_each_other_are_told_once(bench: Bench, capsys: pyte
     )
 
 
+def test_same_wait_in_the_next_step_is_a_new_one(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.dog.position = RECEIVE
+    for _ in range(100):
+        bench.dog.step += 1
+        bench.beats(5)
+    assert capsys.readouterr().err == ""
+
+
 def test_own_failure_is_reported_and_a_cause_known_before_wins(bench: Bench) -> None:
     bench.dog._take({"failure": BOOM.to_list()})
     assert bench.dog.report("1F2", KeyError("x")) == BOOM
@@ -419,6 +438,14 @@ def test_ranks_that_are_missing_are_named_every_half_minute(capsys: pytest.Captu
     assert all(re.fullmatch(one, line) for line in said.splitlines())
 
 
+def test_unreachable_rank_0_is_reported_at_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    address = {"hosts": ["127.0.0.1"], "port": port, "token": "t", "process": ["elsewhere", 1, ""]}
+    with pytest.raises(PipelineFailure, match=f"rank 1 cannot reach rank 0 at 127.0.0.1, port {port}"):
+        Watchdog.join(address, 1, 2, Patience(), Missing(1, 2, Patience()))
+
+
 def test_a_rank_whose_device_is_behind_is_where_its_device_is() -> None:
     """All hosts wait for the loss, which the device of rank 1 holds up."""
     hosts = Position("the loss", (2,))
@@ -459,3 +486,11 @@ def test_a_device_that_waits_is_spoken_for(bench: Bench, capsys: pytest.CaptureF
     bench.beats(1)
     assert bench.statuses[0] == 1
     assert f"{STOPS}; its device waits for 1RECV_F0 from rank 0, after 1F3" in capsys.readouterr().err
+
+
+def test_a_device_that_moves_on_is_not_stuck(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = iter(range(1000))
+    bench.dog.device = lambda: Behind(Position(f"1F{next(steps)}"))
+    bench.dog.position = RECEIVE
+    bench.beats(100)
+    assert capsys.readouterr().err == ""

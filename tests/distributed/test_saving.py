@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def test_what_fails_in_the_background_is_told_on_every_rank(ranks2: Ranks, tmp_p
     assert every[0] == every[1]
     told = [f"cannot write {tmp_path}/step-{n:08d}: OSError: No space left on device (rank 1)" for n in (2, 3, 4, 2)]
     assert every[0] == told
+
+
+def test_a_second_job_is_refused_on_every_rank_until_the_first_has_ended(ranks2: Ranks, tmp_path: Path) -> None:
+    with jobs.training(ranks=2) as (task, pipe, optimizer):
+        for _ in range(2):
+            jobs.step(task, pipe, optimizer)
+            checkpoint.save(tmp_path, pipe, optimizer)
+            first, second = ranks2.run(jobs.refused, tmp_path)
+            assert first == second
+            owner = f"process {os.getpid()} on {socket.gethostname()}, started at 20"
+            assert first.startswith(f"checkpoints in {tmp_path}: {owner}")
+    assert ranks2.run(jobs.refused, tmp_path) == ["", ""]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
 def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(tmp_path: Path) -> None:

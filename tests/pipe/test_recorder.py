@@ -63,6 +63,20 @@ def test_a_pipeline_without_a_step_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "gpt").exists()
 
 
+def test_a_relative_folder_is_that_of_when_the_pipeline_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra changes the working directory."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with penstock.pipeline(
+        mlp(), (X,), run="runs/one", ranks=2, microbatches=2, loss_fn=squared_error, balance="layers"
+    ) as pipe:
+        monkeypatch.chdir("elsewhere")
+        pipe.step(X, target=Y)
+    assert is_run(tmp_path / "runs" / "one")
+
+
 def test_timelines_come_as_often_as_asked(tmp_path: Path) -> None:
     train(RunFolder(tmp_path / "a", timeline_every=3), steps=9)
     assert read_run(tmp_path / "a").timeline_steps() == [3, 5, 6, 9]

@@ -235,6 +235,20 @@ def test_two_optimizers_skip_each_by_its_own_gradients() -> None:
     assert scaler.get_scale() == 2.0**15
 
 
+def test_a_disabled_scaler_does_nothing() -> None:
+    x, y = batch(8)
+    model = mlp()
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        scaler, optimizer = penstock.GradScaler(pipe, enabled=False), torch.optim.SGD(pipe.parameters())
+        pipe.step(x, target=y, loss_scale=scaler.get_scale())
+        before = model[0].weight.detach().clone()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.equal(before, model[0].weight)
+    assert scaler.get_scale() == 1.0
+
+
 def test_what_a_scaler_refuses() -> None:
     x, y = batch(8)
     with pytest.raises(ArgumentError, match=r"expected a pipeline, as penstock\.pipeline returns it"):

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.report.studio.app import Studio, assets
-from penstock.report.studio.guard import ENTER, Guard
+from penstock.report.studio.guard import ENTER, Guard, is_loopback
 from penstock.report.studio.library import Library
 
 TOKEN = "s3cret-token"
@@ -155,3 +155,17 @@ def test_on_other_addresses_it_answers_to_addresses_but_not_to_other_names(tmp_p
     assert client(tmp_path, "box.lan").get("/", headers={"host": "box.lan:8470"}).status_code == 200
     usual = TestClient(Studio(Library(tmp_path), Guard.of("127.0.0.1", 80, TOKEN)).app(), base_url="http://localhost")
     assert usual.get("/").status_code == 200
+
+
+def test_long_addresses_and_doubled_parameters_are_refused(tmp_path: Path) -> None:
+    studio = client(tmp_path)
+    assert studio.get("/api/simulate", params={"schedules": "1f1b," * 2000}).status_code == 414
+    twice = studio.get("/api/simulate?ranks=2&ranks=3")
+    assert (twice.status_code, twice.json()) == (400, {"error": "a parameter is there twice; pass each once"})
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com", "127.0.0.1.nip.io", ""]
+)
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from starlette.testclient import TestClient
 
+from penstock._base import files
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
 from penstock.report.studio import background
@@ -185,6 +186,14 @@ def test_a_run_that_says_too_much_of_itself_is_not_read(studio: TestClient, fold
     assert "is too large for the studio" in entry["damage"]
     for path in ("/api/open", "/api/live"):
         assert "is too large for the studio" in studio.get(path, params={"name": "gpt"}).json()["error"]
+
+
+def test_a_packed_bomb_is_refused(studio: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the reader's own process: none of the server's unpacks anything."""
+    monkeypatch.setattr(background, "_READERS", {})
+    for name in ("bomb.json.gz", "bomb.json"):  # readers unpack what is packed, whatever it is called
+        (folder / name).write_bytes(gzip.compress(b"[" + b" " * files.MAX_BYTES + b"]", 1))
+        assert "unpacks to more than 128 MiB" in studio.get("/api/open", params={"name": name}).json()["error"]
 
 
 DAMAGES = {

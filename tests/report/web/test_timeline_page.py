@@ -185,6 +185,12 @@ def test_odd_timelines_are_drawn(tmp_path: Path, open_page: Any, timeline: Timel
     assert page.evaluate("view.range.every(Number.isFinite)")
 
 
+def test_names_cannot_become_markup(tmp_path: Path, open_page: Any) -> None:
+    name = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
+    page = open_page(with_timeline(tmp_path, timeline_data([band(name, simulated(ZB), ZB, note=name)])))
+    assert page.evaluate("[view.bands[0].name, window.ran]") == [name, None]
+
+
 def test_curves_keep_their_peaks() -> None:
     costs = [StageCost(1.0, 1.0, 0.0, activation_bytes=3.0, weight_gradient_bytes=3.0)] * 3
     timeline = simulated(ZB)

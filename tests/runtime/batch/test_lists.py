@@ -257,3 +257,27 @@ def test_features_that_look_like_pictures_are_cut_as_stated() -> None:
     with pipeline(model, (features,), **options, batch_dims={"args": [[0, 0]]}) as pipe:
         loss = pipe.step(features, target=y).loss
         torch.testing.assert_close(loss, squared_error(model(features), y).detach())
+
+
+class Rotated(nn.Module):
+    """Takes positions [3, B, S], as Qwen2-VL does: rows that are left out broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        output: Tensor = self.last(self.first(x) * (1 + position_ids.float().sum(0))[..., None])
+        return output
+
+
+def test_positions_of_three_kinds_are_asked_for_in_a_batch_of_three() -> None:
+    x, ids, model = random(3, 4, 5), torch.arange(36).view(3, 3, 4) % 5, Rotated()
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 3}
+    with pytest.raises(
+        ShapeError, match=r"\['position_ids'\] \[3, 3, 4\] has the batch's 3 rows in dimension 0 or 1; pass"
+    ):
+        pipeline(model, (x,), {"position_ids": ids}, **options)
+    with pipeline(model, (x,), {"position_ids": ids}, **options, batch_dims={"position_ids": 1}) as pipe:
+        loss = pipe.step(x, position_ids=ids, target=x).loss
+        torch.testing.assert_close(loss, squared_error(model(x, ids), x).detach())

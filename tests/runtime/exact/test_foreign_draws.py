@@ -50,6 +50,30 @@ def test_inside_of_blocks(options: dict[str, Any]) -> None:
     proven(noises(*draws), torch.randn(8, 7), torch.randn(8, 7), **given)
 
 
+class PassesBy(nn.Module):
+    """Leaves its parameters out, by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 else x + self.linear(x)
+
+
+def test_a_block_that_leaves_its_parameters_out_by_chance_is_to_be_taken_apart() -> None:
+    """Where it is the first, whether its result takes a gradient differs from what was recorded."""
+    x, model = torch.randn(8, 7), nn.Sequential(*(PassesBy() for _ in range(4)), nn.Linear(7, 7))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cuts": ["1"], "seed": SEED}
+    takes_gradient = True
+    while takes_gradient:  # until chance has the recording pass the first block by
+        pipe = pipeline(model, (x,), loss=squared_error, **options)
+        takes_gradient = pipe.stages[1].inputs[0].meta.requires_grad
+    with pipe, pytest.raises(PartitionError, match=r"'_0' of stage 0 .* by chance, take all .* apart with opens="):
+        pipe.step(x, target=x)
+    proven(model, x, x, opens=["0", "1", "2", "3"], **options)
+
+
 def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> None:
     x = torch.ones(4, 7)
     model = noises(random.random, np.random.rand)

@@ -121,6 +121,21 @@ def test_hooks_are_inert_outside_of_a_step_and_stay_behind_on_copies() -> None:
     assert not module._forward_pre_hooks
 
 
+def test_a_generator_that_was_restored_gets_the_same_stream_again() -> None:
+    """As checkpointing does it: calls are run again in the opposite order."""
+    streams = Streams(5)
+    with streams.drawing(0, CPU):
+        streams.begin(0, {})
+        states, values = [], []
+        for _ in range(3):
+            states.append(torch.get_rng_state())
+            values.append((draw(streams, "a"), draw(streams, "b")))
+        streams.begin(0, {}, again=True)
+        for state, value in reversed(list(zip(states, values, strict=True))):
+            torch.set_rng_state(state)
+            assert (draw(streams, "a"), draw(streams, "b")) == value
+
+
 class Masks(nn.Module):
     """Dropout in a block, and between blocks."""
 

@@ -184,3 +184,41 @@ def test_a_step_without_gradients_is_refused_and_forwards_run(mode: Any) -> None
         assert pipe.step_count == 0
         assert all(p.grad is None for p in pipe.parameters())
         pipe.step(x, target=y)
+
+
+def test_a_step_that_raised_leaves_no_terms_of_a_tied_gradient() -> None:
+    """The last stage has given its part when the last backward of the middle one raises."""
+    fails, calls = False, 0
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(self.first(x)))
+
+    def hook(_gradient: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if fails and calls == 3:
+            raise ValueError("the hook fails")
+
+    torch.manual_seed(0)
+    x, model = torch.randn(9, 5), Tied()
+    model.inner.bias.register_hook(hook)
+    with penstock.pipeline(model, (x,), ranks=3, microbatches=3, schedule="1f1b", loss=squared_error) as pipe:
+        pipe.step(x, target=x)
+        fails, calls = True, 0
+        with pytest.raises(ValueError, match="the hook fails"):
+            pipe.step(x, target=2 * x)
+        fails = False
+        model.zero_grad()
+        pipe.step(x, target=x)
+    got = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for x_k in x.chunk(3):
+        (squared_error(model(x_k), x_k) / 3).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, msg=name)

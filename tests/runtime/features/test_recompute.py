@@ -99,6 +99,36 @@ class Counts(nn.Module):
         return x * self.calls.clone()
 
 
+class Restores(nn.Module):
+    """Undoes what it has set, after the last thing that its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.busy, self.act = False, torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, self.busy = 0.5 if self.busy else 1.0, True
+        handle = self.linear.register_forward_hook(lambda module, args, output: output * 0.9)
+        act, self.act = self.act, lambda x: act(x) * 0.8
+        self.norm.eval()
+        y = self.act(checkpoint(self.linear, x, use_reentrant=False) + self.norm(x)) * scale
+        self.norm.train()
+        self.busy, self.act = False, act
+        handle.remove()
+        return y
+
+
+def test_a_layer_that_runs_again_runs_to_its_end() -> None:
+    """`torch.utils.checkpoint` would stop at the last saved tensor, and leave undone what comes after it in Python."""
+    torch.manual_seed(0)
+    (x, y), model = batch(), nn.Sequential(nn.Linear(WIDTH, WIDTH), Restores(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    proven(model, x, y, ranks=2, microbatches=3, recompute=1)
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, recompute=1) as pipe:
+        pipe.step(x, target=y)
+        assert (model[1].busy, model[1].norm.training, len(model[1].linear._forward_hooks)) == (False, True, 0)
+
+
 def buffers_that_matter() -> nn.Module:
     torch.manual_seed(0)
     spectral = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))

@@ -247,6 +247,26 @@ def test_a_gradient_with_a_graph_in_the_forward_is_refused_not_wrong() -> None:
     assert_equal(uncompiled, whole)
 
 
+class Routed(nn.Module):
+    """An expert that gets no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.a(x[:, None, :][:0]) @ self.b
+        return x * self.b.shape[0] + self.a(x) + rows.sum()
+
+
+def test_a_product_without_rows() -> None:
+    torch.manual_seed(0)
+    model, data = Routed(), batch(6)
+    whole, _, _ = trained(model, WHOLE, SAME_BITS, data=data)
+    split, _, _ = trained(model, SPLIT, SAME_BITS, data=data)
+    assert_equal(split, whole)
+
+
 def test_hooks_of_parameters_see_one_gradient_a_microbatch() -> None:
     x, y = batch(6)
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 import penstock.runtime.step.bound_schedules
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
-from scaffolding.models import GPT, squared_error, token_error
+from scaffolding.models import GPT, ConvNet, squared_error, token_error
 from scaffolding.small import WIDTH, Retrieval, batch, mlp, retrieval_error
 
 # -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
@@ -80,6 +80,21 @@ def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> No
         assert_same_gradients(model, reference)
         with pytest.raises(PartitionError, match=r"more than one row .* in training, and the batch has one"):
             pipe.step(x[:1], target=y[:1])
+
+
+def test_trap_4_batch_norm_counts_each_microbatch_of_each_size_once() -> None:
+    torch.manual_seed(0)
+    model = ConvNet()
+    reference = copy.deepcopy(model)
+    with pipeline(model, (torch.randn(9, 3, 6, 6),), ranks=3, microbatches=3, loss=squared_error) as pipe:
+        for rows, size in ((9, 6), (4, 8), (2, 6), (9, 6)):
+            images, target = torch.randn(rows, 3, size, size), torch.randn(rows, 3)
+            pipe.evaluate(images, target=target)
+            pipe.step(images, target=target)
+            step_by_hand(reference, (images,), target, squared_error, min(3, rows))
+            for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+                assert torch.equal(a, b), name
+        assert_same_gradients(model, reference)
 
 
 def test_masks_of_a_step_do_not_depend_on_what_came_before() -> None:
