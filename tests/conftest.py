@@ -13,9 +13,12 @@ from scaffolding.ranks import Ranks
 
 pytest_plugins = ["penstock.testing.fixtures", "scaffolding.browser"]
 
-# An example's time depends on the machine, so no test fails for being slow.
-settings.register_profile("untimed", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# An example's time depends on the machine, so no test fails for being slow. Fifty are tried, half of hypothesis's
+# number, unless a test says otherwise: most bugs show in the first few.
+settings.register_profile("fifty untimed", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fifty untimed")
+
+TESTS = Path(__file__).parent
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,7 +61,8 @@ TELLING = (
     "pipe",
     "cli/test_cli_simulate.py",
     "cli/test_sweep.py",
-    "test_traps",
+    "test_traps.py",
+    "test_traps_between.py",
 )
 """Folders and files that see much for the time that they take. They start first: of 66 bugs that were planted
 (docs/testing.md), these saw 31.
@@ -77,18 +81,19 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = TELLING + LONGEST
+    order = [TESTS / name for name in TELLING + LONGEST]
+    assert all(path.exists() for path in order), [str(path) for path in order if not path.exists()]
 
     @cache
-    def place(path: Path) -> int:
-        name = path.relative_to(Path(__file__).parent).as_posix()
-        return next((place for place, start in enumerate(order) if name.startswith(start)), len(order))
+    def turn(path: Path) -> int:
+        within = {path, *path.parents}
+        return next((place for place, first in enumerate(order) if first in within), len(order))
 
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        folder = item.path.relative_to(TESTS).parts[0]
         if item.get_closest_marker("alone") and folder != ALONE:
             raise pytest.UsageError(f"{item.nodeid} is to run alone: move it to tests/{ALONE}")
-    items.sort(key=lambda item: place(item.path))
+    items.sort(key=lambda item: turn(item.path))
 
 
 @pytest.fixture

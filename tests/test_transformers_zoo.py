@@ -36,6 +36,7 @@ DEEPSEEK = {
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
     "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
+SMALL_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "AlbertForMaskedLM": {"embedding_size": 16},
     "BartForConditionalGeneration": {"d_model": 32, **BART, **HEADS},
@@ -45,8 +46,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8},
     "MambaForCausalLM": {},
 }
-"""One of each family: shared layers, encoder and decoder, ALiBi, attention by distance, experts, windows, states."""
-"""The class of each, and what its config takes besides SMALL."""
+"""The class of each, and what its config takes besides SMALL.
+
+One of each family: shared layers, encoder and decoder, ALiBi, attention by distance, experts, windows, states.
+"""
+MORE: dict[str, dict[str, Any]] = {
+    "GptOssForCausalLM": {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "JambaForCausalLM": {
+        **GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False, "mamba_d_state": 8,
+        "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "LongformerForMaskedLM": {"attention_window": 4},
+    "SwitchTransformersForConditionalGeneration": {**SMALL_T5, "num_experts": 4},
+}  # fmt: skip
+"""Likewise, in long runs only: attention sinks, states beside attention, local attention, experts taken singly."""
 
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
 PICTURES: dict[str, dict[str, Any]] = {
@@ -65,11 +79,11 @@ WHISPER = {
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_gradients_are_those_of_one_device(name: str, ranks: int) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
-    model = kind(kind.config_class(**SMALL, **MODELS[name]))
+    model = kind(kind.config_class(**SMALL, **(MODELS | MORE)[name]))
     ids = torch.randint(3, SMALL["vocab_size"], (4, 8))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     assert verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).ok

@@ -1,6 +1,7 @@
-"""Models of x-transformers and diffusers train as on one device: tiny configurations, what the extra `zoo` brings.
+"""Models of other libraries, which the extra `zoo` brings, train as on one device.
 
-`benchmarks/published` verifies timm, torchvision and vit-pytorch.
+Tiny configurations of x-transformers and diffusers, and a few models of timm and torchvision; `benchmarks/published`
+verifies many more of these two, and of vit-pytorch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crowd import pictures
 from crowd.torchvision_operators import declare
 from penstock import verify
 from scaffolding.models import Case
@@ -119,6 +121,8 @@ def _diffusers(name: str) -> Case:
 CROWD: list[tuple[str, str, Callable[[], Case]]] = [
     *(("x_transformers", name, partial(_decoder, arguments)) for name, arguments in DECODERS.items()),
     *(("diffusers", name, partial(_diffusers, name)) for name in DIFFUSERS),
+    *(("timm", name, partial(pictures.from_timm, name)) for name in pictures.TIMM),
+    ("torchvision", "swin_v2", pictures.swin_v2),
 ]
 
 

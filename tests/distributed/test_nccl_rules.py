@@ -60,7 +60,9 @@ def test_every_step_is_that_of_one_device(
     schedule: str, p: int, model: str, eager: bool, request: pytest.FixtureRequest
 ) -> None:
     ranks: Ranks = request.getfixturevalue(f"ranks{p}")
-    for cell in cells(schedule, p, model, eager):
+    mine = list(cells(schedule, p, model, eager))
+    assert mine
+    for cell in mine:
         assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * p, cell
 
 
@@ -87,6 +89,7 @@ def test_replicas_and_a_part_of_the_job_where_the_default_group_has_a_device(ran
 def test_groups_of_two_are_only_those_that_exchange_messages(ranks4: Ranks) -> None:
     chain = Cell("1f1b", "chain", 4, 1, (False, False), eager=True)
     assert ranks4.run(nccl_jobs.groups_of_two, chain) == [2, 4, 4, 2]
+    assert ranks4.run(nccl_jobs.groups_of_two, chain._replace(eager=False)) == [0, 0, 0, 0]
     skipping = chain._replace(model="a skip over one cut")
     assert ranks4.run(nccl_jobs.groups_of_two, skipping) == [4, 6, 6, 4]
 

@@ -1,6 +1,6 @@
 """Ranks on two machines give the bits of one device, though only those of one machine share memory.
 
-Two machines for real, by torchrun: test_cluster_examples.py.
+test_cluster_examples.py has two machines for real: by torchrun, what an example prints of its losses is compared.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from penstock.schedule import (
     reduce_ties,
     split_backward,
 )
-from scaffolding.some_schedules import arbitrary, generated, needs_by_hand
+from scaffolding.some_schedules import NAMES, arbitrary, generated, needs_by_hand
 
 T = TypeVar("T")
 Rows = list[list[Action]]
@@ -286,9 +286,11 @@ def test_every_break_is_reported(broken: Break, data: st.DataObject) -> None:
     assert kinds(schedule.with_rows(rows)) & expected
 
 
-@settings(max_examples=80)
-@given(ANY)
-def test_what_is_not_broken_is_not_reported(legal: Schedule) -> None:
+@pytest.mark.parametrize("name", [*NAMES, "arbitrary"])
+@settings(max_examples=6)
+@given(data=st.data())
+def test_what_is_not_broken_is_not_reported(name: str, data: st.DataObject) -> None:
+    legal = data.draw(arbitrary() if name == "arbitrary" else generated(4, 6, name))
     for schedule in [variant(legal) for variant in VARIANTS.values()]:
         assert kinds(schedule) <= {"inexact"}
         assert is_complete(schedule)
