@@ -78,8 +78,10 @@ WHISPER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 2) for name in MODELS), *(pytest.param(name, 4, marks=pytest.mark.long) for name in MODELS | MORE)],
+)
 def test_gradients_are_those_of_one_device(name: str, ranks: int) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)

@@ -20,7 +20,7 @@ CPU_SECONDS = {
     "tests/verification/test_verify_matrix.py": 335,
     "tests/distributed/test_nccl_rules.py": 310,
     "tests/simulate/search/test_published_found.py": 235,
-    "tests/test_transformers_zoo.py": 40,
+    "tests/test_transformers_zoo.py": 90,
     "tests/distributed/test_changing.py": 50,
     "tests/distributed/test_windows.py": 45,
     "tests/distributed/test_staged.py": 60,
