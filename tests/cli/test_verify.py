@@ -91,6 +91,9 @@ def branching():
 def own_loss():
     return OwnLoss(), ((torch.randn(12, 5),), {"scale": 2.0, "labels": torch.randint(4, (12,))}), None, None
 
+def summed():
+    return mlp(), (torch.randn(12, 5),), torch.randint(4, (12,)), nn.CrossEntropyLoss(reduction="sum")
+
 def failing_loss():
     def loss(output, target):
         raise ZeroDivisionError("no\\n  such loss")
