@@ -34,22 +34,6 @@ def test_fake_tensors_have_no_values() -> None:
             x.nonzero()
 
 
-def test_allocations_are_told_in_order() -> None:
-    kept = []
-
-    def run() -> None:
-        with torch.profiler.record_function("begins"):
-            kept.append(torch.empty(100) + 1)
-
-    seen = compat.cpu_allocations(run)
-    assert seen is not None
-    assert [one for one in seen if one[0] == "begins"] == [("begins", 0)]
-    assert [size for _, size in seen if abs(size) == 400] == [400, 400, -400]
-    with torch.autograd.profiler.profile():
-        assert compat.cpu_allocations(run) is None, "a profiler runs already"
-    assert len(kept) == 1
-
-
 def test_fakes_of_real_numbers_have_no_values_either() -> None:
     mode, number = compat.fake_mode(), torch.tensor(3)
     fake = mode.from_tensor(number)
@@ -125,20 +109,6 @@ def test_views_share_a_storage() -> None:
         x = torch.ones(2, 3)
         assert compat.storage_of(x) == compat.storage_of(x[0].view(3, 1)) == compat.storage_of(x.detach())
         assert compat.storage_of(x) != compat.storage_of(x.clone())
-
-
-def test_who_holds_memory_is_counted_without_what_backward_saved_of_a_result() -> None:
-    x = torch.ones(3, requires_grad=True)
-    for make in (lambda: x + 1, x.tanh, lambda: (x + 1).view(3, 1), lambda: torch.ones(3)):
-        result = make()
-        node, alone = result.grad_fn, result.data
-        assert compat.holders(alone, node) > 1
-        del result
-        assert compat.holders(alone, node) == 1
-        other = alone.detach()
-        assert compat.holders(alone, node) == 2
-        del other
-    assert compat.holders(torch.ones(3).to_sparse(), None) == 1
 
 
 def test_a_torch_that_does_not_count_who_holds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,21 +206,6 @@ def test_backends_of_the_compiler_are_known_by_name() -> None:
     assert compat_compiler.backend_named("eager") is not compat_compiler.backend_named("aot_eager")
     assert compat_compiler.inductor_options("default", None) == {}
     assert compat_compiler.inductor_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True
-
-
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
-def test_compiled_code_notices_hooks() -> None:
-    model = torch.nn.Linear(2, 2)
-    model.compile(backend="eager")
-    noticing, x = compat_compiler.noticing_hooks(), torch.randn(3, 2)
-    with noticing, noticing:
-        before = model(x)
-    handle = model.register_forward_hook(lambda module, args, result: result * 2)
-    with noticing:
-        assert torch.equal(model(x), before * 2)
-    handle.remove()
-    with noticing:
-        assert torch.equal(model(x), before)
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")

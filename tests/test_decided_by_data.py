@@ -62,7 +62,7 @@ CHANGING = {
     "number": (positive, lambda x, n: x * (n / 10), r"returned \d+ where the recording has \d+"),
     "counter": (lambda block, x: block.calls, lambda x, n: x * n, "returned 2 where the recording has 1"),
     "under tuples": (lambda _, x: {("mean", 0): x.mean().item()}, lambda x, d: x * d["mean", 0], r"returned -?0\."),
-    "length": (lambda _, x: [x] * positive(_, x), lambda x, y: x + sum(y) * 0.1, r"returned \d+ items where"),
+    "length": (lambda _, x: [x] * positive(_, x), lambda x, y: x + sum(y) * 0.1, r"returned \d+ values, at .* where"),
     "none": (
         lambda _, x: None if x.sum() > 0 else x,
         lambda x, y: x if y is None else x + y,

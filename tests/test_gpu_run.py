@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import lzma
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ def test_every_case_is_collected() -> None:
     for ranks in (2, 3, 4):
         first = next(name for name in parts if name.startswith(f"ranks/{ranks}/"))
         assert first == f"ranks/{ranks}/nccl by itself"
-    for schedule in set(names()) - {"seq1f1b"}:
+    for schedule in names():
         assert parts[f"verify/one process/gpt/float32/{schedule}"] == 2
         assert parts[f"verify/2 processes/gpt/float32/{schedule}"] == 3
         assert parts[f"verify/2 processes/convnet/float32/{schedule}"] == 3
@@ -247,32 +246,6 @@ def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
     assert "the comparison with the whole batch is missing" in uncompared[1]
 
 
-SURVIVES = """
-import json, os, sys, time
-sys.path[:0] = sys.argv[1:2]
-from pathlib import Path
-from cases import failures
-from cases.case import Setting
-
-def train(setting, how, transport):
-    if os.environ["LOCAL_RANK"] == "2":
-        (setting.folder / "fell").touch()
-        os._exit(1)
-    time.sleep(600)
-
-failures.MAX_SECONDS, failures.train = 1.0, train
-print(json.dumps(failures.falls("kill", Setting("cpu", Path(sys.argv[2])))["said"]))
-"""
-
-
-def test_ranks_that_outlive_the_one_that_fell_say_where_they_are(tmp_path: Path) -> None:
-    (line,) = lines_of_script(SURVIVES, FOLDER, tmp_path)
-    first, second, fallen = json.loads(line)
-    assert "in train" in first
-    assert "in train" in second
-    assert not fallen
-
-
 WORLD = """
 import json, os, signal, sys, time
 sys.path[:0] = sys.argv[1:2]
@@ -352,142 +325,6 @@ def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
     assert "in hangs" in found[18]["log"]["log.1"]
 
 
-GATED = """
-import json, sys
-sys.path[:0] = sys.argv[1:2]
-from functools import partial
-import run
-from cases import TABLE
-from rows import row
-
-def go(cases, ended, status, environment=None):
-    for case in cases:
-        ended(row(case, status, "so", 0.0, found={"environment": {"A": "1"}, "given": environment}))
-
-for status in ("ok", "timed out"):
-    rows = {}
-    ended = lambda found: rows.update({found["name"]: found})
-    cases = [TABLE["ranks/falls/kill"], TABLE["ranks/2/verify/1f1b"]]
-    run._run_in_turn(cases, rows, partial(go, ended=ended, status=status))
-    given = {name: row.get("found", {}).get("given") for name, row in rows.items()}
-    print(json.dumps({name: [row["status"], row["says"], given[name]] for name, row in rows.items()}))
-"""
-
-
-def test_ranks_are_not_tried_where_nccl_by_itself_fails() -> None:
-    fine, failed = map(json.loads, lines_of_script(GATED, FOLDER))
-    gate, *others = "ranks/nccl by itself", "ranks/falls/kill", "ranks/2/verify/1f1b"
-    assert fine == {gate: ["ok", "so", None], **{name: ["ok", "so", {"A": "1"}] for name in others}}
-    absent = ["skipped", f"{gate}: timed out: so", None]
-    assert failed == {gate: ["timed out", "so", None], **dict.fromkeys(others, absent)}
-
-
-IN_FRONT = """
-import os, sys
-sys.path[:0] = sys.argv[1:2]
-from pathlib import Path
-import nccl_library
-
-nccl_library._refusal = lambda library: ""
-nccl_library.put_in_front(Path(sys.argv[2]))
-assert nccl_library.found_in(Path(sys.argv[2])) == Path(os.environ["LD_PRELOAD"])
-assert os.environ["LD_PRELOAD"] in Path("/proc/self/maps").read_text()
-print("in front", *sys.argv[3:])
-"""
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_library_is_put_in_front(tmp_path: Path, packed: bool) -> None:
-    """Any will do."""
-    maps = Path("/proc/self/maps").read_text()
-    library = next(line.split()[-1] for line in maps.splitlines() if re.search(r"/libz\.so|/libm\.so|/libm-", line))
-    content = Path(library).read_bytes()
-    folder = tmp_path / "nccl"
-    folder.mkdir()
-    name = "libnccl-2.30.7-sm90.so.2.xz" if packed else "libnccl.so.2"
-    (folder / name).write_bytes(lzma.compress(content, preset=0) if packed else content)
-    script = tmp_path / "script.py"
-    script.write_text(IN_FRONT)
-    command = [sys.executable, str(script), str(FOLDER), str(folder), "a", "b c"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "in front a b c\n"), done.stderr
-    assert (folder / "libnccl.so.2").read_bytes() == content
-
-
-REFUSED = """
-import sys
-sys.path[:0] = sys.argv[1:2]
-from pathlib import Path
-import nccl_library
-
-for name, content in [("libnccl.so.2", b"text"), ("libnccl-x.so.2.xz", b"text"), ("libnccl-x.so.2.xz", b"")]:
-    folder = Path(sys.argv[2]) / str(len(list(Path(sys.argv[2]).iterdir())))
-    folder.mkdir()
-    (folder / name).write_bytes(content)
-    print(nccl_library.put_in_front(folder).replace(str(folder), ""))
-    assert [file.name for file in folder.iterdir()] == [name]
-folder = Path(sys.argv[2]) / "a:b"
-folder.mkdir()
-(folder / "libnccl.so.2").touch()
-print(nccl_library.put_in_front(folder).replace(str(folder), ""))
-"""
-
-
-def test_what_cannot_be_put_in_front_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    text, packed, empty, colon = lines_of_script(REFUSED, FOLDER, tmp_path)
-    assert text == "/libnccl.so.2 is no NCCL for this machine (OSError: /libnccl.so.2: file too short)"
-    assert packed == "what is in  cannot be unpacked (Input format not supported by decoder)"
-    assert empty.startswith("what is in  cannot be unpacked (Compressed file ended")
-    assert colon == "/libnccl.so.2 has a colon or a space in its path, where LD_PRELOAD would cut it"
-
-
-LACKS = """
-import collections, importlib, shutil, sys
-sys.path[:0] = sys.argv[1:2]
-from unittest import mock
-import needs, nccl_library, torch
-
-def lacks(device, **attributes):
-    for lack in needs.lacks(device):
-        print(device, *lack, sep="; ")
-
-Usage = collections.namedtuple("Usage", "free")
-with (
-    mock.patch("importlib.util.find_spec", lambda name: None),
-    mock.patch("shutil.which", lambda name: None),
-    mock.patch("shutil.disk_usage", lambda folder: Usage(1 << 20)),
-    mock.patch("tempfile.gettempdir", lambda: "/tmp"),
-    mock.patch.object(nccl_library, "version_in_use", lambda: (2, 28, 9)),
-):
-    lacks("cuda")
-lacks("standin")
-with mock.patch.object(torch, "__version__", "2.9.1+cu128"):
-    lacks("cpu")
-with mock.patch.object(sys, "version_info", (3, 10)), mock.patch.dict(sys.modules, rich=None):
-    lacks("cpu")
-"""
-
-
-def test_what_a_machine_lacks_is_known_at_the_start() -> None:
-    readme = (FOLDER / "README.md").read_text()
-    found = lines_of_script(LACKS, FOLDER)
-    assert found.pop(4).startswith("cuda; ranks/*; NCCL 2.28.9 refuses two ranks on one GPU; put 2.30 or newer into ")
-    assert found == [
-        "cuda; *llama*; transformers is not installed; True",
-        "cuda; ranks/penstock verify*; typer is not installed; True",
-        "cuda; ranks/penstock verify*; pydantic is not installed; True",
-        "cuda; feature/*/compile*; there is no compiler (gcc); True",
-        "cuda; *; /tmp has 1 MiB free, and should have 512; False",
-        "cuda; ranks/*; /dev/shm has 1 MiB free, and should have 64; False",
-        "standin; ranks/*; NCCL has no stand-in there; --device cpu rehearses it; True",
-        "cpu; *; torch 2.11 or newer (it has 2.9.1+cu128); True",
-        "cpu; *; Python 3.11 or newer; True",
-        "cpu; *; rich; True",
-    ]
-    for name in ("rich", "numpy", "torch 2.11", "Python 3.11", "NCCL 2.30", "transformers", "compiler", "/dev/shm"):
-        assert name in readme
-
-
 CHOSEN = """
 import json, sys, time
 sys.path[:0] = sys.argv[1:2]
@@ -537,104 +374,6 @@ def test_a_choice_of_nothing_is_refused_and_one_of_which_nothing_is_shown_fails(
     assert "dropout/* 1" in lines
     assert "environment 0" in lines
     assert lines[-1] == "104 2", "the time is over before the first case"
-
-
-def test_what_is_open_comes_with_the_most_telling_first() -> None:
-    listed = [line.partition(" ")[2] for line in lines_of_script(FOLDER / "run.py", "--list")]
-    measured = json.loads((FOLDER / "results-h100.json").read_text())["rows"]
-    assert not {row["name"] for row in measured if row["status"] in ("ok", "measured")} & {*listed}
-    assert listed[:2] == ["ranks/4/verify/dualpipe", "ranks/4/verify/chimera"]
-    kinds = list(dict.fromkeys(name.partition("/")[0] for name in listed))
-    assert kinds == ["ranks", "figures", "verify", "feature"]
-
-
-LOCKED = """
-import sys
-sys.path[:0] = sys.argv[1:2]
-from pathlib import Path
-import run
-try:
-    run.locked(Path(sys.argv[2]))
-except run.RefusedError as reason:
-    print(reason)
-"""
-
-
-def test_a_second_run_with_the_same_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    command = ("--device", "cpu", "--jobs", "1", "--json", file, "--only", "verify/one process/*/float32/*")
-    with WarmScript(FOLDER / "run.py", *command) as process:
-        next(line for line in process.out if "environment" in line)
-        assert lines_of_script(LOCKED, FOLDER, file) == [
-            f"another run is writing {file}; wait for its end, or give another file: --json"
-        ]
-        process.send_signal(signal.SIGINT)
-        process.out.read()
-    assert not lines_of_script(LOCKED, FOLDER, file)
-
-
-PREDICTS = """
-import sys
-sys.path[:0] = sys.argv[1:2]
-from cases.figures import against, below, predictions
-from penstock.simulate import StageCost
-
-costs = [StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 2
-for schedule, expected in {"gpipe": [160, 160], "1f1b": [100, 90]}.items():
-    assert predictions(schedule, costs, [100, 100]) == expected, (schedule, predictions(schedule, costs, [100, 100]))
-assert against([100.0], [105], is_most=False)["ok"]
-assert not against([100.0], [80], is_most=False)["ok"]
-assert against([100.0], [80], is_most=True)["ok"]
-assert not against([100.0], [120], is_most=True)["ok"]
-assert below([80, 99], [100, 100])["ok"]
-assert not below([80, 100], [100, 100])["ok"]
-"""
-
-
-def test_peaks_are_predicted_from_those_of_gpipe() -> None:
-    """Two microbatches take 20 of the 100; gpipe keeps all 8, 1f1b two on rank 0 and one on rank 1."""
-    lines_of_script(PREDICTS, FOLDER)
-
-
-WATCHED = """
-import sys, warnings
-sys.path[:0] = sys.argv[1:2]
-from pathlib import Path
-import torch
-from cases import synchronizations
-from cases.case import Setting
-
-notices = iter(["Synchronization debug mode is a prototype and does not yet detect all synchronizing operations"])
-
-def set_sync_debug_mode(mode):  # as torch does: the notice comes once
-    for notice in notices:
-        warnings.warn(notice)
-
-torch.cuda.set_sync_debug_mode = set_sync_debug_mode
-for number in (0, 2):
-    with synchronizations._watched(Setting("cuda", Path("."))) as found:
-        for _ in range(number):
-            warnings.warn("called a synchronizing CUDA operation")
-    assert found.total() == number, found
-"""
-
-
-def test_torchs_notice_is_no_synchronization() -> None:
-    lines_of_script(WATCHED, FOLDER)
-
-
-JOBS = """
-import sys
-sys.path[:0] = sys.argv[1:2]
-from running import usual_jobs
-for cores, host, device, jobs in [(224, 2000, 80, 20), (224, 30, 80, 7), (16, 128, 139, 8), (2, 2, 8, 1), (1, 8, 8, 1)]:
-    assert usual_jobs({"cores": cores, "host_memory_gib": host, "memory_gib": device}) == jobs
-assert usual_jobs({"cores": 8, "host_memory_gib": 64}) == 4
-"""
-
-
-def test_as_many_cases_run_at_a_time_as_cores_and_memory_allow() -> None:
-    lines_of_script(JOBS, FOLDER)
 
 
 RESULTS = """
@@ -790,54 +529,6 @@ def sleeping(number: str) -> list[str]:
     return [line for line in lines if line == f"sleep\0{number}\0"]
 
 
-BLOCKED = """
-import os, signal, sys, time
-sys.path[:0] = sys.argv[1:2]
-from pathlib import Path
-import torch
-import torch.distributed as dist
-import running
-from cases import TABLE
-from cases.case import Case, World
-
-def blocked(setting):
-    (Path(sys.argv[2]) / os.environ["RANK"]).write_text(str(os.getpid()))
-    dist.recv(torch.zeros(1), 1 - dist.get_rank())
-
-def end(number, frame):
-    raise KeyboardInterrupt
-
-signal.signal(signal.SIGTERM, end)  # as run.py has it
-TABLE["blocked"] = Case("blocked", 3, blocked, world=World(2))
-running.run([TABLE["blocked"]], "cpu", 1, time.monotonic() + 200, print)
-"""
-
-
-def test_ranks_that_wait_in_gloo_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    def ranks() -> list[str]:
-        return [text for file in tmp_path.iterdir() if (text := file.read_text())]
-
-    with WarmScript(BLOCKED, FOLDER, tmp_path, environment=ENVIRONMENT) as process:
-        wait_until(lambda: len(ranks()) == 2)
-        time.sleep(0.5)  # so that both wait
-        process.send_signal(signal.SIGKILL)
-        wait_until(lambda: not any(map(is_running, ranks())))
-
-
-def is_running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     command = ("--device", "cpu", "--jobs", "1", "--json", file)
@@ -854,33 +545,3 @@ def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path)
     lines = lines_of_script(FOLDER / "run.py", *command, "--missing", "--any-code", "--only", *names)
     assert not any(names[0] in line for line in lines)
     assert {row["name"] for row in json.loads(file.read_text())["rows"]} == {"environment", *names}
-
-
-INTERRUPTED = """
-import os, signal, sys, time
-sys.path[:0] = sys.argv[1:2]
-import running
-from cases.case import Case
-
-os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
-try:
-    running.run([Case("long", 1, lambda setting: time.sleep(600))], "cpu", 1, time.monotonic() + 5, print)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-def test_an_interrupt_while_a_case_is_started_is_not_lost() -> None:
-    assert lines_of_script(INTERRUPTED, FOLDER) == ["interrupted"]
-
-
-def test_a_run_that_is_interrupted_shows_its_table(tmp_path: Path) -> None:
-    file, name = tmp_path / "results.json", "verify/one process/mlp/float32/gpipe"
-    command = ("--device", "cpu", "--jobs", "1", "--json", file)
-    with WarmScript(FOLDER / "run.py", *command, "--only", "verify/one process/*/float32/*") as process:
-        next(line for line in process.out if name in line)
-        process.send_signal(signal.SIGINT)
-        rest = process.out.read()
-        assert process.status() == 130
-    assert re.search(r"ok +verify/one process/mlp +\d+ cases", rest), rest
-    assert rest.splitlines()[-1].endswith(f" ok on cpu: {file}"), rest

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import penstock
 from penstock import ArgumentError, Microbatch, Microbatches, ShapeError, pipeline, verify
 from penstock.runtime.batch.batch_dims import parse
-from penstock.runtime.batch.microbatches import split
-from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 from scaffolding.proofs import close
 
 T, B, WIDTH, LAYERS, CLASSES = 6, 11, 5, 2, 4
@@ -108,18 +106,6 @@ def test_an_output_that_was_given_whole_and_is_not_the_same_is_refused() -> None
     with pipeline(recurrent(), args, kwargs, loss=entropy, batch_dims=dims, **M) as pipe:
         with pytest.raises(ShapeError, match=r"output\['mean'\] is not the same in all microbatches"):
             pipe.predict(*args, **kwargs)
-
-
-@pytest.mark.parametrize(("rows", "dim"), [(7, 1), (1, 1), (7, -1)])
-def test_a_piece_is_a_clone_of_the_slice(rows: int, dim: int) -> None:
-    x = torch.randn(5, 3, rows) if dim == -1 else torch.randn(5, rows, 3)
-    sizes = (3, 2, 2) if rows == 7 else (1,)
-    parts = split(x, sizes, "batch", None, parse({"args": dim})[0].below("[0]", "batch"))
-    for part, expected in zip(parts, torch.split(x, list(sizes), dim), strict=True):
-        assert torch.equal(part, expected)
-        assert part.stride() == expected.clone().stride()
-        assert part.data_ptr() % CACHE_LINE_BYTES == 0
-        assert not part._is_view()
 
 
 def test_torchs_own_words() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import signal
 import socket
@@ -113,28 +112,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert victim.read_text() == "precious"
 
 
-def test_a_claim_that_is_made_again_keeps_its_holders_and_one_descriptor(tmp_path: Path) -> None:
-    first, second = Holder(), Holder()
-    owner.claim(tmp_path, first, "run")
-    before = len(os.listdir("/proc/self/fd"))
-    (tmp_path / owner.NAME).unlink()
-    owner.claim(tmp_path, second, "run")
-    assert len(os.listdir("/proc/self/fd")) == before
-    owner.release(id(second))
-    assert elsewhere(tmp_path)
-    owner.release(id(first))
-
-
-def test_a_fork_has_a_lock_of_its_own(tmp_path: Path) -> None:
-    with concurrent.futures.ThreadPoolExecutor(1) as other:
-        other.submit(owner._lock.acquire).result()
-        child = os.fork()
-        if not child:
-            os._exit(0 if owner._lock.acquire(blocking=False) else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        other.submit(owner._lock.release).result()
-
-
 def test_a_fork_gives_up_nothing_and_keeps_nothing(tmp_path: Path) -> None:
     holder = Holder()
     owner.claim(tmp_path, holder, "run")
@@ -193,29 +170,6 @@ def test_of_many_that_come_at_once_one_becomes_the_owner(tmp_path: Path, stale: 
         for descriptor in (one for pipe in pipes for one in pipe):
             os.close(descriptor)
         assert sorted(said.decode()) == ["-"] * 5 + ["o"]
-
-
-@pytest.mark.parametrize("text", ["", '"process 1073741824 on HOST, started at 2026-01-01 00:00:00+00:00"'])
-def test_an_owner_that_has_not_yet_said_who_it_is_is_asked_again(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lock comes first; until the new owner writes, the file is empty, or names the one before, which has ended."""
-    monkeypatch.setattr(owner, "_PATIENCE_SECONDS", 60.0)
-    holder, file = Holder(), tmp_path / owner.NAME
-    owner.claim(tmp_path, holder, "run")
-    whole = file.read_text()
-    file.write_text(text.replace("HOST", socket.gethostname()))
-    read = os.pread
-    asked: list[int] = []
-
-    def written_meanwhile(*given: int) -> bytes:
-        asked.append(1)
-        if len(asked) == 3:
-            file.write_text(whole)
-        return read(*given)
-
-    monkeypatch.setattr(owner.os, "pread", written_meanwhile)
-    assert elsewhere(tmp_path).startswith(f"run: process {os.getpid()} on {socket.gethostname()}, started at 20")
 
 
 def test_a_full_disk_or_one_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from models import MODELS
 import penstock
 from penstock.plan.explain import Change, Predicted, explain
 from penstock.schedule import generator
-from penstock.trace.reading import recording_of
+from penstock.trace.files import recording_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)
@@ -126,7 +126,7 @@ def compete(run: Run, profile: penstock.Profile, rounds: int) -> dict[str, Any]:
                     failed[other] = str(error)
         times = in_turns([original, *others.values()], rounds if others else RECORDED)
     found = [
-        {"source": source, **asdict(change), "claim": change.claim, "followed": other and _named(run, other)}
+        {"source": source, **change.to_dict(), "followed": other and _named(run, other)}
         | (outcome(times[0], times[1 + [*others].index(other)]) if other in others else {})
         | ({"failed": failed[other]} if other in failed else {})
         for source, change, other in advice

@@ -33,10 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.distributed.launch.processes import launch
+from penstock.network.fabric.algorithms import closed_form
+from penstock.network.fabric.alpha_beta import LinkFit, fit, predict
 from penstock.network.fabric.forecast import FEWEST_SIZES
-from penstock.network.fabric.models import LinkFit, fit, predict
-from penstock.network.fabric.terms import closed_form
-from penstock.network.fabric.units import size_text
+from penstock.network.quantities import size_text
 
 COLLECTIVE, ALGORITHM = "all_reduce", "ring"
 FEW, MANY = 2, 4

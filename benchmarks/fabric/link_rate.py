@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 
-from penstock.network.conditions import cpu_usage
+from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.link import Link
 from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
@@ -71,7 +71,7 @@ def measure(text: str, idle_seconds: float) -> None:
             before = cpu_usage()
             line = machines.command(0, [*me, "--send", to, "--idle", str(idle_seconds)])
             output = subprocess.run(line, check=True, capture_output=True).stdout
-            busy = cpu_usage().since(before)["busy"]
+            busy = cpu_since(before)["busy"]
     times = {int(size): taken for size, taken in json.loads(output).items()}
     least = statistics.median(times.pop(1))
     cells = [f"1 B {least * 1e6:.0f} us"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.network.conditions import cpu_usage
+from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.run_file import gathered, recorded
@@ -87,7 +87,7 @@ def train(spec: Spec, folder: Path) -> None:
                     ends = every[:, 1 + 2 * place : 3 + 2 * place].tolist()
                     samples.add((number, place, rank, start, end) for rank, (start, end) in enumerate(ends))
         record.add(
-            cpu=gathered(cpu_usage().since(began), members),
+            cpu=gathered(cpu_since(began), members),
             clock=gathered(asdict(offset), members),
             warmup=spec.checked,
         )

@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from common.machine import environment
 from common.ranks import gathered, in_two_processes, measured
-from contest import CASES, DIM, MICROBATCHES, ROWS, Case, Contest
-from measuring import calls, measure, messages, summary
+from contest import CASES, DIM, MICROBATCHES, ROWS, Case, Contest, one_process
+from measuring import WARMUP_STEPS, calls, measure, measure_one_process, messages, summary
 from rich.console import Console
 from rich.table import Table
 
-WARMUP_STEPS = 12
 TARGET_MICROSECONDS = 40.0
 COMPARED = ("penstock", "floor", "torch")
 
@@ -63,15 +62,18 @@ def show(results: dict[str, Any], console: Console) -> None:
     """Prints the tables."""
     table = Table(title="microseconds of processor per action beyond the bare calls: median (lower quartile, least)")
     table.add_column("schedule")
-    for column in ("Penstock", "floor", "torch", "Penstock beyond floor", "all threads: Penstock", "torch"):
-        table.add_column(column, justify="right")
-    for column in ("bare, whole", "calls: Penstock", "floor", "torch", "step ms: Penstock", "torch", "bare"):
+    for column in (
+        *("Penstock", "in one process", "floor", "torch", "Penstock beyond floor", "all threads: Penstock", "torch"),
+        *("bare, whole", "calls: Penstock", "floor", "torch", "step ms: Penstock", "torch", "bare"),
+    ):
         table.add_column(column, justify="right")
     beyond = "thread_microseconds_beyond_bare"
     for case in results["cases"]:
         table.add_row(
             case["schedule"],
-            *(_shown(case.get(name), beyond) for name in COMPARED),
+            _shown(case["penstock"], beyond),
+            _shown(case, "one_process_microseconds_beyond_bare"),
+            *(_shown(case.get(name), beyond) for name in ("floor", "torch")),
             _shown(case["penstock"], "thread_microseconds_beyond_floor"),
             *(_shown(case.get(name), "process_microseconds_beyond_bare") for name in ("penstock", "torch")),
             _shown(case["bare"], "thread_microseconds_per_action"),
@@ -119,7 +121,11 @@ def main() -> None:
     load, speed = os.getloadavg()[0], _python_speed()
     machine = environment(torch=torch.__version__, load_before=load, python_loop_milliseconds=speed)
     results: dict[str, Any] = {"environment": machine, "rounds": chosen.rounds, "microbatches": MICROBATCHES}
+    torch.set_num_threads(1)
+    beyond_bare = [measure_one_process(one_process(CASES[name]), chosen.rounds) for name in chosen.schedules]
     results |= in_two_processes(__file__)
+    for case, one in zip(results["cases"], beyond_bare, strict=True):
+        case["one_process_microseconds_beyond_bare"] = one
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
     show(results, Console(width=None if os.isatty(1) else 240))
 

@@ -1,22 +1,21 @@
-"""A step by hand: the calls of torch and of the system that Penstock's step makes, with nothing between them.
+"""A pipeline by hand: the calls of torch and of the system that a step cannot do without, with nothing between them.
 
 What any runtime needs that gives one device's gradients to the bit: aligned copies of microbatches and of what is
 received, functions that take gradients as they are made, one backward for each microbatch, W as a product of its own,
-and a message each way between ranks (two copies, a byte for each way of waking the other). It checks nothing, knows its
-stages (`Linear`, `tanh`, a residual connection, a mean squared error), and never waits: each rank sends to itself, so
-the values are not those of a step.
+and a message for each value and gradient that goes to the other rank (one call of a socket at each end). It checks
+nothing and knows its stages (`Linear`, `tanh`, a residual connection, a mean squared error); what it leaves in `.grad`
+is what Penstock leaves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -24,8 +23,6 @@ from torch.autograd.graph import GradientEdge
 from penstock._base.compat import run_backward
 from penstock.runtime.exact.rules import receive
 from penstock.schedule import Op
-
-TOKEN_BYTES = 4
 
 
 class Floor:
@@ -51,12 +48,12 @@ class Floor:
         self._inputs, self._targets = inputs, targets
         self._weight = 1 / len(inputs)
         self._split = {(stage, microbatch) for op, stage, microbatch in row if op is Op.I}
-        self._loop, self._anchor = _Loop(inputs[0]), torch.empty(0, requires_grad=True)
+        self._lines, self._anchor = _lines(rank_of), torch.empty(0, requires_grad=True)
+        self._like = inputs[0]
         self._mail: dict[tuple[str, int, int], Tensor] = {}
         self._kept: dict[tuple[int, int], Any] = {}
 
     def __call__(self) -> None:
-        self._loop.begin(len(self._row))
         self._losses: list[Tensor] = []
         self._seed: Tensor | None = None
         self._given = [part.detach().clone() for part in self._inputs] if 0 in self._linear else []
@@ -112,39 +109,32 @@ class Floor:
         if self._rank_of[stage] == self._rank_of[other]:
             self._mail[what, other, microbatch] = value
         else:
-            self._loop.send(value)
+            self._lines[what, other].sendall(value.numpy())
 
     def _take(self, what: str, stage: int, other: int, microbatch: int) -> Tensor:
         if self._rank_of[stage] == self._rank_of[other]:
             return self._mail.pop((what, stage, microbatch))
-        return self._loop.receive()
-
-
-class _Loop:
-    """A channel from a rank to itself: shared memory, and a socket whose tokens are there before they are asked for."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._bytes = like.numel() * like.element_size()
-        self._shape, self._stride = tuple(like.shape), like.stride()
-        self._map = mmap.mmap(-1, max(1, self._bytes))
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._here, self._there = socket.socketpair()
-
-    def begin(self, messages: int) -> None:
-        """Puts enough tokens into the socket, and takes out what the last step has sent."""
-        self._there.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            self._there.recv(1 << 20)
-        self._there.setblocking(True)
-        self._there.sendall(bytes(TOKEN_BYTES * messages))
-
-    def send(self, value: Tensor) -> None:
-        ctypes.memmove(self._address, value.data_ptr(), self._bytes)
-        self._here.sendall(bytes(TOKEN_BYTES))
-
-    def receive(self) -> Tensor:
-        self._here.recv(TOKEN_BYTES)
-        value = torch.empty_strided(self._shape, self._stride, dtype=torch.float32)
-        ctypes.memmove(value.data_ptr(), self._address, self._bytes)
-        self._here.sendall(b"\0")
+        value = torch.empty_strided(self._like.shape, self._like.stride(), dtype=torch.float32)
+        self._lines[what, stage].recv_into(value.numpy(), 0, socket.MSG_WAITALL)
         return value
+
+
+def _lines(rank_of: Sequence[int]) -> dict[tuple[str, int], socket.socket]:
+    """A socket between the two ranks for what each stage gets from the other rank: values, and gradients.
+
+    Rank 0 listens, and rank 1 connects.
+    """
+    cuts = [stage for stage in range(1, len(rank_of)) if rank_of[stage - 1] != rank_of[stage]]
+    keys = [key for stage in cuts for key in (("value", stage), ("grad", stage - 1))]
+    with socket.socket(socket.AF_UNIX) as door:
+        names = [f"\0{secrets.token_hex(16)}"]
+        if dist.get_rank() == 0:
+            door.bind(names[0])
+            door.listen(len(keys))
+        dist.broadcast_object_list(names, 0)
+        lines = {}
+        for key in keys:
+            lines[key] = door.accept()[0] if dist.get_rank() == 0 else socket.socket(socket.AF_UNIX)
+            if dist.get_rank() == 1:
+                lines[key].connect(names[0])
+        return lines

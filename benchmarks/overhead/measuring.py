@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common.ranks import Step, gathered, transport_of
-from contest import DIM, MICROBATCHES, ROWS, Contest
+from contest import DIM, MICROBATCHES, ROWS, Contest, OneProcess
 
 from penstock._base.stages import Link
 
 MESSAGES = 2000
+WARMUP_STEPS = 12
 
 
 @dataclass
@@ -52,6 +53,18 @@ def measure(contest: Contest, rounds: int) -> dict[str, list[list[Times]]]:
             mine[name].append(timed(contest.steps[name]))
     of_ranks = gathered(mine)
     return {name: [list(one) for one in zip(*(m[name] for m in of_ranks), strict=True)] for name in contest.steps}
+
+
+def measure_one_process(contest: OneProcess, rounds: int) -> list[float]:
+    """Microseconds per action beyond the bare calls: quartiles over rounds, the first of which warm up."""
+    found = []
+    for _ in range(WARMUP_STEPS + rounds):
+        times = {}
+        for name, step in contest.steps.items():
+            contest.weights.zero()
+            times[name] = timed(step).thread
+        found.append((times["penstock"] - times["bare"]) / contest.actions)
+    return quartiles(found[WARMUP_STEPS:])
 
 
 def calls(step: Step) -> int:

@@ -55,7 +55,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     steps: dict[str, Callable[[], object]] = {
         "generate": lambda: generate("1f1b", ranks, microbatches),
         "simulate": lambda: simulate(schedule, COST, LINK),
-        "simulate, links contended": lambda: simulate(schedule, COST, LINK, contended=True),
         "idle": lambda: idle(schedule, timeline),
         "critical path": lambda: critical_path(schedule, timeline),
         "memory": lambda: memory(schedule, COST, timeline),

@@ -27,7 +27,7 @@ import wire
 
 from penstock.network import machines as making
 from penstock.network import shapers
-from penstock.network.conditions import cpu_usage
+from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
 from penstock.network.switch import client
@@ -56,7 +56,7 @@ def measure(kind: str, usual: bool, hosts: int, text: str, seconds: float) -> di
         before, cpu, began, machine = machines.told(), _cpu_seconds(machines), time.monotonic(), cpu_usage()
         time.sleep(seconds - 0.5)
         after, wall, used = machines.told(), time.monotonic() - began, _cpu_seconds(machines) - cpu
-        busy = cpu_usage().since(machine)
+        busy = cpu_since(machine)
         streams.join()
     frames = after["frames"] - before["frames"]
     return {

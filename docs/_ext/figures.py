@@ -58,7 +58,7 @@ class ScheduleFigure(SphinxDirective):
             said = f"{timeline.makespan_seconds:g} slots, bubble {timeline.bubble_rate:.0%}"
             copies = schedule.placement.pipelines > 1
             lighter = f"the copy from rank {schedule.placement.ranks - 1}" if copies else "later chunks"
-            panels.append(Panel(f"{title}: {said}", timeline, schedule.slices, lighter))
+            panels.append(Panel(f"{title}: {said}", timeline, lighter))
         figure = nodes.figure(classes=["schedule-figure"])
         label = f"timeline of {' and '.join(self.arguments[0].split())}"  # what scrolls can be reached by the keyboard
         drawn = f'<div class="scrolls" tabindex="0" role="group" aria-label="{label}">{pictures(panels)}</div>'

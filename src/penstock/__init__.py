@@ -75,14 +75,17 @@ moved.update(  # until 0.2
     {
         **{
             f"penstock.explain.{name}": f"penstock.trace.{name}"
-            for name in ("chrome", "clocks", "columns", "event", "measured", "names", "reading", "around")
+            for name in ("chrome", "clocks", "event", "measured", "names", "around")
         },
+        "penstock.explain.columns": "penstock.trace.tables",
+        "penstock.explain.reading": "penstock.trace.files",
         "penstock.balance": "penstock.costs",
         "penstock.blame": "penstock.verification.blame",
         "penstock.explain": "penstock.plan.explain",
         "penstock.fabric": "penstock.network.fabric",
         "penstock.hardware": "penstock.costs.hardware",
         "penstock.launch": "penstock.distributed.launch",
+        "penstock.runs.reading": "penstock.trace.runs.reader",
         "penstock.runs": "penstock.trace.runs",
         "penstock.search": "penstock.simulate.search",
         "penstock.transformer": "penstock.plan.transformer",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_line import as_json, output, penstock, refusal
 
-from penstock.schedule import Placement, check, generate, read_csv
+from penstock.schedule import Placement, check, generate, peak_activations, read_csv
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
 
@@ -28,7 +28,8 @@ def test_schedule_that_it_writes_is_the_one_that_it_timed(tmp_path: Path, placem
     schedule = read_csv(path)
     chunks = 2 if placement == "v" else 1
     assert schedule.placement == (Placement.v(4) if placement == "v" else Placement.loop(4))
-    assert not check(schedule, memory_limit=4 * chunks)
+    assert not check(schedule)
+    assert max(peak_activations(schedule)) <= 4 * chunks
     timeline = simulate(schedule, StageCost(10, 11, 7), LinkCost(0.5))
     assert made["span"] == pytest.approx(timeline.span_seconds)
     assert max(made["peak_activations"]) <= 4
@@ -84,7 +85,7 @@ def test_it_says_where_it_looked_and_what_is_shorter_elsewhere() -> None:
     options = ("search", "--ranks", "4", "--microbatches", "8", "--seconds", "0.2", "--memory-limit", "2")
     made = as_json(*options)
     compared = as_json("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8")["schedules"]
-    fitting = [one for one in compared if max(one["peak_activations"]) <= 2 and one["slices"] == 1]
+    fitting = [one for one in compared if max(one["peak_activations"]) <= 2]
     best = min(fitting, key=lambda one: one["span"])
     assert made["placement"] == "loop"
     assert made["shorter_elsewhere"] == {
@@ -126,12 +127,8 @@ def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> N
         (["--microbatches", "0"], "--microbatches 0: expected an integer >= 1"),
         (["--chunks", "0"], "--chunks 0: expected an integer >= 1"),
         (["--memory-unsharded", "1"], "--memory-unsharded: the search places no gathers of sharded stages"),
-        (
-            ["--output-bytes", "1", "--bandwidth", "1", "--contended"],
-            "--contended: the search does not model contention",
-        ),
         (["--forward", "-1"], "--forward -1: expected a cost of 0 or more"),
-        (["--csv", "no/such/folder.csv"], "--csv no/such/folder.csv: this file cannot be written"),
+        (["--csv", "no/such/folder.csv"], "--csv no/such/folder.csv cannot be written: No such file"),
     ],
 )
 def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:

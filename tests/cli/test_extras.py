@@ -8,7 +8,7 @@ import pytest
 from command_line import refusal
 
 from penstock.errors import MissingExtraError
-from penstock.network.fabric.steadiness import trend
+from penstock.network.fabric.warmup import trend
 
 
 @pytest.mark.parametrize("package", ["jinja2", "scipy"])

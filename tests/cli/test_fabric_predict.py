@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.network.fabric.algorithms import algorithms
-from penstock.network.fabric.models import LinkFit
+from penstock.network.fabric.algorithms import algorithms, closed_form
+from penstock.network.fabric.alpha_beta import LinkFit
 from penstock.network.fabric.samples import HEAD, RUN, SAMPLES
-from penstock.network.fabric.terms import closed_form
 from penstock.network.fabric.views import page
 from penstock.network.fabric.workload import Transfer, Workload
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.network.fabric.models import LinkFit, links_json
+from penstock.network.fabric.alpha_beta import links_json
 from penstock.schedule import generate
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
@@ -55,10 +55,9 @@ def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
 
 
 def test_one_fit_is_as_comm_and_bandwidth_are(write: Write) -> None:
-    path = write(links_json(LinkFit(0.004, 1e-7)))
+    path = write(links_json({}, [{"fit": {"alpha_seconds": 0.004, "beta_seconds_per_byte": 1e-7}}]))
     same = as_json(*FOUR, *SIZED, "--comm", "0.004", "--bandwidth", "1e7")
     assert as_json(*FOUR, *SIZED, "--links", path)["makespan"] == pytest.approx(same["makespan"])
-    assert as_json(*FOUR, *SIZED, "--links", path, "--contended")["makespan"] >= same["makespan"] * (1 - 1e-9)
 
 
 def test_each_direction_has_its_own(write: Write) -> None:

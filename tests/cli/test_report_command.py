@@ -13,7 +13,6 @@ from command_line import as_json, output, refusal
 from test_explain import columns, measured, profile, ranges_of_torch
 
 from penstock.costs import Profile, UnitCost
-from penstock.report import to_perfetto
 from penstock.report.frame import frame
 from penstock.report.web.picture import write_picture
 from penstock.schedule import Op, generate
@@ -43,7 +42,7 @@ def seconds(text: str) -> float:
     return float(value.replace(",", "")) * {"s": 1, "ms": 1e-3, "µs": 1e-6}[unit]
 
 
-def test_its_numbers_are_those_of_explain(trace: Path, open_page: Any) -> None:
+def test_its_numbers_and_its_timeline_are_those_of_explain(trace: Path, open_page: Any) -> None:
     made = report(trace)
     assert made == trace.with_suffix(".html")
     page, found = open_page(made), as_json("explain", str(trace))
@@ -67,16 +66,17 @@ def test_its_numbers_are_those_of_explain(trace: Path, open_page: Any) -> None:
     assert page.locator(".changes tr").count() == min(6, len(found["changes"]))
     for change in found["changes"][:1]:
         assert change["text"] in page.inner_text(".changes")
-
-
-def test_the_timeline_is_the_measured_one_above_what_it_could_be(trace: Path, open_page: Any) -> None:
-    page = open_page(report(trace))
     assert page.evaluate("timeline.bands.map((band) => band.name)") == ["simulated", "if all were even"]
     spans = list(measured())
     ends = page.evaluate("timeline.bands[0].lanes.flatMap((lane) => [...lane.end])")
     assert ends == pytest.approx([span.end_seconds for span in spans])
-    even = as_json("explain", str(trace))["even_seconds"]
-    assert page.evaluate("timeline.bands[1].end") == pytest.approx(even)
+    assert page.evaluate("timeline.bands[1].end") == pytest.approx(found["even_seconds"])
+    page.click("#actions summary")
+    page.select_option("#actions select", label="simulated: rank 2")
+    rows = page.locator("#actions tr").all_inner_texts()
+    mine = [span for span in spans if span.rank == 2]
+    assert len(rows) == 1 + len(mine)
+    assert rows[1].split()[0] == str(mine[0].action)
 
 
 def test_a_prediction_lies_under_the_measurement(trace: Path, tmp_path: Path, open_page: Any) -> None:
@@ -88,27 +88,12 @@ def test_a_prediction_lies_under_the_measurement(trace: Path, tmp_path: Path, op
     assert f"{predicted / measured().makespan_seconds - 1:+.1%}" in page.inner_text(".figures")
 
 
-def perfetto(folder: Path) -> list[str]:
-    (folder / "trace.json").write_text(json.dumps(to_perfetto(measured())))
-    return [str(folder / "trace.json")]
-
-
-@pytest.mark.parametrize("form", [columns, ranges_of_torch, perfetto])
+@pytest.mark.parametrize("form", [columns, ranges_of_torch])
 def test_columns_and_traces_make_a_report(form: Any, tmp_path: Path, open_page: Any) -> None:
     page = open_page(report(*form(tmp_path), "--out", tmp_path / "page.html"))
     assert page.inner_text("h1").startswith("1f1b: 4 ranks, 8 microbatches")
     assert page.evaluate("timeline.bands[0].length") == len(measured())
     assert page.evaluate("timeline.bands[0].end") == pytest.approx(measured().makespan_seconds, rel=0.01)
-
-
-def test_the_actions_are_there_as_a_table(trace: Path, open_page: Any) -> None:
-    page = open_page(report(trace))
-    page.click("#actions summary")
-    page.select_option("#actions select", label="simulated: rank 2")
-    rows = page.locator("#actions tr").all_inner_texts()
-    spans = [span for span in measured() if span.rank == 2]
-    assert len(rows) == 1 + len(spans)
-    assert rows[1].split()[0] == str(spans[0].action)
 
 
 def test_ranks_that_took_turns_are_shown_and_not_compared(tmp_path: Path, open_page: Any) -> None:
@@ -122,24 +107,18 @@ def test_ranks_that_took_turns_are_shown_and_not_compared(tmp_path: Path, open_p
 
 def test_a_plan_is_shown_as_a_prediction(tmp_path: Path, open_page: Any) -> None:
     path = tmp_path / "plan.json"
-    plan = _plan()
+    plan = {**_plan(), "held_bytes": [2e9, 3e9]}
     path.write_text(json.dumps(plan))
     page = open_page(report(path))
     text = page.inner_text(".figures")
-    assert "prediction only" in page.inner_text("header")
-    assert f"{plan['step_seconds'] * 1000:.4g}"[:4] in text
-    assert "8.0 GB" in page.inner_text("main"), "the limit"
-    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["predicted"]
-
-
-def test_a_plan_has_a_memory_curve_under_each_rank(tmp_path: Path, open_page: Any) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({**_plan(), "held_bytes": [2e9, 3e9]}))
-    page = open_page(report(path))
     curves = page.evaluate(
         "timeline.bands[0].lanes.map(({memory: {bytes, peak, limit}}) => [Math.min(...bytes), peak, limit])"
     )
     assert curves == [[2e9, 5e9, 8e9], [3e9, 4e9, 8e9]]
+    assert "prediction only" in page.inner_text("header")
+    assert f"{plan['step_seconds'] * 1000:.4g}"[:4] in text
+    assert "8.0 GB" in page.inner_text("main"), "the limit"
+    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["predicted"]
 
 
 def test_a_profile_gives_a_trace_memory(trace: Path, tmp_path: Path, open_page: Any) -> None:

@@ -14,8 +14,8 @@ from test_explain import measured, profile
 from test_report_command import numbers, report, seconds
 from test_top import ABOUT, STATE
 
+from penstock.costs import MadeFor
 from penstock.plan import Choice, Plan
-from penstock.plan.plan import MadeFor
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
@@ -41,10 +41,19 @@ def a_run(folder: Path, timeline: Timeline, name: str = "gpt") -> Path:
     return folder
 
 
-def test_a_run_is_shown_with_its_loss_speed_and_memory(tmp_path: Path, open_page: Any) -> None:
-    made = report(a_run(tmp_path / "run", measured()))
-    assert made == tmp_path / "run" / "report.html"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run in the folder `run`, which is explained there."""
+    return report(a_run(tmp_path_factory.mktemp("runs") / "run", measured()))
+
+
+def test_a_run_is_shown_with_its_loss_speed_and_memory_and_explained(made: Path, open_page: Any) -> None:
+    assert (made.parent.name, made.name) == ("run", "report.html")
     page = open_page(made)
+    assert "started 1 January 2026, 00:00 UTC" in page.inner_text("header")
+    found = as_json("explain", str(made.parent))
+    assert numbers(page)["explained"] == found
+    assert "the last 5 steps took 0.78 times as long as those with a timeline" in found["notes"]
     names, values = (page.locator(f".figures {part}").all_inner_texts() for part in ("dt", ".value"))
     cards = dict(zip(names, values, strict=True))
     assert page.inner_text("h1") == "gpt"
@@ -76,19 +85,6 @@ def test_a_failure_and_ranks_that_are_gone_stand_under_the_title(tmp_path: Path,
     assert header.count("boom") == 1
     seen = " ".join(output("top", str(folder), "--once", columns=200).split())
     assert all(" ".join(line.split()) in seen for line in header.splitlines() if ": " in line), "top says the same"
-
-
-def test_it_says_when_a_run_started_as_people_do(tmp_path: Path, open_page: Any) -> None:
-    header = open_page(report(a_run(tmp_path / "run", measured()))).inner_text("header")
-    assert "started 1 January 2026, 00:00 UTC" in header
-
-
-def test_a_run_is_explained_as_penstock_explain_does(tmp_path: Path, open_page: Any) -> None:
-    folder = a_run(tmp_path / "run", measured())
-    page = open_page(report(folder))
-    found = as_json("explain", str(folder))
-    assert numbers(page)["explained"] == found
-    assert "the last 5 steps took 0.78 times as long as those with a timeline" in found["notes"]
 
 
 def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_page: Any) -> None:
@@ -193,8 +189,8 @@ def test_a_step_without_timeline_is_refused(tmp_path: Path) -> None:
     assert "has no timeline of step 3; there are: 5" in refusal("report", str(folder), "--step", "3")
 
 
-def test_a_page_prints_light_and_without_controls(tmp_path: Path, open_page: Any) -> None:
-    page = open_page(report(a_run(tmp_path / "run", measured())), dark=True)
+def test_a_page_prints_light_and_without_controls(made: Path, open_page: Any) -> None:
+    page = open_page(made, dark=True)
     page.emulate_media(media="print")
     page.wait_for_function("timeline.colors.page === '#ffffff'")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
@@ -202,22 +198,17 @@ def test_a_page_prints_light_and_without_controls(tmp_path: Path, open_page: Any
     assert not page.locator(".tl-details").is_visible()
 
 
-def test_all_ranks_are_printed(tmp_path: Path, open_page: Any) -> None:
-    page = open_page(report(a_run(tmp_path / "run", measured())), "phone")
+def test_all_ranks_are_printed_and_nothing_is_cut_off(made: Path, open_page: Any) -> None:
+    page = open_page(made, "phone")
     before = page.evaluate("[timeline.shown, timeline.width]")
     page.evaluate("innerHeight = 100; timeline._layout(); dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate("[timeline.shown === timeline.total, timeline.width > 600]") == [True, True]
     page.evaluate("innerHeight = 844; dispatchEvent(new Event('afterprint'))")
     assert page.evaluate("[timeline.shown, timeline.width]") == before
     assert page.evaluate("document.documentElement.dataset.theme") is None
-
-
-def test_nothing_is_cut_off(tmp_path: Path, open_page: Any) -> None:
-    made = report(a_run(tmp_path / "run", measured()))
-    for size in ("wide", "phone"):
-        page = open_page(made, size)
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        wide = page.evaluate("[...document.querySelectorAll('.wide')].map((one) => [one.scrollWidth, one.clientWidth])")
+    for each in (page, open_page(made)):
+        assert each.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        wide = each.evaluate("[...document.querySelectorAll('.wide')].map((one) => [one.scrollWidth, one.clientWidth])")
         assert all(needed <= there for needed, there in wide), wide
     page.set_viewport_size({"width": 718, "height": 1000})  # a sheet of A4
     page.emulate_media(media="print")

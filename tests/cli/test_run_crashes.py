@@ -77,6 +77,7 @@ def test_all_steps_before_an_error_are_there(tmp_path: Path) -> None:
     assert "rank 1 failed outside of a step: ValueError: no batch" in output("top", str(run), columns=200)
 
 
+@pytest.mark.long  # ranks that leave: tests/distributed/test_falling.py
 def test_a_rank_that_leaves_while_another_waits_is_named_and_fails_the_job(tmp_path: Path) -> None:
     check_steps(crashed(tmp_path, "left"))
 

@@ -159,25 +159,6 @@ def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
 
 @hosts_needed
 @pytest.mark.distributed
-@pytest.mark.long  # test_run.py has the signals; test_killed_rank_is_named_and_the_other_host_is_ended has the hosts
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]], number: signal.Signals) -> None:
-    process, pids = staying
-    assert len(left_of(process.pid)) == 3
-    process.send_signal(number)
-    if number == signal.SIGINT:  # whoever types Ctrl-C looks on
-        assert all(has_ended(pid, 3) for pid in pids[::2])
-    _, _, said = ended(process)
-    assert process.returncode == 128 + number
-    stopped = f"penstock: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}; no process is left running"
-    assert said.splitlines()[-2:] == ["penstock: network    2 hosts, as fast as this machine can", stopped]
-    assert len(pids) == 4
-    assert all(has_ended(pid) for pid in pids)
-    assert left_of(process.pid) == []
-
-
-@hosts_needed
-@pytest.mark.distributed
 def test_death_of_the_launcher_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
     process, pids = staying
     process.kill()

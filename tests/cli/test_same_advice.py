@@ -8,7 +8,7 @@ from pathlib import Path
 from command_line import as_json, output
 
 from penstock.report.studio.opened import opened
-from penstock.report.web.sources import shown
+from penstock.report.web.sources import contents_of
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost, simulate
 
@@ -19,7 +19,7 @@ def test_every_list_of_advice_is_the_same(tmp_path: Path) -> None:
     path.write_text(json.dumps(simulate(generate("zb-h1", 4, 8), costs, LinkCost(0.0001)).to_dict()))
     listed = [(one["claim"], one["text"], one["note"]) for one in as_json("explain", str(path))["changes"]]
     assert {claim.startswith("at most") for claim, *_ in listed} == {False, True}
-    assert [(one.claim, one.text, one.note) for one in shown([path]).improvements] == listed
+    assert [(one.claim, one.text, one.note) for one in contents_of([path]).improvements] == listed
     studio = opened(path, path.name)["explanation"]["changes"]
     assert [(one["claim"], one["text"], one["note"]) for one in studio] == listed
     said = " ".join(output("explain", str(path), columns=400).split())

@@ -21,10 +21,8 @@ def test_json_has_every_schedule_with_rules_and_formulas() -> None:
         "rule": "",
         "placement": "V",
         "chunks": 2,
-        "slices": 1,
         "splits": True,
         "rules": [
-            {"argument": "slices", "text": "whole microbatches (1 slice)"},
             {"argument": "chunks", "text": "exactly 2 chunks a rank, placed as a V"},
         ],
         "memory": "min(p, m)",

@@ -16,7 +16,7 @@ from rich.console import Console
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._picture import Palette, legend, proportional, slots, style
 from penstock.costs import Outcome, with_one_model
-from penstock.report import panel_of, schedule_svg
+from penstock.report import panel_of
 from penstock.report import svg as draw
 from penstock.schedule import Op, Schedule, check, generate, grid, names
 from penstock.schedule.grid import in_slots
@@ -98,17 +98,6 @@ def test_legend_explains_small_letters_where_there_are_some() -> None:
     assert "small" not in legend([generate("1f1b", 2, 4)], Palette.MANY, fills=True).plain
 
 
-def test_legend_has_the_ops_that_occur() -> None:
-    def text(name: str, palette: Palette = Palette.MANY) -> str:
-        return legend([generate(name, 2, 4)], palette).plain
-
-    assert " B " not in text("zb-h1")
-    assert " W " not in text("1f1b")
-    assert text("zb-v").endswith("; lighter: later chunks")
-    assert text("chimera").endswith("; lighter: the copy")
-    assert text("chimera", Palette.NONE).endswith(". idle")
-
-
 @pytest.mark.parametrize(
     ("color_system", "palette"), [(None, Palette.NONE), ("standard", Palette.FEW), ("256", Palette.MANY)]
 )
@@ -118,7 +107,7 @@ def test_palette_of_a_terminal(color_system: Any, palette: Palette) -> None:
     assert len(colors) == (1 if palette is Palette.NONE else 8)
 
 
-@pytest.mark.parametrize("name", ["zb-v", "dualpipe", "seq1f1b"])
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
 def test_text_is_the_schedule_and_comms_add_its_messages(name: str) -> None:
     schedule = generate(name, 4, 8)
     assert Schedule.parse(output("show", "--schedule", name, *NUMBERS, "--text")) == schedule
@@ -141,11 +130,11 @@ def test_json_has_when_each_action_runs() -> None:
 def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     svg, png = tmp_path / "a.svg", tmp_path / "a.png"
     assert output("show", "--schedule", "zb-v", *NUMBERS, "--svg", str(svg)) == f"wrote {svg}\n"
-    assert svg.read_text() == schedule_svg(generate("zb-v", 4, 8))
+    assert svg.read_text() == draw([panel_of(generate("zb-v", 4, 8))], "slots")
     options = ("--forward", "3", "--svg", str(svg), "--png", str(png), "--background", "dark", "--width", "600")
     assert output("show", "--schedule", "zb-v", *NUMBERS, *options) == f"wrote {svg}\nwrote {png}\n"
     outcome = Outcome.simulated(generate("zb-v", 4, 8), CostOptions(forward=3).read())
-    drawn = schedule_svg(outcome.schedule, outcome.timeline, unit="time", background="dark", width=600)
+    drawn = draw([panel_of(outcome.schedule, outcome.timeline)], "time", background="dark", width=600)
     assert svg.read_text() == drawn
     assert int.from_bytes(png.read_bytes()[16:20]) == 1200, "two dots a pixel"
 

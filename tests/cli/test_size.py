@@ -14,7 +14,7 @@ from penstock.schedule.generators import Numbers
 
 @pytest.mark.parametrize("entry", generators(), ids=lambda entry: entry.name)
 def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
-    numbers = Numbers(4, 6, entry.chunks, entry.slices)
+    numbers = Numbers(4, 6, entry.chunks)
     made = generate(entry.name, 4, 6)
     counted = sum(len(row) for row in made.rows)
     if entry.name.startswith("dualpipe"):  # some of its backwards are not split
@@ -29,7 +29,6 @@ def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
         ("simulate", "--schedule", "gpipe", "--ranks", "10000", "--microbatches", "10000"),
         ("simulate", "--schedule", "all", "--ranks", "10000", "--microbatches", "10000"),
         ("show", "--schedule", "zb-v", "--ranks", "10000", "--microbatches", "10000"),
-        ("simulate", "--schedule", "seq1f1b", "--ranks", "1", "--microbatches", "1", "--slices", "1000000000"),
     ],
 )
 def test_too_much_is_refused(options: tuple[str, ...]) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 
 import pytest
-from command_line import penstock
 
-from penstock import __main__
 from penstock.cli import main
 
 ORDER = "--schedule 1f1b --ranks 2 --microbatches 4"
@@ -61,21 +58,6 @@ def test_characters_that_standard_output_lacks_are_replaced(
     assert (ended.value.code, capsys.readouterr().err) == (0, "")
 
 
-def test_ctrl_c_while_the_interpreter_ends_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        monkeypatch.setattr(sys, "argv", ["penstock", "--version"])
-        with pytest.raises(SystemExit):
-            __main__.main()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of `nohup penstock ... &`
-        with pytest.raises(SystemExit):
-            __main__.main()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_a_ctrl_c_before_anything_is_loaded_has_no_time_to_come() -> None:
     """Only what runs inside of `main` turns it into one line: the modules before that are few and small."""
     code = "import sys; before = {*sys.modules}; import penstock.__main__; print(*sorted({*sys.modules} - before))"
@@ -86,15 +68,3 @@ def test_a_ctrl_c_before_anything_is_loaded_has_no_time_to_come() -> None:
 
 def interrupted() -> None:
     raise KeyboardInterrupt
-
-
-def test_of_a_second_ctrl_c_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor sends it to the group, from which the parent hands it on to the child."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        monkeypatch.setattr("penstock.cli.devices.devices", interrupted)
-        assert penstock("devices").exit_code == 128 + signal.SIGINT
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -33,7 +33,7 @@ def test_1f1b_by_its_closed_form(p: int, m: int, f: int, b: int) -> None:
 
 def test_chunks_and_copies_train_the_same_model() -> None:
     """However many stages: one device takes as long, and with many microbatches each schedule nears its ranks."""
-    names = "1f1b,interleaved-1f1b,zb-v,hanayo,dualpipe,seq1f1b"
+    names = "1f1b,interleaved-1f1b,zb-v,hanayo,dualpipe"
     made = as_json("simulate", "--schedule", names, "--ranks", "2,4", "--microbatches", "64", "--forward", "6")
     assert {cell["one_device"] for cell in made["sweep"]} == {64 * 18}
     assert [cell["name"] for cell in made["sweep"]] == [name for name in names.split(",") for _ in range(2)]

@@ -131,44 +131,6 @@ def test_top_is_never_broken_by_what_it_finds(tmp_path: Path) -> None:
 DEEP = "[" * 200_000
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("ranks/0.json", DEEP),
-        ("ranks/0.json", '{"run": "abc", "at": "x", "heard": 5}'),
-        ("ranks/0.json", json.dumps({"run": "abc", "at": 1.0, "state": {**STATE.to_dict(), "pid": "q"}})),
-        ("ranks/0.json", json.dumps({"run": "abc", "at": 1.0, "state": {**STATE.to_dict(), "since": "y"}})),
-        ("steps.jsonl", f"{DEEP}\n"),
-        ("steps.jsonl", '{"step": 1e999, "loss": 1, "seconds": 1, "rows": 1, "at_seconds": 1, "bubble": null}\n'),
-        ("steps.jsonl", '{"step": 1, "loss": 1, "seconds": NaN, "rows": 1, "at_seconds": 1, "bubble": null}\n'),
-    ],
-)
-def test_what_is_damaged_counts_for_nothing(tmp_path: Path, file: str, text: str) -> None:
-    run = a_run(tmp_path / "gpt", STATE)
-    (tmp_path / "gpt" / file).write_text(text)
-    found: Any = as_json("top", run)
-    assert (found["ranks"] == []) == (file != "steps.jsonl")
-    assert (found["progress"] is None) == (file == "steps.jsonl")
-    output("report", run, "--out", str(tmp_path / "page.html"))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("memory_limit", "much"),
-        ("units", [1, 2]),
-        ("replicas", -3),
-        ("ranks", 10**9),
-        ("placement", "0 99999999999"),
-    ],
-)
-def test_a_damaged_description_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    run = a_run(tmp_path / "gpt", STATE)
-    write_whole(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), name: value})
-    for command in ("top", "report"):
-        assert f"is damaged: {name}" in refusal(command, run)
-
-
 def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:
     run = a_run(tmp_path / "gpt", replace(STATE, failure="\x1b[31mboom\x07", action="\x1b]0;x"))
     write_whole(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), "model": "\x1b]0;pwned\x07"})
@@ -176,21 +138,6 @@ def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:
     assert "pwned" in said
     assert "boom" in said
     assert not set(said) & {"\x1b", "\x07"}
-
-
-def test_a_damaged_timeline_is_left_out(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "gpt", STATE)
-    order = add_communication(generate("1f1b", 2, 4))
-    for number in (5, 50):
-        write_whole(
-            tmp_path / "gpt" / "timelines" / f"{number}.json",
-            simulate(order, [StageCost(0.01, 0.01, 0.01)] * 2).to_dict(),
-        )
-    (tmp_path / "gpt" / "timelines" / "50.json").write_text('{"in_turns": false, "ranks"')
-    assert as_json("explain", run)["step"] == 5
-    output("report", run, "--out", str(tmp_path / "page.html"))
-    assert "step 50 is left out" in (tmp_path / "page.html").read_text()
-    assert "is not JSON" in refusal("report", run, "--step", "50")
 
 
 def test_explain_reads_the_timelines_of_a_run(tmp_path: Path) -> None:

@@ -130,9 +130,6 @@ def differing(rank: int, what: str) -> None:
             match what:
                 case "evaluates":
                     pipe.evaluate(x, target=y)
-                case "does not average":
-                    with pipe.no_sync():
-                        pipe.step(x, target=y)
                 case "freezes":
                     pipe.model.get_parameter("blocks.0.up.weight").requires_grad_(False)
         for _ in range(2):

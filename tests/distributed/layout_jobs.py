@@ -12,25 +12,11 @@ import penstock
 from test_layouts import DIMS, batch, by_graphs, entropy, graph_net, graphs, recurrent
 
 
-def verify(rank: int, what: str, options: dict[str, Any]) -> tuple[bool, str, str]:
+def verify_graphs(rank: int) -> tuple[bool, str, str]:
     """Whether all is equal, in words, and what the whole batch says."""
-    if what == "graphs":
-        args, target = graphs()
-        report = penstock.verify(
-            graph_net,
-            args,
-            target=target,
-            loss_fn=F.cross_entropy,
-            split=by_graphs,
-            merge=torch.cat,
-            microbatches=4,
-            **options,
-        )
-    else:
-        args, kwargs, target = batch()
-        report = penstock.verify(
-            recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=DIMS, microbatches=4, **options
-        )
+    args, target = graphs()
+    options: dict[str, Any] = {"split": by_graphs, "merge": torch.cat, "microbatches": 4}
+    report = penstock.verify(graph_net, args, target=target, loss_fn=F.cross_entropy, **options)
     assert report.whole_batch is not None
     return report.ok, report.summary(), report.whole_batch.verdict
 

@@ -104,12 +104,6 @@ class Nodes:
         self._started.append(process)
         return process
 
-    def cut(self) -> None:
-        """Cuts the cable: from now on neither machine hears from the other, nor that it is gone."""
-        too_small = ("tbf", "rate", "1kbit", "burst", "10b", "limit", "10b")  # for any frame, so that all are dropped
-        for node in range(len(self.names)):
-            _call(*self.enter(node), "tc", "qdisc", "add", "dev", "cable", "root", *too_small)
-
     def enter(self, node: int) -> list[str]:
         """What runs the command that follows it on a machine."""
         return ["nsenter", "--target", str(self.pids[node]), *_SPACES, "--"]

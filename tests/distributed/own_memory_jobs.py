@@ -37,14 +37,6 @@ class Block(nn.Module):
         return memory
 
 
-class Copies(Block):
-    """As `forward` of a graphed callable: into its own result."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.line(x)
-        return self.kept(h).copy_(h)
-
-
 class Views(Block):
     def forward(self, x: Tensor) -> Tensor:
         h = self.line(x)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 import penstock
+from penstock.costs import MadeFor
 from penstock.plan import Plan
-from penstock.plan.plan import MadeFor
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp

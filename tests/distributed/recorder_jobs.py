@@ -61,11 +61,3 @@ def refused(rank: int, folder: str | None) -> str:
 def refused_on_one(rank: int, folder: str) -> str:
     """What a pipeline says that records on rank 0 only."""
     return refused(rank, folder if rank == 0 else None)
-
-
-def only_there(rank: int, folder: str) -> list[str]:
-    """The losses are of the last stage's rank only."""
-    with pipe_of(folder, share_loss=False) as pipe:
-        for _ in range(3):
-            pipe.step(X, target=X)
-    return [str(step.loss) for step in read_run(folder).steps()] if rank == 0 else []

@@ -114,13 +114,13 @@ def wrong_on_one_rank(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
         return said
 
 
-def save_while_training(rank: int, folder: Path, options: dict[str, Any]) -> tuple[list[str], list[float], list[float]]:
+def save_while_training(rank: int, folder: Path) -> tuple[list[str], list[float], list[float]]:
     """Two saves in the background: what is written to first waits until training has gone on.
 
     Returns what is in the folder while it waits, and once all is written; the losses after the first save, and those of
     the same steps from what it has written.
     """
-    with training("dropout", **options) as (task, pipe, optimizer):
+    with training("dropout") as (task, pipe, optimizer):
         step(task, pipe, optimizer)
         goes_on = threading.Event()
         with writing(lambda: _wait(goes_on)):
@@ -134,7 +134,7 @@ def save_while_training(rank: int, folder: Path, options: dict[str, Any]) -> tup
         "the pipeline waited for the second when it was closed"
     )
     assert meanwhile is None
-    with training("dropout", **options) as (task, pipe, optimizer):
+    with training("dropout") as (task, pipe, optimizer):
         restored = checkpoint.load(path, pipe, optimizer)
         assert restored is not None
         assert restored.extra == "first"
@@ -183,11 +183,11 @@ def fail_in_the_background(rank: int, folder: Path) -> list[str]:
     return said
 
 
-def die_while_saving(rank: int, folder: Path, wait: bool) -> None:
+def die_while_saving(rank: int, folder: Path) -> None:
     """Rank 1 is killed once it has written a part of its second checkpoint."""
     with training() as (task, pipe, optimizer):
         step(task, pipe, optimizer)
-        checkpoint.save(folder, pipe, optimizer, wait=wait)
+        checkpoint.save(folder, pipe, optimizer, wait=False)
         losses = [step(task, pipe, optimizer)]
         checkpoint.finish(pipe)
         if rank == 0:
@@ -199,7 +199,7 @@ def die_while_saving(rank: int, folder: Path, wait: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with writing(fall):
-            checkpoint.save(folder, pipe, optimizer, wait=wait)
+            checkpoint.save(folder, pipe, optimizer, wait=False)
             checkpoint.finish(pipe)
 
 

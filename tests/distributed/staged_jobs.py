@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.distributed.world import World
 from penstock.errors import PenstockError
-from penstock.runtime.execute import transports
+from penstock.runtime.execute import transport_choice
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.transport.shared_memory import Neighbors
 from penstock.runtime.transport.staging import StagedTransport
@@ -122,7 +122,7 @@ def by_itself(rank: int, choice: Any) -> Seen:
     """What is said of the transport where each rank has a device of its own, and the job has gloo alone."""
     stand_in.install()
     x, y = batch(8)
-    apart = mock.patch.object(transports, "accelerator_of", return_value=f"accelerator {rank}")
+    apart = mock.patch.object(transport_choice, "accelerator_of", return_value=f"accelerator {rank}")
     with apart, penstock.pipeline(
         mlp(), (x,), microbatches=4, loss=F.mse_loss, devices=DEVICE, transport=choice
     ) as pipe:  # fmt: skip

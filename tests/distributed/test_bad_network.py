@@ -20,7 +20,7 @@ from scaffolding.ranks import Ranks
 JOB = Path(__file__).with_name("bad_network_job.py")
 SCHEDULES = ("1f1b", "zb-h1")
 ALL_AT_ONCE = (
-    "50mbit delay 1ms 500us 25% distribution normal loss 1% duplicate 1% corrupt 1% reorder 2% stall 100ms every 1s"
+    "50mbit delay 1ms 500us 25% distribution normal loss 2% duplicate 2% corrupt 2% reorder 3% stall 100ms every 1s"
 )
 
 MakesNetworks = Callable[..., AbstractContextManager[BadNetwork]]
@@ -35,15 +35,17 @@ def _models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
 
 
-def trained_over(network: BadNetwork, ranks: int, folder: Path) -> list[dict[str, Trained]]:
+def trained_over(
+    network: BadNetwork, ranks: int, folder: Path, schedules: Sequence[str] = SCHEDULES
+) -> list[dict[str, Trained]]:
     """By rank, and there by schedule."""
-    network.run([str(JOB), str(folder), *SCHEDULES], ranks=ranks, timeout=250).check()
+    network.run([str(JOB), str(folder), *schedules], ranks=ranks, timeout=250).check()
     return [torch.load(folder / f"trained.{rank}") for rank in range(ranks)]
 
 
 def assert_same_bits(found: Sequence[dict[str, Trained]], pool: Ranks) -> None:
     """What ranks have trained, against the same ranks over loopback and shared memory."""
-    for schedule in SCHEDULES:
+    for schedule in found[0]:
         for rank, expected in enumerate(pool.run(train, schedule)):
             of_rank = found[rank][schedule]
             assert of_rank.keys() == expected.keys()
@@ -62,36 +64,9 @@ def test_everything_at_once_changes_no_bit(
     bad_network: MakesNetworks, request: pytest.FixtureRequest, tmp_path: Path, ranks: int
 ) -> None:
     with bad_network(2, ALL_AT_ONCE, seed=1) as network:
-        found = trained_over(network, ranks, tmp_path)
+        found = trained_over(network, ranks, tmp_path, SCHEDULES[1:])
         happened = {name: counted(network, name) for name in ("lost", "duplicated", "corrupted", "reordered")}
     assert all(happened.values()), happened
-    assert_same_bits(found, request.getfixturevalue(f"ranks{ranks}"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    ("link", "happens"),
-    [
-        ("100mbit delay 5ms loss 1%", ["lost"]),
-        ("100mbit delay 5ms jitter 3ms distribution pareto reorder 5%", ["reordered"]),
-        ("100mbit delay 1ms stall 300ms every 1s", []),
-        ("100mbit delay 1ms duplicate 2% corrupt 2%", ["duplicated", "corrupted"]),
-    ],
-    ids=["loss", "jitter", "stalls", "broken"],
-)
-def test_what_a_link_does_to_frames_changes_no_bit(
-    bad_network: MakesNetworks,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    ranks: int,
-    link: str,
-    happens: list[str],
-) -> None:
-    with bad_network(ranks, link) as network:
-        found = trained_over(network, ranks, tmp_path)
-        assert all(counted(network, name) for name in happens), network.told()
-        assert all(way["frames"] for each in network.told()["links"] for way in (each["up"], each["down"]))
     assert_same_bits(found, request.getfixturevalue(f"ranks{ranks}"))
 
 

@@ -11,7 +11,7 @@ from scaffolding.ranks import Ranks, RanksError
 pytestmark = pytest.mark.distributed
 
 DP, TP = ((2, 2), ("dp", "pp")), ((2, 2), ("pp", "tp"))
-CHANGING = [[8, 8], [8, 1], [2, 8], [1, 1], [8, 8]]
+CHANGING = [[8, 8], [8, 1], [2, 8]]
 
 
 def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks) -> None:
@@ -21,19 +21,9 @@ def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks)
         assert rank.losses < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("divided", "options"),
-    [
-        (("every_block", DP), {"offload": True, "recompute": 1}),
-        (("every_block", DP), {"check_finite": True, "recompute": "always", "schedule": "zb-h1"}),
-        (("by_sequence", TP), {"offload": True, "recompute": "except_last", "schedule": "zb-h1"}),
-    ],
-    ids=str,
-)
-def test_memory_of_divided_stages(ranks4: Ranks, divided: tuple[str, Any], options: dict[str, Any]) -> None:
-    how, mesh = divided
-    sizes = [[8, 8], [4, 8]] if how == "every_block" else [[16], [16]]
-    for rank in ranks4.run(combined_jobs.train, how, *mesh, sizes, {"microbatches": 4, **options}):
+def test_memory_of_divided_stages(ranks4: Ranks) -> None:
+    options = {"microbatches": 4, "offload": True, "recompute": "except_last", "schedule": "zb-h1"}
+    for rank in ranks4.run(combined_jobs.train, "by_sequence", *TP, [[16], [16]], options):
         assert rank.weights < 1e-6
         assert rank.losses < 1e-5
 
@@ -76,7 +66,6 @@ def test_deferred_batch_norm_has_the_first_replicas_statistics(ranks4: Ranks) ->
     ("what", "text"),
     [
         ("evaluates", "some train, others evaluate"),
-        ("does not average", r"some are within no_sync\(\), others are not"),
         ("freezes", "they differ in modes, requires_grad flags or autocast"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed import endings_jobs, jobs
-from penstock.runtime.execute.transports import TransportChoice
+from penstock.runtime.execute.transport_choice import TransportChoice
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed

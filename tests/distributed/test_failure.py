@@ -1,7 +1,6 @@
 """Whatever happens to a rank, the others end soon and name it; and a rank that is only slow is left alone."""
 
 import errno
-import json
 import os
 import re
 import socket
@@ -11,13 +10,11 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock._base.process import Process, ProcessState
 from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import FailureDetector, Patience
-from penstock.distributed.heartbeat_server import Connection, HeartbeatServer
+from penstock.distributed.heartbeat_server import Connection
 from penstock.distributed.joining import Meeting, Missing, place_of
 from penstock.distributed.launcher import Launcher
 from penstock.distributed.watchdog import Watchdog
@@ -58,15 +55,6 @@ class World:
         return self.detector.failure
 
 
-texts = st.text(max_size=20)
-
-
-@given(st.integers(0, 99), st.none() | texts, texts, st.sampled_from(["raised", "lost", "left", "stalled"]))
-def test_failure_travels_as_json(rank: int, action: str | None, error: str, kind: str) -> None:
-    failure = Failure(rank, action, error, kind)  # type: ignore[arg-type]
-    assert Failure.from_list(json.loads(json.dumps(failure.to_list()))) == failure
-
-
 def test_failure_is_one_line() -> None:
     failure = Failure.of(2, "2B3", ValueError("two\n  lines"))
     assert str(failure) == "rank 2 failed at 2B3: ValueError: two lines"
@@ -92,17 +80,6 @@ def test_wait_chain_names_those_that_have_not_come() -> None:
     )
 
 
-@given(st.lists(st.lists(st.integers(0, 4), max_size=2), min_size=5, max_size=5))
-def test_wait_chain_ends_in_every_graph(graph: list[list[int]]) -> None:
-    sightings = [Sighting(Position("0RECV_F0", tuple(peers))) for peers in graph]
-    end, _ = wait_chain(0, sightings)
-    reached, new = set(), {0}
-    while new:
-        reached |= new
-        new = {peer for rank in new for peer in graph[rank]} - reached
-    assert end in reached
-
-
 def test_silent_rank_is_lost_when_another_waits_for_it() -> None:
     world = World([Position("0F0"), RECEIVE])
     assert world.pass_time(3) is None
@@ -122,13 +99,6 @@ def test_silent_rank_whose_process_runs_is_not_lost() -> None:
 def test_stopped_process_is_named_as_such() -> None:
     failure = World([Position("0F0"), RECEIVE], state="stopped").pass_time(8, silent=(0,))
     assert failure == Failure(0, "0F0", "its process is stopped (no sign of life for 5 s)", "lost")
-
-
-def test_transitive_wait_blames_the_rank_at_the_end() -> None:
-    world = World([Position("0F0"), RECEIVE, Position("2RECV_F0", (1,))])
-    failure = world.pass_time(8, silent=(0,))
-    assert failure is not None
-    assert failure.rank == 0
 
 
 def test_closed_connection_is_lost_without_patience_but_not_before_the_next_beat() -> None:
@@ -167,13 +137,6 @@ def test_detector_that_was_asleep_accuses_nobody() -> None:
     assert world.pass_time(3) is None
 
 
-def test_first_failure_wins() -> None:
-    detector = FailureDetector(2, Patience())
-    assert detector.accuse(Failure(1, None, "first"))
-    assert not detector.accuse(Failure(0, None, "second"))
-    assert detector.failure == Failure(1, None, "first")
-
-
 def test_of_several_that_are_gone_the_first_is_named() -> None:
     """As when torchrun ends the ranks of a machine on which one was killed: nobody is left there who waits for it."""
     world = World([Position("0RECV_B0", (1,)), Position("1RECV_B0", (2,)), Position("2F0")])
@@ -181,14 +144,6 @@ def test_of_several_that_are_gone_the_first_is_named() -> None:
     world.clock.now += 0.1
     world.detector.hang_up(1)
     assert world.pass_time(1, silent=(1, 2)) == Failure(2, "2F0", "its process is gone", "lost")
-
-
-def test_no_rank_needs_the_detector_when_all_have_left_or_are_gone() -> None:
-    world = World([OUTSIDE, OUTSIDE])
-    world.detector.beat(0, Sighting(left=True))
-    assert world.detector.remaining
-    world.detector.hang_up(1)
-    assert not world.detector.remaining
 
 
 def test_a_rank_of_another_machine_has_a_minute() -> None:
@@ -200,19 +155,6 @@ def test_a_rank_of_another_machine_has_a_minute() -> None:
     assert world.pass_time(3, silent=(0,)) == Failure(0, None, "no sign of life for 60 s", "lost")
     here = World([OUTSIDE, Position("0RECV_F0", (0,))], "stopped", away)
     assert here.pass_time(6, silent=(0,)) is not None
-
-
-def test_ranks_that_fell_silent_do_not_need_the_detector() -> None:
-    world = World([OUTSIDE, OUTSIDE])
-    world.pass_time(4, silent=(0, 1))
-    assert world.detector.remaining
-    world.pass_time(2, silent=(0, 1))
-    assert not world.detector.remaining
-
-
-def test_beat_that_waits_for_an_unknown_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rank 0 waits for 0RECV_F0 from rank 2, but the ranks are 0 to 1"):
-        FailureDetector(2, Patience()).beat(0, Sighting(Position("0RECV_F0", (2,))))
 
 
 def test_own_process_runs_and_a_reused_id_is_another_process() -> None:
@@ -360,13 +302,6 @@ def test_rank_whose_agent_is_gone_ends_and_tells_the_others(
         missing.check()
 
 
-def test_a_rank_that_torchrun_did_not_start_has_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    launcher = Launcher()
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert launcher.gone() is None
-
-
 def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -> None:
     """Rank 2 waits for rank 1, which waits for rank 0, which computes without end."""
     ours, theirs = socket.socketpair()
@@ -417,13 +352,6 @@ def test_own_failure_is_reported_and_a_cause_known_before_wins(bench: Bench) -> 
     assert "KeyError" in reported["failure"][2]
 
 
-def test_one_rank_has_nothing_to_watch() -> None:
-    dog = Watchdog.connect(0, 1)
-    dog.check()
-    assert dog.cause() is None
-    dog.close()
-
-
 class GivenUp(socket.socket):
     """A connection whose packets nobody acknowledges: its kernel gives it up, and tells so once."""
 
@@ -445,7 +373,7 @@ class GivenUp(socket.socket):
 
 @pytest.mark.parametrize("sends", [0, 1, 2])
 def test_connection_that_the_kernel_gave_up_is_neither_silent_nor_closed_by_the_other_side(sends: int) -> None:
-    """The cable may be cut: distributed/test_nodes.py does that, and sees that nobody is said to be gone."""
+    """As where the cable is cut."""
     with GivenUp() as link:
         connection = Connection(link)
         tries = [*[partial(connection.send, {})] * sends, connection.receive, connection.receive]
@@ -453,19 +381,6 @@ def test_connection_that_the_kernel_gave_up_is_neither_silent_nor_closed_by_the_
             with pytest.raises(OSError, match="timed out") as caught:
                 call()
             assert not isinstance(caught.value, ConnectionError | TimeoutError)
-
-
-def test_rank_that_never_comes_is_reported_at_the_start() -> None:
-    server = HeartbeatServer(2, Patience())
-    try:
-        patience = Patience(join_seconds=0.05, beat_seconds=0.05)
-        with pytest.raises(
-            PipelineFailure, match=r"rank 0 waited \d+ s for rank 1, which has not called penstock\.pipe"
-        ):
-            Watchdog.join(server.address, 0, 2, patience, Missing(0, 2, patience))
-    finally:
-        server.stop()
-        assert server.join(10)
 
 
 def test_rank_that_ends_before_all_have_come_is_lost_at_once() -> None:
@@ -481,38 +396,6 @@ def test_rank_that_ends_before_all_have_come_is_lost_at_once() -> None:
     clock.now += 0.5
     detector.judge()
     assert detector.failure == Failure(1, None, "its process is gone", "lost")
-
-
-class Notebook:
-    """A store as torch's are, in this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def add(self, key: str, amount: int, /) -> int:
-        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
-        return int(self.values[key])
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str, /) -> bytes:
-        return self.values[key]
-
-    def set(self, key: str, value: str, /) -> None:
-        self.values[key] = value.encode()
-
-
-def test_a_meeting_is_not_taken_for_an_earlier_one() -> None:
-    store, missing = Notebook(), Missing(1, 3, Patience(join_seconds=0.1))
-    first = [Meeting(store, rank, 3) for rank in range(3)]
-    assert [meeting.absent() for meeting in first] == [(), (), ()]
-    assert [meeting.give("a" if rank == 0 else None, missing) for rank, meeting in enumerate(first)] == ["a"] * 3
-    again = Meeting(store, 1, 3)
-    assert again.absent() == (0, 2)
-    with pytest.raises(PipelineFailure, match=r"rank 1 waited \d+ s for ranks 0, 2, which have not called"):
-        again.give(None, missing)
-    assert Meeting(store, 0, 3).give("b", missing) == again.give(None, missing) == "b"
 
 
 def test_a_restarted_job_does_not_read_what_the_one_before_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,12 +460,6 @@ def test_a_rank_whose_device_is_behind_is_where_its_device_is() -> None:
         f"the device of rank 2 has waited 35 s for 2RECV_F2 from rank 1 (the host is not running a step); {last}",
     )
     assert wait_chain(0, sightings)[1].endswith(f"from rank 1 (it has finished 0F3; the host {hosts}); {last}")
-
-
-@pytest.mark.parametrize("device", [None, Behind(Position("1RECV_F2", (0,)), "1F1"), Behind(Position("1F0"))])
-def test_sighting_travels_as_json(device: Behind | None) -> None:
-    sighting = Sighting(Position("the loss", (0, 2)), 1.5, False, device)
-    assert Sighting.from_list(json.loads(json.dumps(sighting.to_list()))) == sighting
 
 
 def test_what_a_device_waits_for_can_be_lost() -> None:

@@ -45,7 +45,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "every", "options"),
     [
-        pytest.param("kill", True, {}, id="kill"),
+        pytest.param("kill", True, {}, id="kill-every", marks=LONG),
         pytest.param("stop", False, {}, id="stop"),
         pytest.param("raise", False, {}, id="raise"),
         pytest.param("leave", False, {}, id="leave"),
@@ -53,8 +53,7 @@ LONG = pytest.mark.long
         pytest.param("kill", True, {"transport": "distributed"}, id="kill-gloo-every", marks=LONG),
         pytest.param("kill", False, {"transport": "tcp"}, id="kill-own"),
         pytest.param("stop", True, {"schedule": "zb-h1"}, id="stop-split"),
-        pytest.param("raise", True, {"schedule": "zb-h1"}, id="raise-split", marks=LONG),
-        pytest.param("kill", True, {"replicas": 2}, id="kill-mesh"),
+        pytest.param("kill", False, {"replicas": 2}, id="kill-mesh"),
         pytest.param("raise", True, {"replicas": 2}, id="raise-mesh", marks=LONG),
     ],
 )

@@ -15,24 +15,21 @@ from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
-IN_TURN = ("zb-v", "dualpipe-v")
-"""The schedules in which one rank adds the terms of the first and the last stage, as they come."""
-
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_tied_weight_is_summed_over_ranks_in_float32(ranks2: Ranks, schedule: str) -> None:
     expected = by_hand(steps=2)
     found = ranks2.run(jobs.train, {"schedule": schedule})
     for mine in found:
-        assert_sums(mine, expected, reordered=TIED if schedule in IN_TURN else "")
+        # In a V, one rank adds the terms of the first and the last stage, as they come.
+        assert_sums(mine, expected, reordered=TIED if schedule == "zb-v" else "")
     assert {name for mine in found for name in mine} == expected.keys()
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe-v"])
-def test_replicas_are_averaged_in_float32(ranks4: Ranks, schedule: str) -> None:
+def test_replicas_are_averaged_in_float32(ranks4: Ranks) -> None:
     expected = by_hand(steps=2, replicas=2)
-    for mine in ranks4.run(jobs.train, {"schedule": schedule}, 2):
-        assert_sums(mine, expected, reordered=TIED if schedule in IN_TURN else "")
+    for mine in ranks4.run(jobs.train, {"schedule": "zb-h1"}, 2):
+        assert_sums(mine, expected)
 
 
 def test_steps_that_do_not_average_leave_float32(ranks2: Ranks) -> None:

@@ -15,21 +15,26 @@ pytestmark = pytest.mark.distributed
 
 MICROBATCHES = 6
 
-SHORT = [("1f1b", 2, 1, False), ("zb-v", 3, 2, True)]
-LONG = [("interleaved-1f1b", 4, 2, False), ("zb-h2", 4, 1, True), ("chimera", 4, 1, False), ("dualpipe", 2, 1, True)]
+SHORT = [("1f1b", 2, 1, False, True), ("zb-v", 2, 2, True, False)]
+LONG = [
+    ("interleaved-1f1b", 4, 2, False, True),
+    ("zb-h2", 4, 1, True, False),
+    ("chimera", 4, 1, False, False),
+    ("dualpipe", 2, 1, True, True),
+]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p", "chunks", "rules"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+    ("schedule", "p", "chunks", "rules", "tied"),
+    [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
 )
 def test_each_microbatch_goes_its_way(
-    schedule: str, p: int, chunks: int, rules: bool, request: pytest.FixtureRequest
+    schedule: str, p: int, chunks: int, rules: bool, tied: bool, request: pytest.FixtureRequest
 ) -> None:
     """Over shared memory, and over gloo under NCCL's rules."""
     ranks: Ranks = request.getfixturevalue(f"ranks{p}")
     order, transport = generate(schedule, p, MICROBATCHES, chunks), "distributed" if rules else "auto"
-    for tied in (False, True):
-        assert ranks.run(kinds_jobs.train, order, transport, rules, tied) == [[]] * p, tied
+    assert ranks.run(kinds_jobs.train, order, transport, rules, tied) == [[]] * p
 
 
 def test_replicas_have_microbatches_of_other_kinds_than_each_other(ranks4: Ranks) -> None:

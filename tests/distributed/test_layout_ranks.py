@@ -11,9 +11,8 @@ from scaffolding.ranks import Ranks
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("what", "transport"), [("dimension 1", "distributed"), ("graphs", "auto")])
-def test_other_layouts_are_verified(ranks3: Ranks, what: str, transport: str) -> None:
-    for ok, summary, whole in ranks3.run(layout_jobs.verify, what, {"transport": transport}):
+def test_batches_of_graphs_are_verified(ranks2: Ranks) -> None:
+    for ok, summary, whole in ranks2.run(layout_jobs.verify_graphs):
         assert ok, summary
         assert whole == "close"
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-6
 
-SHORT, LONG = ("interleaved-1f1b", "zb-v"), ("gpipe", "1f1b", "dualpipe-v")
+LONG = ("interleaved-1f1b", "dualpipe-v")
 
 
 def close(one: Tensor, other: Tensor) -> bool:
@@ -24,9 +24,8 @@ def close(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        *(("deep_with_dropout", s) for s in SHORT),
+        ("deep_with_dropout", "zb-v"),
         *(pytest.param("deep_with_dropout", s, marks=pytest.mark.long) for s in LONG),
-        pytest.param("deep_gpt_with_dropout", "zb-v", marks=pytest.mark.long),
         ("frozen_first_stage", "zb-h1"),
     ],
 )
@@ -44,8 +43,7 @@ def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: st
     [
         ("convnet", (4, 1), "auto"),
         ("tied_gpt_with_dropout", (2, 2), "distributed"),
-        ("skips", (1, 4), "distributed"),
-        ("dicts_between_stages", (2, 2), "auto"),
+        ("dicts_between_stages", (1, 4), "distributed"),
     ],
 )
 def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int], transport: str) -> None:
@@ -55,9 +53,9 @@ def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int], tra
 
 def test_training_is_that_of_one_pipeline_with_the_whole_batch(ranks4: Ranks) -> None:
     name = "deep_with_dropout"
-    whole = ranks4.run(mesh_jobs.train, name, None, 4, {"microbatches": 4})
+    whole = ranks4.run(mesh_jobs.train, name, None, 3, {"microbatches": 4})
     for shape, microbatches in (((2, 2), 2), ((4, 1), 1)):
-        parts = ranks4.run(mesh_jobs.train, name, shape, 4, {"microbatches": microbatches})
+        parts = ranks4.run(mesh_jobs.train, name, shape, 3, {"microbatches": microbatches})
         weights = {name: value for rank in whole for name, value in rank.weights.items()}
         for rank in parts:
             assert rank.global_batch == whole[0].global_batch == 12
@@ -84,11 +82,17 @@ def test_clipped_training_has_the_same_bits_at_any_depth(ranks4: Ranks, ranks2: 
     assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(deep[0].norms, alone.norms, strict=True))
 
 
-@pytest.mark.parametrize("plan", [[True, False, True], [False, False, True, True]])
-def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks, plan: list[bool]) -> None:
-    once = ranks4.run(mesh_jobs.gradients, [True])
-    many = ranks4.run(mesh_jobs.gradients, plan)
-    for one, other in zip(once, many, strict=True):
+@pytest.fixture(scope="module")
+def averages(ranks4: Ranks) -> list[dict[str, Tensor]]:
+    """The gradients of one step, on each rank."""
+    return ranks4.run(mesh_jobs.gradients, [True])
+
+
+def test_gradients_accumulate_over_steps_with_and_without_averages(
+    ranks4: Ranks, averages: list[dict[str, Tensor]]
+) -> None:
+    plan = [True, False, False, True, True]
+    for one, other in zip(averages, ranks4.run(mesh_jobs.gradients, plan), strict=True):
         assert all(close(other[name], len(plan) * one[name]) for name in one)
 
 
@@ -113,11 +117,10 @@ def test_what_is_frozen_before_the_average_is_averaged_all_the_same(ranks4: Rank
     assert frozen
 
 
-def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks) -> None:
+def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks, averages: list[dict[str, Tensor]]) -> None:
     own = ranks4.run(mesh_jobs.gradients, [False])
-    average = ranks4.run(mesh_jobs.gradients, [True])
     for rank in range(2):
-        for name, grad in average[rank].items():
+        for name, grad in averages[rank].items():
             assert not close(own[rank][name], own[rank + 2][name])
             assert close((own[rank][name] + own[rank + 2][name]) / 2, grad)
 

@@ -32,16 +32,9 @@ def test_one_curve_of_losses_at_one_two_and_four_ranks(ranks2: Ranks, ranks4: Ra
         assert all(torch.equal(found[name], held[name]) for name in held)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "options"),
-    [
-        ("zb-h1", {"recompute": {0: 2, 1: "except_last"}, "transport": "distributed"}),
-        ("1f1b", {"recompute": "always", "offload": True, "deferred_batch_norm": True}),
-    ],
-    ids=str,
-)
-def test_bits_of_one_device(ranks2: Ranks, schedule: str, options: dict[str, Any]) -> None:
+def test_bits_of_one_device(ranks2: Ranks) -> None:
     """The weight that is used at both ends is summed over ranks, and close."""
-    asked = {"schedule": schedule, "microbatches": 5, "exact": True, **options}
+    asked: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 5, "exact": True, "transport": "distributed"}
+    asked |= {"recompute": {0: 2, 1: "except_last"}, "offload": {1: True}, "deferred_batch_norm": True}
     for ok, summary in ranks2.run(recompute_jobs.verify_everything, asked):
         assert ok, summary

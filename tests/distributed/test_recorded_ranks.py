@@ -57,11 +57,6 @@ def test_replicas_record_one_run(ranks4: Ranks, tmp_path: Path) -> None:
     assert [(one.replica, one.ranks) for one in run.ranks()] == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
 
 
-@pytest.mark.long
-def test_a_loss_that_stays_where_it_is_made_is_not_waited_for(ranks2: Ranks, tmp_path: Path) -> None:
-    assert ranks2.run(recorder_jobs.only_there, str(tmp_path))[0] == ["None"] * 3
-
-
 def test_of_two_jobs_that_start_at_once_one_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
     with recorder_jobs.pipe_of(str(tmp_path), ranks=2) as pipe:
         said = ranks2.run(recorder_jobs.refused, str(tmp_path))

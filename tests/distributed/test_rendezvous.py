@@ -39,10 +39,6 @@ def test_a_master_address_that_does_not_resolve_is_named(monkeypatch: pytest.Mon
         )
 
 
-def test_a_master_address_that_can_be_no_name_is_named() -> None:
-    assert "does not resolve to an address" in words(("a" * 70 + ".b", 29500))
-
-
 def test_a_port_where_rank_0_is_not_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -61,11 +57,6 @@ def test_who_has_come_is_said_with_the_address_and_the_number_of_ranks() -> None
     )
     many = words(("a", 29500), rank=0, ranks=1000, reached=True, left=(2,))
     assert many.endswith("; with WORLD_SIZE=1000 the other 999 ranks came to a:29500")
-
-
-def test_it_is_said_within_half_a_minute() -> None:
-    missing = Missing(0, 2, Patience())
-    assert missing._next - missing._began == 15
 
 
 @pytest.mark.parametrize(
@@ -106,15 +97,6 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
         PipelineFailure, match=f"rank 1 stops: process {os.getppid()} has RANK=1, too; set another RANK"
     ):
         Meeting(store, 1, 2).await_all(Missing(1, 2, Patience(join_seconds=5)))
-
-
-def test_a_process_that_is_gone_or_this_one_may_have_had_the_rank() -> None:
-    """As after a restart by several agents, which keep the store."""
-    store = dist.HashStore()
-    Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
-    Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
-    store.set("rank 0 process 2", json.dumps([process.Process.here().machine, os.getppid(), "1"]))
-    Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
 
 
 @pytest.mark.parametrize(

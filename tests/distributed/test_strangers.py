@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock._base.process import Process
 from penstock.distributed import heartbeat_server
 from penstock.distributed.failure import Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import Patience
@@ -190,37 +186,6 @@ def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() 
     assert server.join(10)
 
 
-def test_a_rank_has_at_most_four_connections_and_the_last_ones_stay(served: Served) -> None:
-    links = []
-    for _ in range(5):
-        link = served.stranger()
-        link.sendall(f"{served.token} 0\n".encode())
-        links.append(link)
-    try:
-        assert links[0].recv(1) == b""
-        for link in links[1:]:
-            link.sendall(b'{"asked": 1}\n')
-            assert link.recv(1) == b"{"
-        assert served.serves()
-    finally:
-        for link in links:
-            link.close()
-
-
-def test_without_file_descriptors_nobody_is_taken_to_be_gone() -> None:
-    here, limits = Process.here(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            Path("/proc/self/stat").read_text()
-        assert here.state() == Process(here.machine, os.getppid(), "1").state() == "unknown"
-        assert Process.here().pid == here.pid
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert here.state() == "running"
-    assert Process(here.machine, 2**22 + 1, "1").state() == "gone"
-
-
 ORDERS = "\x1b[2Jdone\r\x07\x9b1m"
 
 
@@ -263,16 +228,3 @@ def test_whatever_answers_in_place_of_rank_0_the_watchdog_lives(sent: bytes) -> 
 def send(link: socket.socket, sent: bytes) -> None:
     with suppress(ConnectionError):
         link.sendall(sent)
-
-
-@pytest.mark.parametrize("sent", [b"[" * 30_000, b'{"absent": 5}'])
-def test_whatever_answers_in_place_of_rank_0_at_the_start_is_said_in_a_line(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connection, theirs = pair()
-    monkeypatch.setattr(heartbeat_server, "connect", lambda *_: connection)
-    address = {"hosts": ["127.0.0.1"], "port": 1, "token": "t", "process": ["elsewhere", 1, ""]}
-    with theirs:
-        theirs.sendall(sent + b"\n")
-        with pytest.raises(PipelineFailure, match="rank 1 stops: rank 0 was lost"):
-            Watchdog.join(address, 1, 2, PATIENCE, Missing(1, 2, PATIENCE))

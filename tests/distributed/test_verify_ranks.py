@@ -15,7 +15,6 @@ pytestmark = pytest.mark.distributed
     [
         ("tied_gpt", "gradient", ("gradient", "wte.weight", "different", 1)),
         ("tied_gpt", "no gradient", ("gradient", "wte.weight", "missing", 1)),
-        ("mlp", "no gradient", ("gradient", "8.bias", "missing", 1)),
         ("convnet", "buffer", ("buffer", "norm.running_mean", "different", 1)),
     ],
 )

@@ -15,11 +15,11 @@ from zoo.matrix import Cell, refusal
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
 TRANSPORTS = ["auto", "distributed"]
-RUN = [entry.name for entry in generators() if entry.slices == 1]
-ON_TWO = ["resnet", "lstm", "plain_arguments", "channels_last", "own_function"]
-ON_FOUR = ["unet", "dicts", "no_parameters", "tied_three"]
+RUN = [entry.name for entry in generators()]
+ON_TWO = ["lstm", "plain_arguments", "channels_last", "own_function", "dicts", "no_parameters"]
+ON_FOUR = ["tied_three"]
 """In short runs, on as many ranks."""
-KINDS = ["t5", *ON_TWO, *ON_FOUR, "llama_left_padded", "mixtral"]
+KINDS = ["t5", *ON_TWO, *ON_FOUR, "resnet", "unet", "llama_left_padded", "mixtral"]
 """One of each kind that a message between processes may spoil."""
 
 

@@ -112,7 +112,7 @@ def before(holder: Any, name: str, act: Callable[[], None]) -> None:
 PLACES: dict[str, tuple[Any, str]] = {
     "groups": (groups, "new_group"),
     "example": (build, "shared"),
-    "recording": (build, "_recorder"),
+    "recording": (build, "Partitioner"),
     "ties": (TieReducer, "start_equal"),
     "neighbors": (Neighbors, "__init__"),
     "connecting": (Engine, "_connect"),

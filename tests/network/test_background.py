@@ -46,6 +46,7 @@ def test_texts(text: str, expected: Neighbor) -> None:
         ("50mbit to", "needs a value"),
         ("50mbit to 1 to 2", "given twice"),
         ("50mbit from 1", "'from' is unknown here"),
+        ("50mbit rate 5", "'rate' is unknown here: pass to, size"),
         ("50mbit size 10", "a frame cannot have 10 bytes: pass 64 to 65535"),
         ("incast", "needs a value"),
         ("incast 1mb", "needs its period"),

@@ -16,8 +16,8 @@ import pytest
 from penstock.errors import ArgumentError, FabricError
 from penstock.network import checks, keeper, subnets
 from penstock.network.checks import why_not
-from penstock.network.inside import within
 from penstock.network.machines import Machines, clean
+from penstock.network.namespaces import within
 from penstock.network.parse import parse_link
 
 pytestmark = pytest.mark.alone

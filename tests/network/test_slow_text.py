@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.network.holdback import parse_slow
+from penstock.network.cpu_limit import parse_slow
 from penstock.network.machines import Machines
 
 

@@ -112,7 +112,7 @@ def test_a_switch_that_is_killed_is_named_and_the_hosts_go() -> None:
         with pytest.raises(FabricError, match="the switch has ended"):
             made.told()
         with pytest.raises(FabricError, match="the switch has ended"):
-            made.lose([1])
+            made.change(gone=(1,))
     assert keeper.names_of(made.id) == []
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from penstock.costs import Operations, Profile
 from penstock.costs.hardware import Operation
 from penstock.partition.cut.balance import candidates
-from penstock.partition.measure.costs import UnmeasurableError
 from penstock.partition.measure.measuring import measure
-from penstock.partition.measure.units import count
+from penstock.partition.measure.units import UnmeasurableError
 from penstock.partition.recorder.attempts import record
 
 ROWS, IN, OUT = 6, 8, 16
@@ -23,7 +22,7 @@ FLOAT = 4
 
 def profile_of(model: nn.Module, *args: Tensor) -> Profile:
     recording = record(model, args, {})
-    return count(recording, model, candidates(recording, model, "flops"), args, {})
+    return measure(recording, model, candidates(recording, model, "flops"), args, {}, None, memory=True)
 
 
 def second(layer: nn.Module, *before: nn.Module, given: Tensor) -> Operations:

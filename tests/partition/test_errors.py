@@ -104,8 +104,7 @@ def test_reading_values_is_refused(read: str) -> None:
 @pytest.mark.parametrize(
     ("action", "match"),
     [
-        (lambda x: (x + 1, x.register_hook(lambda g: g)), "registers a hook on an activation that was used before"),
-        (lambda x: x.register_hook(lambda g: g * x), "passes on a function"),
+        (lambda x: (x + 1, x.register_hook(lambda g: g)), "registers a hook on an activation"),
         (lambda x: x.sum().backward(), "runs a backward"),
         (lambda x: x.detach().requires_grad_().requires_grad_(False), "changes whether an activation takes a gradient"),
         (lambda x: setattr(x, "data", x * 2), r"assigns to `\.data`"),

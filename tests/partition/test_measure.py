@@ -19,8 +19,8 @@ from penstock.errors import ArgumentError
 from penstock.partition import Balance, Choice, Partitioner, Room, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock
-from penstock.partition.measure.costs import UnmeasurableError
 from penstock.partition.measure.measuring import measure
+from penstock.partition.measure.units import UnmeasurableError
 from penstock.partition.recorder.attempts import record
 from scaffolding.models import SkipsTwice
 
@@ -299,7 +299,7 @@ def test_stages_cost_what_plans_say(measures_all: None) -> None:
     partition = weighed(model, 3, found)((X,))
     units = {unit.name: place for place, unit in enumerate(found.units)}
     starts = [0, *(units[cut] for cut in partition.cuts)]
-    assert partition.costs == priced(found.units, starts, [1.0] * 3, 0.5)
+    assert partition.costs == priced(found.units, starts, 0.5)
     assert min(cost.forward_seconds for cost in partition.costs) > 0.5
 
 

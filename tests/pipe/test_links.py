@@ -16,7 +16,7 @@ from torch import Tensor
 import penstock
 from penstock import ArgumentError, Profile
 from penstock.costs import MeasuredLink
-from penstock.costs.stage_costs import slowest_link
+from penstock.costs.links import slowest_link
 from penstock.partition.measure.clock import Clock
 from penstock.pipe import links
 from penstock.simulate import LinkCost
@@ -62,7 +62,7 @@ class Wire:
 def test_latency_and_bandwidth_are_the_link_s(latency: float, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     wire: Any = Wire(latency, rate)
     monkeypatch.setattr(links, "time", wire)
-    found = links._End(wire, 0, 1, torch.device("cpu"), 0).measure(1_000_000)
+    found = links._measure(wire, 0, 1, torch.device("cpu"), 0, 1_000_000)
     assert found is not None
     assert found.latency_seconds == pytest.approx(LinkCost(latency, rate).seconds(8), abs=1e-9)
     assert found.bytes_per_second == pytest.approx(rate, rel=1e-6)

@@ -340,15 +340,10 @@ def test_trap_17_no_option_is_left_out() -> None:
         ({"scale_grads": False}, "omit it: gradients are those of the whole batch's loss"),
         ({"losses": []}, "read result.losses"),
         ({"micro_batch_size": 4}, "pass microbatches=, samples per batch / samples per microbatch"),
-        ({"train_micro_batch_size_per_gpu": 4}, "pass microbatches=, samples per batch / samples per microbatch"),
         ({"batch_size": 4}, "omit it: batches have their size; pass microbatches=, the number of their pieces"),
-        ({"num_micro_batches": 4}, "did you mean microbatches="),
         ({"gradient_accumulation_steps": 4}, "pass microbatches="),
-        ({"pp_size": 2}, "pass ranks="),
         ({"pipeline_model_parallel_size": 2}, "pass ranks="),
-        ({"split_points": "auto"}, r"pass cuts=\['blocks.5'\]"),
         ({"loss_function": None}, "pass loss_fn="),
-        ({"criterion": None}, "pass loss_fn="),
         ({"precision": 16}, "omit it: call step\\(\\) under torch.autocast"),
         ({"interleave": 2}, "pass chunks="),
     ],
@@ -394,11 +389,8 @@ def test_methods_of_peers_lead_to_the_right_ones() -> None:
     [
         ("pipedream-flush", "'1f1b'"),
         ("PipeDream", "'1f1b', which has no stale weights"),
-        ("PipeDream-2BW", "'1f1b', which has no stale weights"),
         ("OneForwardOneBackward", "'1f1b'"),
         ("fill-drain", "'gpipe'"),
-        ("FThenB", "'gpipe'"),
-        ("Interleaved1F1B", "'interleaved-1f1b'"),
         ("ScheduleZBVZeroBubble", "'zb-v'"),
         ("ZB1P", "'zb-h1'"),
     ],
@@ -424,6 +416,10 @@ def test_a_steps_misspelt_argument_is_not_taken_for_the_models() -> None:
                 verb(X, targets=Y)
         with pytest.raises(TypeError, match=r"argument output=; did you mean outputs="):
             pipe.predict(X, output=True)
+        with pytest.raises(
+            TypeError, match=r"the model takes no argument labels=, and predict\(\) needs the model's inputs only"
+        ):
+            pipe.predict(X, labels=Y)
         with pytest.raises(TypeError, match=r"unexpected keyword argument 'mask'"):
             pipe.step(X, mask=Y)
         assert pipe.step(X, target=Y).loss > 0
@@ -556,7 +552,6 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         ({"microbatches": 0}, ArgumentError, ["microbatches=0", "an integer >= 1"]),
         ({"microbatches": 2.5}, ArgumentError, ["microbatches=2.5", "expected an integer"]),
         ({"ranks": 0}, ArgumentError, ["ranks=0", "an integer >= 1"]),
-        ({"ranks": -1}, ArgumentError, ["ranks=-1", "an integer >= 1"]),
         ({"ranks": "2"}, ArgumentError, ["ranks='2'", "expected an integer"]),
         ({"microbatches": True}, ArgumentError, ["microbatches=True", "expected an integer"]),
         ({"schedule": 3}, ArgumentError, ["schedule=3: expected a name, such as '1f1b', or a penstock.schedule.Sch"]),
@@ -573,10 +568,8 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
             ],
         ),
         ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
-        ({"balance": "size"}, ArgumentError, ["balance='size'", "'layers'"]),
         ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1 entry;", "2 ranks"]),
         ({"devices": "cup", "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'; expected", "'cuda:0'"]),
-        ({"devices": ["cpu", "cup"], "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'"]),
         ({"devices": 1, "ranks": 2}, ArgumentError, ["devices=1: expected", "a list with one for each rank"]),
     ],
 )

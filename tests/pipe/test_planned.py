@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from penstock import ArgumentError, PartitionError, pipeline
+from penstock.costs import MadeFor
 from penstock.plan import Choice, Plan
-from penstock.plan.plan import VARIABLE, MadeFor
+from penstock.plan.plan import VARIABLE
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
 

@@ -9,15 +9,12 @@ import json
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from torch import nn
 
 import penstock
 from penstock import ArgumentError
@@ -187,7 +184,6 @@ def test_nothing_is_lost_where_the_disk_was_full_or_grows_where_there_is_none(
 
 
 def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
-    import gc
     import threading
 
     pipe = penstock.pipeline(mlp(), (X,), microbatches=2, loss_fn=squared_error, run=tmp_path)
@@ -230,7 +226,7 @@ def test_memory_on_a_cpu_is_what_the_schedule_says(tmp_path: Path) -> None:
     assert read_run(tmp_path / "again").memory(5) == ()  # not known, so not said
 
 
-@pytest.mark.parametrize("schedule", [entry.name for entry in generators() if entry.slices == 1])
+@pytest.mark.parametrize("schedule", [entry.name for entry in generators()])
 def test_every_schedule_is_recorded(tmp_path: Path, schedule: str) -> None:
     train(tmp_path, steps=5, schedule=schedule, microbatches=4)
     run = read_run(tmp_path)
@@ -278,18 +274,6 @@ def test_what_was_foreseen_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_run(tmp_path / "plan").about.memory_limit == 2.0
 
 
-def test_a_loss_that_is_no_number_is_kept(tmp_path: Path) -> None:
-    class Diverges(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    with penstock.pipeline(nn.Sequential(nn.Linear(16, 16), Diverges()), (torch.ones(2, 16),), microbatches=1,
-                           loss_fn=lambda out: out.sum() / 0.0, run=tmp_path) as pipe:  # fmt: skip
-        pipe.step(torch.ones(2, 16))
-    (one,) = read_run(tmp_path).steps()
-    assert one.loss in (float("inf"), float("-inf"))
-
-
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     def refused(match: str, path: Path) -> None:
         with pytest.raises(ArgumentError, match=match):
@@ -333,18 +317,6 @@ def test_what_ends_a_run_in_one_process_is_kept(tmp_path: Path) -> None:
         crashes()
     run = read_run(tmp_path)
     assert (len(run.steps()), run.ranks()[0].failure) == (1, "ValueError: no batch")
-
-
-def test_recording_holds_no_outputs(tmp_path: Path) -> None:
-    with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path) as pipe:
-        for _ in range(3):
-            result = pipe.step(X, target=Y, outputs=True)
-        output = weakref.ref(result.outputs[0])
-        assert output() is not None
-        del result
-        pipe.step(X, target=Y)  # until then the schedule holds them
-        gc.collect()
-        assert output() is None
 
 
 def test_two_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from penstock.plan import Cluster
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.predict import sums_end
+from penstock.plan.transient import Transient
 from penstock.schedule import Op, Schedule, generate, reduce_replicas
-from penstock.simulate import LinkCost, StageCost, memory, simulate
+from penstock.simulate import LinkCost, StageCost, simulate
 
 COST = StageCost(1, 1, 1, activation_bytes=10, weight_gradient_bytes=10, parameter_bytes=5)
 
 
-def _kept(schedule: Schedule, costs: list[StageCost]) -> list[float]:
-    every = costs * schedule.placement.pipelines
-    return [one.peak for one in memory(schedule, every, simulate(schedule, every))]
+def _demand(costs: list[StageCost], limits: list[float], host: LinkCost | None = None) -> Demand:
+    """Nothing is taken besides; a forward that runs again takes as long as the first time."""
+    received, again = [1.0] * len(costs), [one.forward_seconds for one in costs]
+    return Demand(costs, received, host, limits, again, [Transient(0.0, 0.0)] * len(costs))
 
 
 def _by_hand(schedule: Schedule, costs: list[StageCost], ways: tuple[Way, ...], rank: int) -> float:
@@ -49,8 +51,7 @@ def test_no_way_that_fits_recomputes_less(name: str, limit: int) -> None:
     schedule = generate(name, 4, 8)
     depth = schedule.placement.depth
     costs = [replace(COST, forward_seconds=1 + 0.1 * stage) for stage in range(depth)]
-    demand = Demand(costs, [1.0] * depth, None, [float(limit)] * 4)
-    found = best_keeping(schedule, demand, _kept(schedule, costs))
+    found = best_keeping(schedule, _demand(costs, [float(limit)] * 4))
     for rank in range(4):
         assert found.peak_bytes[rank] == pytest.approx(_by_hand(schedule, costs, found.ways, rank))
     if depth > 4 or not all(peak <= limit for peak in found.peak_bytes):
@@ -87,8 +88,7 @@ def _again(schedule: Schedule, stage: int) -> int:
 def test_a_forward_that_its_backward_follows_is_not_run_again() -> None:
     """As in the runtime: the last stage of 1F1B gains nothing, and pays nothing."""
     schedule = generate("1f1b", 2, 4)
-    demand = Demand([COST] * 2, [1.0] * 2, None, [1.0, 1.0])
-    found = best_keeping(schedule, demand, _kept(schedule, [COST] * 2))
+    found = best_keeping(schedule, _demand([COST] * 2, [1.0, 1.0]))
     assert found.ways == (Way.RECOMPUTES, Way.KEEPS)
     first = found.costs[0]
     assert not isinstance(first, StageCost)
@@ -97,12 +97,12 @@ def test_a_forward_that_its_backward_follows_is_not_run_again() -> None:
 
 def test_a_fast_host_link_is_taken_rather_than_recomputing() -> None:
     schedule = generate("gpipe", 2, 8)
-    demand = Demand([COST] * 2, [1.0] * 2, LinkCost(0.0, 100.0), [50.0, 50.0])
-    found = best_keeping(schedule, demand, _kept(schedule, [COST] * 2))
+    demand = _demand([COST] * 2, [50.0, 50.0], LinkCost(0.0, 100.0))
+    found = best_keeping(schedule, demand)
     assert found.ways == (Way.OFFLOADS, Way.OFFLOADS)
     assert max(found.peak_bytes) <= 50
     assert all(each == COST for cost in found.costs for each in ([cost] if isinstance(cost, StageCost) else cost))
-    slow = best_keeping(schedule, replace(demand, host=LinkCost(0.0, 1.0)), _kept(schedule, [COST] * 2))
+    slow = best_keeping(schedule, replace(demand, host=LinkCost(0.0, 1.0)))
     assert slow.ways == (Way.RECOMPUTES, Way.RECOMPUTES)
 
 

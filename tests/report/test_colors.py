@@ -22,7 +22,7 @@ from penstock.report.colors import (
     variables,
 )
 from penstock.schedule import Op
-from penstock.schedule.said import Kind
+from penstock.schedule.describe import Kind
 
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
 EYES = {

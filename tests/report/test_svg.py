@@ -5,23 +5,26 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, shade
-from penstock.report.marks import said_of
-from penstock.report.svg import Panel, panel_of, schedule_svg, svg
+from penstock.report.svg import panel_of, svg
 from penstock.schedule import Action, Placement, Schedule, generate
+from penstock.schedule.describe import Kind, describe
 from penstock.schedule.grid import in_slots
-from penstock.schedule.said import Kind
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
-from scaffolding.nanoseconds import from_nanoseconds
 from scaffolding.some_schedules import generated
 
 NS = "{http://www.w3.org/2000/svg}"
+
+
+def schedule_svg(schedule: Schedule, timeline: Timeline | None = None, **options: Any) -> str:
+    return svg([panel_of(schedule, timeline)], "slots" if timeline is None else "s", **options)
 
 
 def drawn(text: str) -> list[tuple[str, float, float, float, str | None]]:
@@ -62,7 +65,7 @@ def test_lengths_and_places_are_in_proportion_to_time(schedule: Schedule) -> Non
     left = min(x for _, x, *_ in made)
     scale = max(x - left for _, x, *_ in made) / max(span.start_seconds for span in spans)
     for (words, x, width, *_), span in zip(made, spans, strict=True):
-        assert words.startswith(said_of(span.action, schedule.slices) + ": ")
+        assert words.startswith(describe(span.action) + ": ")
         assert x == pytest.approx(left + span.start_seconds * scale, abs=0.02)
         assert width == pytest.approx((span.end_seconds - span.start_seconds) * scale, rel=0.2)
 
@@ -90,12 +93,6 @@ def test_labels_fit_and_are_there_for_all_of_a_length_or_none() -> None:
                 size = float(label.attrib["font-size"])
                 assert 8 <= size <= 12
                 assert 0.57 * size * len(label.text or "") < float(box.attrib["width"])
-
-
-def test_slices_are_named() -> None:
-    made = drawn(schedule_svg(generate("seq1f1b", 2, 2)))
-    assert made[1][0].startswith("forward of slice 1 of microbatch 0, stage 0")
-    assert made[1][4] == "0.1"
 
 
 def test_colors_are_those_of_the_palette_for_each_background() -> None:
@@ -134,15 +131,6 @@ def test_messages_lie_below_what_is_computed_meanwhile() -> None:
 def test_a_name_is_not_taken_for_markup() -> None:
     schedule = Schedule("<b>&", Placement.loop(1), 1, [[Action.parse("0F0")]])
     assert texts(schedule_svg(schedule), "title")[0].startswith("<b>&: 1 rank, 1 microbatch; ")
-
-
-def test_names_under_the_pointer_can_be_left_out() -> None:
-    assert not drawn(svg([panel_of(generate("gpipe", 2, 2))], "slots", hover=False))
-
-
-def test_nothing_is_a_picture_too() -> None:
-    assert texts(svg([panel_of(from_nanoseconds([[]]))]), "time") == ["0"]
-    assert texts(svg([Panel("", Timeline(()))]), "time") == ["0"]
 
 
 def test_so_many_that_none_has_a_pixel_are_drawn_by_the_pixel() -> None:

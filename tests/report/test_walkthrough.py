@@ -15,7 +15,7 @@ from penstock.schedule import Schedule, add_communication, add_sharding, generat
 
 SIZES = ((1, 1), (2, 2), (4, 8), (4, 3))
 
-_PIECE = r"(?:slice (\d+) of )?microbatch (\d+) on stage (\d+)(?:, the copy of stage (\d+))?"
+_PIECE = r"microbatch (\d+) on stage (\d+)(?:, the copy of stage (\d+))?"
 _OPS = {
     "runs the forward of": "F",
     "runs the backward of": "B",
@@ -35,12 +35,11 @@ _MISSING = re.compile(rf"({_VERBS}) {_PIECE}, which rank (\d+) runs in (this slo
 _DONE = re.compile(r"rank (\d+) has finished: its last work was in slot (\d+)")
 
 
-def named(op: str, slice_number: str | None, microbatch: str, stage: str, copy: str | None, schedule: Schedule) -> str:
+def named(op: str, microbatch: str, stage: str, copy: str | None, schedule: Schedule) -> str:
     """An action's text from the words for it."""
-    assert (slice_number is not None) == (schedule.slices > 1)
     depth = schedule.placement.depth
     assert copy == (None if int(stage) < depth else str(int(stage) % depth))
-    return f"{stage}{_OPS[op]}{int(microbatch) * schedule.slices + int(slice_number or 0)}"
+    return f"{stage}{_OPS[op]}{microbatch}"
 
 
 def cells(schedule: Schedule) -> list[list[str]]:
@@ -54,15 +53,13 @@ def cells(schedule: Schedule) -> list[list[str]]:
 def needed(action: str, schedule: Schedule, has: set[str]) -> set[str]:
     """What an action needs, by the rules of pipelining."""
     stage, op, number = re.fullmatch(r"(\d+)([FBIW])(\d+)", action).groups()  # type: ignore[union-attr]
-    s, k, depth, slices = int(stage), int(number), schedule.placement.depth, schedule.slices
+    s, k, depth = int(stage), int(number), schedule.placement.depth
     if op == "W":
         return {f"{s}I{k}"}
     if op == "F":
-        below = {f"{s - 1}F{k}"} if s % depth else set()
-        return below | ({f"{s}F{k - 1}"} if k % slices else set())
+        return {f"{s - 1}F{k}"} if s % depth else set()
     gradients = {f"{s + 1}{kind}{k}" for kind in "BI"} if s % depth != depth - 1 else set()
-    later = {f"{s}{kind}{k + 1}" for kind in "BI"} if (k + 1) % slices else set()
-    return {f"{s}F{k}"} | ((gradients | later) & has)
+    return {f"{s}F{k}"} | (gradients & has)
 
 
 def check_words(schedule: Schedule) -> None:
@@ -90,7 +87,7 @@ def check_words(schedule: Schedule) -> None:
 def check_work(text: str, cell: str, rank: int, schedule: Schedule, place: dict[str, tuple[int, int]]) -> None:
     found = _WORKS.fullmatch(text)
     assert found is not None, text
-    who, verb, *where, sources = found.groups()[:7]
+    who, verb, *where, sources = found.groups()[:6]
     assert (int(who), named(verb, *where, schedule)) == (rank, cell)
     stage = int(cell.partition(cell.strip("0123456789"))[0])
     depth = schedule.placement.depth
@@ -98,16 +95,13 @@ def check_work(text: str, cell: str, rank: int, schedule: Schedule, place: dict[
     expected = []
     for need in needs:
         at_rank, at = place[need]
-        of_stage, op, number = re.fullmatch(r"(\d+)([FBIW])(\d+)", need).groups()  # type: ignore[union-attr]
+        of_stage, op = re.fullmatch(r"(\d+)([FBIW])\d+", need).groups()  # type: ignore[union-attr]
         if int(of_stage) != stage:
             what = "output" if op == "F" else "gradient"
             mine = f"it made itself on stage {of_stage} in slot {at}"
             expected.append(
                 f"with the {what} that {mine if at_rank == rank else f'rank {at_rank} sent at the end of slot {at}'}"
             )
-        elif number != re.fullmatch(r"\d+[FBIW](\d+)", cell)[1]:  # type: ignore[index]
-            what = "forward" if op == "F" else "backward"
-            expected.append(f"with what the {what} of slice {int(number) % schedule.slices} left in slot {at}")
         else:
             expected.append(
                 {"I": "with what its input gradient left", "F": "with what its forward kept"}[op] + f" in slot {at}"
@@ -152,10 +146,9 @@ def test_words_are_the_schedules(name: str, ranks_microbatches: tuple[int, int])
     check_words(generate(name, ranks, microbatches))
 
 
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "hanayo", "seq1f1b"])
-def test_more_chunks_or_slices(name: str) -> None:
-    more = {"slices": 4} if name == "seq1f1b" else {"chunks": 4}
-    check_words(generate(name, 3, 6, **more))
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "hanayo"])
+def test_more_chunks(name: str) -> None:
+    check_words(generate(name, 3, 6, chunks=4))
 
 
 def test_messages_and_gathers_make_no_difference() -> None:

@@ -33,8 +33,6 @@ HALF = (torch.bfloat16, torch.float16)
     [
         ("gpt", torch.bfloat16, 2, "zb-h1"),
         ("convnet", torch.float16, 2, "1f1b"),
-        ("in_place", torch.bfloat16, 4, "zb-h1"),
-        ("skips", torch.float16, 4, "1f1b"),
     ],
 )
 def test_a_step_under_autocast_gives_the_bits_of_one_device(

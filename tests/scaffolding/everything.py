@@ -14,13 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import pipeline
 from penstock._base.compat import FakeTensor
-from penstock.schedule import kept
+from penstock.schedule import activations
 from scaffolding.models import squared_error
 from scaffolding.small import batch
 
 ROWS, WIDTH = 11, 9
 
-everything_goes = mock.patch.object(kept, "NEAR", 0)
+everything_goes = mock.patch.object(activations, "NEAR", 0)
 """Wraps what runs with `offload=`: all activations go to the host, also those for which that makes no room."""
 
 

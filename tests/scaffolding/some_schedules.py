@@ -28,13 +28,11 @@ def generated(draw: st.DrawFn, max_ranks: int = 8, max_microbatches: int = 32, n
         draw(st.integers(1, max_ranks)),
         draw(st.integers(1, max_microbatches)),
         draw(st.integers(1, 4)),
-        draw(st.integers(1, 4)),
     )
     while (rule := entry.broken(numbers)) is not None:
-        default = {"chunks": entry.chunks, "slices": entry.slices}
-        fixed = default.get(rule.argument, getattr(numbers, rule.argument) + 1)
+        fixed = entry.chunks if rule.argument == "chunks" else getattr(numbers, rule.argument) + 1
         numbers = replace(numbers, **{rule.argument: fixed})
-    return generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices)
+    return generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks)
 
 
 @st.composite
@@ -64,7 +62,7 @@ def small_ones() -> st.SearchStrategy[Schedule]:
 
 def needs_by_hand(schedule: Schedule) -> dict[Action, set[Action]]:
     """What each computation waits for, written independently, to check the library's rule against."""
-    place, slices = schedule.placement, schedule.slices
+    place = schedule.placement
     there = {action for row in schedule.rows for action in row if action.op.is_compute}
 
     def gradient(stage: int, number: int) -> set[Action]:
@@ -73,11 +71,10 @@ def needs_by_hand(schedule: Schedule) -> dict[Action, set[Action]]:
     def needed(action: Action) -> set[Action]:
         stage, k = action.stage, action.microbatch or 0
         if action.op is Op.F:
-            below = set() if place.is_first(stage) else {Action(stage - 1, Op.F, k)}
-            return below | ({Action(stage, Op.F, k - 1)} if k % slices else set())
+            return set() if place.is_first(stage) else {Action(stage - 1, Op.F, k)}
         if action.op is Op.W:
             return {Action(stage, Op.I, k)}
-        found = {Action(stage, Op.F, k)} | (gradient(stage, k + 1) if (k + 1) % slices else set())
+        found = {Action(stage, Op.F, k)}
         above: set[Action] = set()
         while not above and not place.is_last(stage):
             stage += 1

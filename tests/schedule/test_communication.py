@@ -116,13 +116,13 @@ def assert_sound(schedule: Schedule, lowered: Schedule) -> None:
 
 
 @given(generated())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_generator_stays_legal(schedule: Schedule) -> None:
     assert_sound(schedule, add_communication(schedule))
 
 
 @given(st.data(), one_pipeline, st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_skip_connections_stay_legal(data: st.DataObject, schedule: Schedule, chain: bool) -> None:
     forward = data.draw(skips(schedule.stages, chain))
     if data.draw(st.booleans()):
@@ -132,14 +132,14 @@ def test_skip_connections_stay_legal(data: st.DataObject, schedule: Schedule, ch
 
 
 @given(st.data(), arbitrary())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_any_legal_schedule_stays_legal(data: st.DataObject, schedule: Schedule) -> None:
     forward = data.draw(skips(schedule.stages, data.draw(st.booleans())))
     assert_sound(schedule, add_communication(schedule, forward))
 
 
 @given(one_pipeline, st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_each_link_carries_each_microbatch_once(schedule: Schedule, data: st.DataObject) -> None:
     forward = data.draw(skips(schedule.stages))
     lowered = add_communication(schedule, forward)
@@ -151,26 +151,8 @@ def test_each_link_carries_each_microbatch_once(schedule: Schedule, data: st.Dat
         Action(source, op, k, target)
         for op, source, target in wanted
         if rank_of[source] != rank_of[target]
-        for k in range(schedule.numbers)
+        for k in range(schedule.microbatches)
     )
-
-
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
-@pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 8), (8, 16)])
-def test_sends_follow_at_once_and_receives_are_posted_one_action_ahead(name: str, p: int, m: int) -> None:
-    lowered = add_communication(generate(name, p, m))
-    depends = last_dependence(lowered)
-    for row in lowered.rows:
-        compute = [i for i, a in enumerate(row) if a.op.is_compute]
-        for index, action in enumerate(row):
-            if action.op.is_send:
-                made = row[index - 1]
-                assert (made.stage, made.microbatch) == (action.stage, action.microbatch)
-                assert made.op is (Op.F if action.op is Op.SEND_F else Op.B)
-            elif action.op.is_receive:
-                used = row.index(Action(action.stage, Op.F if action.op is Op.RECV_F else Op.B, action.microbatch))
-                between = [i for i in compute if index < i < used]
-                assert len(between) == min(1, compute.index(used)) or depends[action] == index - 1
 
 
 def test_one_f_one_b_in_full() -> None:

@@ -45,7 +45,7 @@ def last_forwards(schedule: Schedule) -> list[int]:
 
 def in_torchs_words(schedule: Schedule) -> bool:
     """Whether torch's format has a word for all of it."""
-    return schedule.placement.pipelines == schedule.slices == 1
+    return schedule.placement.pipelines == 1
 
 
 # -- there and back ---------------------------------------------------------------------------------------------------
@@ -194,7 +194,6 @@ TWO = generate("gpipe", 2, 1)
     ("schedule", "why"),
     [
         (Schedule("x", Placement(1, (0, 0), 2), 2, [Row.parse("0F0 0B0 1F1 1B1")]), "2 pipelines"),
-        (Schedule("x", Placement.loop(1), 1, [Row.parse("0F0 0F1 0B1 0B0")], slices=2), "2 slices"),
         (
             Schedule("x", Placement.loop(3), 1, [Row.parse("0F0 0SEND_F0>2"), Row.parse("1F0"), Row.parse("2F0")]),
             "rank 0 has 0SEND_F0>2, and torch's messages go between neighboring stages only",

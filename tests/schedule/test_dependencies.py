@@ -88,24 +88,6 @@ def test_a_missing_action_is_named() -> None:
         linearize(parse("0 1", "0F0", "1RECV_F0 1F0"))
 
 
-@pytest.mark.parametrize(("dropped", "waiting"), [("0F2", "0F3"), ("0B3", "0B2")])
-def test_a_missing_slice_is_named(dropped: str, waiting: str) -> None:
-    row = "0F0 0F1 0B1 0B0 0F2 0F3 0B3 0B2".replace(f"{dropped} ", "")
-    schedule = Schedule.parse(f"x: 2 microbatches of 2 slices, stages on ranks 0\nrank 0: {row}")
-    with pytest.raises(ScheduleError, match=f"waits at {waiting} for {dropped}, which no rank has"):
-        linearize(schedule)
-
-
-def test_slices_wait_for_slices_of_their_microbatch_only() -> None:
-    row = "0F0 0F1 0B1 0B0 0F2 0F3 0B3 0B2"
-    schedule = Schedule.parse(f"x: 2 microbatches of 2 slices, stages on ranks 0\nrank 0: {row}")
-    found = {action: before(schedule, action) for action in row.split()}
-    assert found == {
-        "0F0": set(), "0F1": {"0F0"}, "0F2": set(), "0F3": {"0F2"},
-        "0B0": {"0F0", "0B1"}, "0B1": {"0F1"}, "0B2": {"0F2", "0B3"}, "0B3": {"0F3"},
-    }  # fmt: skip
-
-
 def test_of_a_whole_and_a_split_backward_the_split_one_is_waited_for() -> None:
     assert before(parse("0 1", "0F0 0B0", "1F0 1B0 1I0 1W0"), "0B0") == {"0F0", "1I0"}
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.schedule import (
-    Op,
     Placement,
     Schedule,
     check,
@@ -40,10 +39,7 @@ REGULAR = [(2, 4), (2, 8), (4, 8), (4, 16), (6, 12), (8, 24)]
 
 @given(generated(max_ranks=16, max_microbatches=64))
 def test_every_generator_is_legal_and_exact(schedule: Schedule) -> None:
-    found = check(schedule)
-    if schedule.slices > 1:
-        found = [violation for violation in found if violation.kind != "inexact"]
-    assert found == []
+    assert check(schedule) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +47,7 @@ def test_every_generator_is_legal_and_exact(schedule: Schedule) -> None:
 )
 def test_every_generator_is_legal_at_the_corners(name: str, ranks: int, microbatches: int) -> None:
     entry = generator(name)
-    if (rule := entry.broken(Numbers(ranks, microbatches, entry.chunks, entry.slices))) is not None:
+    if (rule := entry.broken(Numbers(ranks, microbatches, entry.chunks))) is not None:
         with pytest.raises(ArgumentError, match=f"{name} works with {re.escape(rule.text)}"):
             generate(name, ranks, microbatches)
         return
@@ -66,14 +62,14 @@ def test_text_and_back_is_the_same(schedule: Schedule) -> None:
 
 
 def values(entry: Any, p: int, m: int, **more: float) -> dict[str, Any]:
-    return {"p": p, "m": m, "v": entry.chunks, "j": entry.slices, "min": min, "max": max, **more}
+    return {"p": p, "m": m, "v": entry.chunks, "min": min, "max": max, **more}
 
 
 @pytest.mark.parametrize("entry", GENERATORS, ids=lambda entry: entry.name)
 @pytest.mark.parametrize(("p", "m"), REGULAR)
 def test_memory_is_what_the_registry_says(entry: Any, p: int, m: int) -> None:
     schedule = generate(entry.name, p, m)
-    held = [peak / (entry.chunks * entry.slices) for peak in peak_activations(schedule)]
+    held = [peak / entry.chunks for peak in peak_activations(schedule)]
     if entry.memory is None:
         assert max(held) <= p
     else:
@@ -88,7 +84,7 @@ def test_memory_is_what_the_registry_says(entry: Any, p: int, m: int) -> None:
 def test_idle_time_is_what_the_registry_says(name: str, numbers: tuple[int, int], costs: tuple[int, int, int]) -> None:
     entry, (p, m), (f, i, w) = generator(name), numbers, costs
     idle = None if entry.idle is None else eval(entry.idle, values(entry, p, m, F=f, I=i, W=w))
-    scale, share = 12, 12 // (entry.chunks * entry.slices)  # whole numbers for each chunk and slice
+    scale, share = 12, 12 // entry.chunks  # whole numbers for each chunk
     timeline = simulate(generate(entry.name, p, m), StageCost(share * f, share * i, share * w))
     work = scale * m * (f + i + w)
     if idle is not None:
@@ -105,7 +101,7 @@ def test_idle_time_holds_for_any_costs(entry: Any, numbers: tuple[int, int], cos
     i = f if "F == I" in entry.idle else i
     w = f if "I == W" in entry.idle else w
     idle = eval(entry.idle, values(entry, *numbers, F=f, I=i, W=w))
-    scale, share = 12, 12 // (entry.chunks * entry.slices)
+    scale, share = 12, 12 // entry.chunks
     timeline = simulate(generate(entry.name, *numbers), StageCost(share * f, share * i, share * w))
     assert idle >= 0
     assert timeline.span_seconds == scale * (numbers[1] * (f + i + w) + idle)
@@ -170,13 +166,6 @@ def test_interleaved_has_its_bubble_for_any_number_of_microbatches(p: int, m: in
     assert makespan == 3 * (m * v + p - 1) if m >= p else makespan >= 3 * (m * v + p - 1)
 
 
-@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
-def test_seq1f1b_goes_back_from_the_last_slice(p: int, m: int, j: int) -> None:
-    for row in generate("seq1f1b", p, m, slices=j).rows:
-        backwards = [action.microbatch for action in row if action.op is Op.B]
-        assert backwards == [k * j + i for k in range(m) for i in reversed(range(j))]
-
-
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_bidirectional_schedules_are_two_pipelines(name: str) -> None:
     schedule = generate(name, 4, 8)
@@ -228,11 +217,9 @@ def test_names_are_known_in_any_case() -> None:
         ("hanayo", (2, 2, 3), "chunks=3: hanayo works with an even number of chunks a rank"),
         ("chimera", (3, 2), "ranks=3: chimera works with an even number of ranks"),
         ("dualpipe", (4, 7), "microbatches=7: dualpipe works with an even number of microbatches"),
-        ("gpipe", (2, 2, 1, 2), r"slices=2: gpipe works with whole microbatches \(1 slice\)"),
         ("naive", (0, 1), "ranks=0: expected an integer >= 1"),
         ("gpipe", (2, 0), "microbatches=0: expected an integer >= 1"),
         ("gpipe", (2, 2, 0), "chunks=0: expected an integer >= 1"),
-        ("seq1f1b", (2, 2, 1, 0), "slices=0: expected an integer >= 1"),
     ],
 )
 def test_what_is_not_allowed(name: str, numbers: tuple[int, ...], message: str) -> None:
@@ -243,7 +230,7 @@ def test_what_is_not_allowed(name: str, numbers: tuple[int, ...], message: str) 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("entry", generators(), ids=lambda entry: entry.name)
 def test_a_generator_says_before_it_makes_a_schedule_whether_it_fits(entry: Generator, chunks: int) -> None:
-    numbers = Numbers(4, 8, chunks, entry.slices)
+    numbers = Numbers(4, 8, chunks)
     try:
         made = generate(entry.name, 4, 8, chunks)
     except ArgumentError:

@@ -128,8 +128,6 @@ ROW = Row.parse("0F0 0B0")
         ({"microbatches": "1"}, "microbatches='1': expected an integer >= 1"),
         ({"microbatches": 1.0}, "microbatches=1.0: expected an integer >= 1"),
         ({"microbatches": 0}, "microbatches=0: expected an integer >= 1"),
-        ({"slices": None}, "slices=None: expected an integer >= 1"),
-        ({"slices": 0}, "slices=0: expected an integer >= 1"),
         ({"name": None}, "name=None: a schedule's name is one line of text"),
     ],
 )

@@ -31,9 +31,7 @@ def item_seconds(item: Action | Overlap, costs: Sequence[StageCost]) -> float:
     return sum(seconds(part, costs[part.stage]) for part in item.parts)
 
 
-def tick(
-    schedule: Schedule, costs: Sequence[StageCost], links: dict[tuple[int, int], LinkCost], contended: bool
-) -> Times | None:
+def tick(schedule: Schedule, costs: Sequence[StageCost], links: dict[tuple[int, int], LinkCost]) -> Times | None:
     """When each action's item starts and ends, two that overlap together; None if the ranks come to a stop."""
     rank_of = schedule.placement.rank_of
     todo = [list(row.items()) for row in schedule.rows]
@@ -45,7 +43,6 @@ def tick(
     there: dict[tuple[Action, int], float] = {}  # when the output of an action is on a rank
     working: list[tuple[Action | Overlap, float] | None] = [None] * schedule.ranks
     queues: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    carrying: dict[tuple[int, int], float] = {}
     times: Times = {}
     now = 0
     while any(todo) or any(working):
@@ -57,12 +54,11 @@ def tick(
                     for reader in readers[part] - {rank}:
                         queues[rank, reader].append(part)
         for pair, queue in queues.items():
-            while queue and (not contended or carrying.get(pair, 0) <= now):
+            while queue:
                 message = queue.pop(0)
                 target = next(a for a in needs if message in needs[a] and rank_of[a.stage] == pair[1])
                 size = costs[min(message.stage, target.stage)].output_bytes
                 wire = size / links[pair].bytes_per_second
-                carrying[pair] = now + wire
                 there[message, pair[1]] = now + wire + links[pair].latency_seconds
         for rank, items in enumerate(todo):
             if working[rank] is None and items:

@@ -24,22 +24,22 @@ stage_costs = st.builds(
 )
 
 
-def looped(nodes: int, schedule: Schedule, costs: list[StageCost], link: LinkCost, contended: bool) -> Timeline | str:
+def looped(nodes: int, schedule: Schedule, costs: list[StageCost], link: LinkCost) -> Timeline | str:
     """Simulated with the compiled loop from so many nodes on."""
     with mock.patch.multiple(earliest, LARGE=nodes, _loaded=False):
         try:
-            return simulate(schedule, costs, link, contended=contended)
+            return simulate(schedule, costs, link)
         except ScheduleError as error:
             return str(error)
 
 
 @settings(max_examples=60)
-@given(small_ones(), st.data(), st.booleans())
-def test_compiled_and_not_are_the_same_to_the_bit(schedule: Schedule, data: st.DataObject, contended: bool) -> None:
+@given(small_ones(), st.data())
+def test_compiled_and_not_are_the_same_to_the_bit(schedule: Schedule, data: st.DataObject) -> None:
     schedule = with_overlaps(schedule, iter(lambda: data.draw(st.booleans()), None))
     costs = data.draw(st.lists(stage_costs, min_size=schedule.stages, max_size=schedule.stages))
     link = LinkCost(data.draw(seconds), data.draw(st.floats(0.1, 5)))
-    assert looped(0, schedule, costs, link, contended) == looped(10**9, schedule, costs, link, contended)
+    assert looped(0, schedule, costs, link) == looped(10**9, schedule, costs, link)
 
 
 def test_large_schedules_are_compiled_and_small_ones_are_not() -> None:
@@ -61,7 +61,7 @@ def test_more_nodes_than_are_worked_on_at_once(monkeypatch: pytest.MonkeyPatch) 
     schedule, costs = generate("interleaved-1f1b", 5, 7, 2), [StageCost(1 + s, 2, 1, 3) for s in range(10)]
     whole = simulate(schedule, costs, LinkCost(0.25, 4))
     found = idle(schedule, whole), critical_path(schedule, whole)
-    monkeypatch.setattr("penstock.simulate.columns._TOGETHER", 30)
+    monkeypatch.setattr("penstock.simulate.computations._TOGETHER", 30)
     assert simulate(schedule, costs, LinkCost(0.25, 4)) == whole
     assert (idle(schedule, whole), critical_path(schedule, whole)) == found
 

@@ -18,7 +18,6 @@ from penstock.schedule import (
     Schedule,
     add_communication,
     drop_backward,
-    forward_only,
     generate,
     reduce_ties,
 )
@@ -73,18 +72,18 @@ def test_the_plain_definition_of_earliest_times(schedule: Schedule, data: st.Dat
 
 
 @settings(max_examples=200)
-@given(schedules, st.data(), st.booleans())
-def test_the_clock_that_ticks(schedule: Schedule, data: st.DataObject, contended: bool) -> None:
+@given(schedules, st.data())
+def test_the_clock_that_ticks(schedule: Schedule, data: st.DataObject) -> None:
     schedule = with_overlaps(schedule, iter(lambda: data.draw(st.booleans()), None))
     overlapped = st.one_of(st.none(), from_one)
     costs = [replace(cost, overlapped_seconds=data.draw(overlapped)) for cost in draw_costs(data, schedule, from_one)]
     links = draw_links(data, schedule)
-    ticked = tick(schedule, costs, links, contended)
+    ticked = tick(schedule, costs, links)
     if ticked is None:
         with pytest.raises(ScheduleError, match="deadlock"):
-            simulate(schedule, costs, links, contended=contended)
+            simulate(schedule, costs, links)
         return
-    timeline = simulate(schedule, costs, links, contended=contended)
+    timeline = simulate(schedule, costs, links)
     times = {span.action: (span.start_seconds, span.end_seconds) for span in timeline}
     items = [item.parts for row in schedule.rows for item in row.items()]
     assert {parts: (times[parts[0]][0], times[parts[-1]][1]) for parts in items} == {
@@ -93,15 +92,8 @@ def test_the_clock_that_ticks(schedule: Schedule, data: st.DataObject, contended
     assert all(times[one][1] == times[two][0] for one, *others in items for two in others)
 
 
-def starts(schedule: Schedule, rank: int, cost: StageCost, links: Links, contended: bool = False) -> list[float]:
-    return list(simulate(schedule, cost, links, contended=contended).tracks[rank].start)
-
-
-def test_a_contended_link_carries_one_message_at_a_time_and_latencies_pass_together() -> None:
-    forward = forward_only(generate("gpipe", 2, 3))
-    cost, link = StageCost(1, 1, 1, output_bytes=3), LinkCost(2, 1)
-    assert starts(forward, 1, cost, link) == [6, 7, 8]
-    assert starts(forward, 1, cost, link, contended=True) == [6, 9, 12]
+def starts(schedule: Schedule, rank: int, cost: StageCost, links: Links) -> list[float]:
+    return list(simulate(schedule, cost, links).tracks[rank].start)
 
 
 def test_each_direction_and_each_pair_has_a_link_of_its_own() -> None:

@@ -30,9 +30,9 @@ links = st.builds(LinkCost, number, st.sampled_from([0.25, 0.5, 1.0]))
 schedules = small_ones()
 
 
-def simulated(schedule: Schedule, data: st.DataObject, contended: bool = False) -> Timeline:
+def simulated(schedule: Schedule, data: st.DataObject) -> Timeline:
     costs = data.draw(st.lists(stage_costs, min_size=schedule.stages, max_size=schedule.stages))
-    return simulate(schedule, costs, data.draw(links), contended=contended)
+    return simulate(schedule, costs, data.draw(links))
 
 
 def causes(schedule: Schedule, timeline: Timeline) -> list[dict[str, float]]:
@@ -57,11 +57,11 @@ def measured(schedule: Schedule, *rows: str) -> Timeline:
 
 
 @settings(max_examples=150)
-@given(schedules, st.data(), st.booleans())
-def test_idle_and_busy_together_are_the_makespan(schedule: Schedule, data: st.DataObject, contended: bool) -> None:
+@given(schedules, st.data())
+def test_idle_and_busy_together_are_the_makespan(schedule: Schedule, data: st.DataObject) -> None:
     schedule = with_overlaps(schedule, iter(lambda: data.draw(st.booleans()), None))
     try:
-        timeline = simulated(schedule, data, contended)
+        timeline = simulated(schedule, data)
     except ScheduleError:
         return  # overlaps that wait for themselves
     report = idle(schedule, timeline)

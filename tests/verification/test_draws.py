@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Report, verify
-from penstock.partition.chance.draws import Chance
+from penstock.partition.recorder.chance import Chance
 from penstock.runtime.exact.streams import Streams
 
 WIDTH = 7

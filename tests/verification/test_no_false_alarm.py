@@ -86,6 +86,20 @@ class Writes(nn.Module):
         return y
 
 
+class Exchanges(nn.Module):
+    """Puts another module in the place of one in its first forward, as BigBird does where sequences are short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.after = nn.Linear(WIDTH, WIDTH), nn.Module()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.after, nn.Dropout):
+            self.after = nn.Dropout(0.2).train(self.training)
+        y: Tensor = self.after(self.layer(x))
+        return y
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Layers,
     "dropout": lambda: Layers(lambda self, i, x: self.dropout(x)),
@@ -97,6 +111,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "count": lambda: nn.Sequential(Counts(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(4))),
     "writes": lambda: nn.Sequential(Writes(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "cache": lambda: nn.Sequential(Cache(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+    "exchange": lambda: nn.Sequential(Exchanges(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "spectral norm": lambda: nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))
     ),

@@ -504,6 +504,12 @@ def test_why_the_whole_batch_differs(make: Any, verdict: str, words: str) -> Non
     assert report.to_dict()["whole_batch"]["text"] == report.whole_batch.text
 
 
+def test_a_loss_in_float32_is_compared_as_closely_as_it_is_rounded() -> None:
+    report = verified(mlp, loss=lambda output: output.float().pow(2).mean())
+    assert report.whole_batch is not None
+    assert report.whole_batch.verdict == "close", report.whole_batch
+
+
 def test_a_loss_that_is_no_mean_is_warned_of() -> None:
     target = torch.tensor([0, -100, 1, 2, -100, 3, 1, -100, -100, 2, 1])
     with pytest.warns(UserWarning, match=r"pass reduction=lambda target: \(target != -100\)"):

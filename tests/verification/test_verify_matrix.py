@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import PartitionError
 from penstock.schedule import Schedule, generate, generator, generators
 from penstock.schedule.generators import Numbers
 from scaffolding.model_kinds import DEPTHS, EXAMPLES
@@ -43,7 +42,7 @@ def schedules_of(name: str, ranks: int) -> list[Schedule]:
 
 
 CLASSIC = ("naive", "gpipe", "1f1b")
-RUNNABLE = [entry.name for entry in generators() if entry.slices == 1]
+RUNNABLE = [entry.name for entry in generators()]
 CASES = [
     case
     for one_in, names, ranks in (
@@ -82,11 +81,6 @@ def test_the_short_cases_have_every_schedule_and_every_example() -> None:
     short = [case.values for case in CASES if not case.marks]
     assert {name for _, name, _ in short} == set(RUNNABLE)
     assert {example for example, _, _ in short} == set(EXAMPLES)
-
-
-def test_slices_are_not_run() -> None:
-    with pytest.raises(ArgumentError, match="'seq1f1b' cuts microbatches into 2 slices of the sequence"):
-        penstock.pipeline(nn.Linear(2, 2), (torch.randn(4, 2),), ranks=1, schedule="seq1f1b", microbatches=2)
 
 
 @pytest.mark.parametrize(

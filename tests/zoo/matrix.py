@@ -39,10 +39,8 @@ def cells() -> Iterator[Cell]:
 def refusal(cell: Cell) -> str | None:
     """Part of the text with which the cell is refused; None where it works."""
     model, schedule = ZOO[cell.model], generator(cell.schedule)
-    if (broken := schedule.broken(Numbers(cell.ranks, MICROBATCHES, schedule.chunks, schedule.slices))) is not None:
+    if (broken := schedule.broken(Numbers(cell.ranks, MICROBATCHES, schedule.chunks))) is not None:
         return f"works with {broken.text}"
-    if schedule.slices > 1:
-        return f"cuts microbatches into {schedule.slices} slices of the sequence"
     if cell.ranks * schedule.chunks > model.layers:
         return f"the model has only {model.layers} layers"
     if model.updates is not None and _copies(schedule) > 1:

@@ -29,7 +29,7 @@ from cases.case import Case, Found, Setting, World
 from cases.features import around_a_checkpoint, as_expected
 from cases.models import MODELS, WIDE_BYTES, Skips, gpt
 from cases.nccl import GATE, PART
-from cases.verification import MICROBATCHES, PRECISE, SLICED, make_repeatable, prove
+from cases.verification import MICROBATCHES, PRECISE, make_repeatable, prove
 from penstock.schedule import generator, names
 from penstock.schedule.generators import Numbers
 from scaffolding.by_hand import step_by_hand
@@ -111,7 +111,7 @@ def _proof(name: str, world: World, model: str, precision: str, schedule: str, *
 def _schedules(ranks: int) -> list[str]:
     """All that so many ranks can follow, the most used first."""
     first = ("1f1b", "interleaved-1f1b", "zb-h1", "dualpipe", "chimera", "gpipe")
-    every = [*first, *(name for name in names() if name not in (*first, SLICED))]
+    every = [*first, *(name for name in names() if name not in first)]
     possible = [Numbers(ranks, MICROBATCHES, chunks) for chunks in (1, 2)]
     return [name for name in every if any(generator(name).broken(numbers) is None for numbers in possible)]
 

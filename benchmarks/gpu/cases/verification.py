@@ -39,12 +39,9 @@ PRECISE = (("gpt", "autocast", "zb-h1"), ("gpt", "bf16", "1f1b"), ("gpt", "fp16"
 MIN_SHARE = 0.3
 """Of a stage's trained elements, how many have to wait for W where the backward is split. 0: I does everything."""
 
-SLICED = "seq1f1b"
-"""No model can be run by this one: see `penstock schedules`."""
-
 
 def cases() -> Iterator[Case]:
-    schedules = [name for name in names() if name != SLICED]
+    schedules = names()
     for precision, name, schedule in product(PRECISIONS, MODEL_NAMES, schedules):
         run, world = partial(in_one_process, name, precision, schedule), World(1, name=f"{name}, {precision}")
         yield Case(f"verify/one process/{name}/{precision}/{schedule}", 2, run, world=world)

@@ -335,6 +335,17 @@ def replacing(path: FilePath, what: str | None = None) -> Iterator[Path]:
         raise ArgumentError(f"{what} cannot be written: {error.strerror or error}") from None
 
 
+class _TriedError(Exception):
+    """Nothing is to be written."""
+
+
+def check_writable(path: FilePath | None, what: str | None = None) -> None:
+    """Raise ArgumentError as `replacing` would, before what takes long to make is made. None: no file was asked for."""
+    if path is not None:
+        with contextlib.suppress(_TriedError), replacing(path, what):
+            raise _TriedError
+
+
 @contextlib.contextmanager
 def atomic(path: FilePath) -> Iterator[Path]:
     """As `replacing`, but raise OSError."""

@@ -92,7 +92,6 @@ _SCHEDULES = {
     "forward_backward_pipelining_with_interleaving",
     "'looped-bfs'": "looped_bfs breadth_first",
     "'naive'": "sequential",
-    "'seq1f1b'": "terapipe",
     "'zb-h1'": "zero_bubble zb1p zbpp",
     "'zb-v'": "zbv_zero_bubble zero_bubble_v_pipe_scheduler zbv zbvpp",
     "penstock.schedule.read_csv('order.csv')": "interleaved_zero_bubble",

@@ -134,7 +134,7 @@ class ClusterOptions:
         )
 
     def _kinds(self) -> tuple[Kind, ...]:
-        from penstock.network.fabric.units import size_of
+        from penstock.network.quantities import size_of
         from penstock.plan import Kind
 
         counts: dict[str, int] = {}

@@ -13,6 +13,7 @@ import typer
 from penstock.cli._options import options_on
 from penstock.cli._target import compute_as_ranks, link_of, profile_target, profiles_of
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
+from penstock.costs.links import assumed, usual_link
 from penstock.errors import ArgumentError
 from penstock.simulate import Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
@@ -58,9 +59,6 @@ class CostOptions:
     bandwidth: Annotated[
         float | None, _option("The bandwidth of each link between two ranks, in size per unit of time.")
     ] = None
-    contended: Annotated[bool, _option("A link carries one message at a time; needs a bandwidth.", "--contended")] = (
-        False
-    )
     memory_activation: Annotated[
         float | None, _option("What F keeps for the backward, in any unit; otherwise an activation counts as 1.")
     ] = None
@@ -139,9 +137,7 @@ class CostOptions:
             costs = costs.with_links(read_links(self.links))
         elif self.link is not None:
             costs = costs.with_links(MeasuredLinks({}, link_of(self.link), f"--link {self.link!r}"))
-        if self.contended and not costs.has_bandwidth:
-            raise ArgumentError("--contended: without a bandwidth, no message holds up another; pass a bandwidth")
-        return replace(costs, contended=self.contended)
+        return costs
 
     @property
     def _no_links(self) -> bool:
@@ -160,8 +156,6 @@ class CostOptions:
                 f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; pass only "
                 "one of the two"
             )
-        from penstock.costs.stage_costs import assumed, usual_link
-
         if self.target is not None and ranks is not None and ranks.isdecimal() and int(ranks):
             compute_as_ranks(int(ranks))
         asked = {"microbatches": microbatches} if self.rows is None else {"microbatch_sizes": [self.rows]}
@@ -202,7 +196,7 @@ class CostOptions:
         )
 
 
-_NO_COSTS = ("target", "profile", "rows", "costs", "links", "link", "contended")
+_NO_COSTS = ("target", "profile", "rows", "costs", "links", "link")
 """The options that are no numbers of a cost."""
 
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.network.fabric.algorithms import ENGINE, generate
-from penstock.network.fabric.algorithms.volume import received_slots, sent_slots
-from penstock.network.fabric.grouped import groups, of_like_layers
+from penstock.network.fabric.algorithms.volume import slots_by_port
+from penstock.network.fabric.grouping import group_similar_layers, groups
 from penstock.network.fabric.views.numbers import NONE
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
     from penstock.network.fabric.emulation.spec import Spec
-    from penstock.network.fabric.grouped import Group
+    from penstock.network.fabric.grouping import Group
     from penstock.network.fabric.steps import StepList
 
 _BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
@@ -85,29 +86,27 @@ def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
         `sent_bytes`, from the host that sends most, and `port_bytes`, through the busiest port, out or in. Both are
         None for the engine, whose algorithms are unknown.
     """
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
+    passed: Counter[tuple[int, bool]] = Counter()
     for place in places:
         one, algorithm = spec.workload.transfers[place], spec.algorithm_of(place)
         if algorithm == ENGINE:
             return {"sent_bytes": None, "port_bytes": None}
         ranks = one.ranks or tuple(range(spec.hosts))
-        steps, leaving, arriving = _steps(one.collective, algorithm, len(ranks), one.shares)
+        steps, slots = _steps(one.collective, algorithm, len(ranks), one.shares)
         size = steps.slot_bytes(one.bytes, spec.workload.element_bytes) * spec.iterations
-        for passed, slots in ((sent, leaving), (received, arriving)):
-            for rank, count in slots.items():
-                passed[ranks[rank]] += count * size
-    most = max(sent.values(), default=0)
-    return {"sent_bytes": most, "port_bytes": max(most, *received.values())}
+        for (rank, leaves), count in slots.items():
+            passed[ranks[rank], leaves] += count * size
+    sent = (size for (_, leaves), size in passed.items() if leaves)
+    return {"sent_bytes": max(sent, default=0), "port_bytes": max(passed.values(), default=0)}
 
 
 @cache
 def _steps(
     collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
-) -> tuple[StepList, Counter[int], Counter[int]]:
-    """A collective's steps, and how many pieces of its buffer each rank sends and receives."""
+) -> tuple[StepList, Counter[tuple[int, bool]]]:
+    """A collective's steps, and how many pieces of its buffer pass each port."""
     steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
-    return steps, sent_slots(steps), received_slots(steps)
+    return steps, slots_by_port(chain.from_iterable(steps.rounds))
 
 
 # -- in a terminal ----------------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def _steps(
 
 def _table(spec: Spec) -> Table:
     """The rows, in sections under what they have in common."""
-    rows = traffic(spec, of_like_layers(spec.workload))
+    rows = traffic(spec, group_similar_layers(spec.workload))
     made = table("transfer", "buffer\nbytes", "times", "buffers\nin all", "busiest\nport")
     for section in dict.fromkeys(map(_section, rows)):
         made.add_row(Text(section, "italic"))

@@ -72,11 +72,12 @@ def report(output: Output, *, page: bool = True) -> None:
 
 def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page: bool) -> tuple[list[str], list[str]]:
     """Writes a run's results into its folder. Returns the names of the files, and notes on what could not be made."""
+    from penstock.network.fabric.alpha_beta import links_json
     from penstock.network.fabric.workload import Workload
 
     made, notes = ["results.json"], []
     write_json(folder / "results.json", found)
-    if (links := _links(run, found)) is not None:
+    if (links := links_json(run.record, found["model"])) is not None:
         write_json(folder / "links.json", links)
         made.append("links.json")
     if len(run.start_ns) and not page:
@@ -92,16 +93,6 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
         workload = Workload.from_dict(run.record["workload"])
         made += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
     return made, notes
-
-
-def _links(run: Run, found: dict[str, Any]) -> dict[str, Any] | None:
-    """Links for `penstock simulate --links`: those measured or, if none were, the one that the times imply."""
-    from penstock.network.fabric.models import LinkFit, links_json, slowest_of
-
-    if run.record.get("links"):
-        return links_json(run.record)
-    fits = [LinkFit(one["fit"]["alpha_seconds"], one["fit"]["beta_seconds_per_byte"]) for one in found["model"]]
-    return links_json(slowest_of(fits)) if fits else None
 
 
 def show_run(
@@ -137,7 +128,7 @@ def compare_runs(
     found = compare(*runs)
     warned = [warnings(run, results(run)) for run in runs]
     if as_json:
-        print(json.dumps(finite({**found.to_dict(), "warnings": dict(zip("ab", warned, strict=True))})))
+        print(json.dumps(finite({**found, "warnings": dict(zip("ab", warned, strict=True))})))
     else:
         show_comparison(found, Console(highlight=False), (str(first), str(second)), warned)
 

@@ -64,7 +64,7 @@ class NetworkOptions:
     def machines(self, hosts: int) -> tuple[Machines, tuple[Event, ...]]:
         """The hosts that the options describe, which `with` creates, and the scenario's events. Raises ArgumentError:
         an option is wrong, or is meaningless without another."""
-        from penstock.network.holdback import parse_slow
+        from penstock.network.cpu_limit import parse_slow
         from penstock.network.machines import Machines
         from penstock.network.parse import parse_link
         from penstock.network.scenario import read_scenario

@@ -43,9 +43,6 @@ class OrderOptions:
     ranks: Annotated[str | None, _option("How many ranks.", "--ranks", "-n", metavar="INTEGER")] = None
     microbatches: Annotated[str | None, _option(f"{CUT}; {USUAL}.", metavar="INTEGER")] = None
     chunks: Annotated[int | None, _option("Stages per rank; default: the schedule's usual number.")] = None
-    slices: Annotated[
-        int | None, _option("Pieces of each microbatch along the sequence, for seq1f1b; each costs its share.")
-    ] = None
     unshard_window: Annotated[
         int | None,
         _option("Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD."),
@@ -81,7 +78,7 @@ class OrderOptions:
         entry = generator(name)
         ((ranks, microbatches),) = self._sizes(several=False)
         weigh([(entry, self._numbers(entry, ranks, microbatches))])
-        return self._windowed(generate(name, ranks, microbatches, self.chunks, self.slices))
+        return self._windowed(generate(name, ranks, microbatches, self.chunks))
 
     def all(self, *, several: bool = False) -> tuple[dict[Asked, Schedule], dict[Asked, str]]:
         """Every schedule that was asked for and that the numbers allow, and what the others require. Raises
@@ -101,13 +98,9 @@ class OrderOptions:
                 if reason := entry.refusal(numbers):
                     refused[key] = reason
                 else:
-                    made[key] = self._windowed(generate(*key, numbers.chunks, numbers.slices))
+                    made[key] = self._windowed(generate(*key, numbers.chunks))
             except ArgumentError as error:
                 refused[key] = in_options(str(error), ("--unshard-window",))
-        if not made and name == ALL:
-            raise ArgumentError(
-                f"--slices {self.slices} --chunks {self.chunks}: no schedule works with both; leave one out"
-            )
         if not made:
             reasons = "; ".join(dict.fromkeys(f"{name} {reason}" for (name, *_), reason in refused.items()))
             raise ArgumentError(f"--schedule {self.schedule}: no schedule works with these numbers: {reasons}")
@@ -153,21 +146,20 @@ class OrderOptions:
                 )
         ranks = integers("--ranks", self.ranks)
         counts = [MICROBATCHES] if self.microbatches is None else integers("--microbatches", self.microbatches)
-        check_counts(required=False, chunks=self.chunks, slices=self.slices, unshard_window=self.unshard_window)
+        check_counts(required=False, chunks=self.chunks, unshard_window=self.unshard_window)
         for one, count in (found := [*product(ranks, counts)]):
             check_counts(ranks=one, microbatches=count)
         return found
 
     def _numbers(self, entry: Generator, ranks: int, microbatches: int) -> Numbers:
         """The numbers for which to generate a schedule: from the options, or its own defaults."""
-        chunks = entry.chunks if self.chunks is None else self.chunks
-        return Numbers(ranks, microbatches, chunks, entry.slices if self.slices is None else self.slices)
+        return Numbers(ranks, microbatches, entry.chunks if self.chunks is None else self.chunks)
 
 
 Asked = tuple[str, int, int]
 """A schedule's name, and its numbers of ranks and microbatches."""
 
-_NOT_OF_FILES = ("schedule", "ranks", "microbatches", "chunks", "slices")
+_NOT_OF_FILES = ("schedule", "ranks", "microbatches", "chunks")
 
 
 def read(path: Path) -> Schedule:
@@ -210,7 +202,7 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
         given = max(asked, key=lambda one: one[0].actions(one[1]))[1]
         raise ArgumentError(
             f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, but at most "
-            f"{MAX_ACTIONS:,} can be timed; pass fewer ranks, microbatches, chunks or slices"
+            f"{MAX_ACTIONS:,} can be timed; pass fewer ranks, microbatches or chunks"
         )
     for _, numbers in asked:
         _refuse_stages(numbers.ranks, numbers.chunks)

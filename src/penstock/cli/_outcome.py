@@ -39,7 +39,9 @@ MEMORY_NOTE = "Memory counts neither the batch nor what an action takes while it
 def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = None) -> None:
     """Prints a schedule's figures, `more` of them by name, and a table of its ranks."""
     timeline = outcome.timeline
-    times = format_of([timeline.makespan_seconds, *_times(outcome)])
+    busy = (timeline.busy_seconds(rank) for rank in range(outcome.schedule.ranks))
+    idle = (time for by_cause in outcome.idle for time in by_cause.values())
+    times = format_of([timeline.makespan_seconds, *busy, *idle])
     console.print(Text(title(outcome.schedule), "bold"), end="\n\n")
     for name, value in (("makespan", timeline.makespan_seconds), ("span", timeline.span_seconds)):
         unit = " s" if outcome.costs.are_measured else ""
@@ -61,12 +63,6 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
         print_unbroken(console, _memory(outcome))
     kept = f"\n{MEMORY_NOTE}" if outcome.costs.has_memory else ""
     console.print(f"\n{IDLE_NOTE}\n{PEAK_NOTE}{kept}", style="dim")
-
-
-def _times(outcome: Outcome) -> list[float]:
-    """All times in the table of ranks."""
-    busy = [outcome.timeline.busy_seconds(rank) for rank in range(outcome.schedule.ranks)]
-    return [*busy, *(time for by_cause in outcome.idle for time in by_cause.values())]
 
 
 _LEAST, _MAX = 1e-12, 1e18

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from penstock.report.colors import LIGHT, ink, shade
 from penstock.schedule import Action, Op, Schedule, grid
-from penstock.schedule.said import WORDS, Kind
+from penstock.schedule.describe import WORDS, Kind
 from penstock.schedule.timeline import Timeline, Track
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,14 +15,10 @@ from rich.text import Text
 from penstock._base.words import counted
 from penstock.cli._options import Json, integers, option
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.units import size_text, sizes_of
 from penstock.network.fabric.views.facts import rate_of
 from penstock.network.fabric.views.numbers import digits, seconds
+from penstock.network.quantities import size_text, sizes_of
 from penstock.report.text import table
-
-if TYPE_CHECKING:
-    from penstock.network.fabric.forecast import Fitted, Forecast
-    from penstock.network.fabric.models import Prediction
 
 
 def predict(
@@ -39,8 +35,7 @@ def predict(
     The prediction assumes that every host has such a link of its own, and that
     the network between the links is never the limit.
     """
-    from penstock.network.fabric.forecast import forecast
-    from penstock.network.fabric.models import HOSTS
+    from penstock.network.fabric.forecast import HOSTS, forecast
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
 
@@ -52,7 +47,7 @@ def predict(
     made = [forecast(run.record, found, kind, asked or _sizes(found, kind), numbers) for kind in kinds]
     if as_json:
         about = {key: found[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
-        print(json.dumps({"version": 1, **about, "collectives": [one.to_dict() for one in made]}))
+        print(json.dumps({"version": 1, **about, "collectives": made}))
     else:
         _show(made, found, Console(highlight=False))
 
@@ -66,7 +61,7 @@ def _sizes(found: dict[str, Any], collective: str) -> list[int]:
 # -- in a terminal ----------------------------------------------------------------------------------------------------
 
 
-def _show(made: Iterable[Forecast], found: dict[str, Any], console: Console) -> None:
+def _show(made: Iterable[dict[str, Any]], found: dict[str, Any], console: Console) -> None:
     console.print(
         Text(f"{found['workload']}: {found['hosts']} hosts, {counted(found['trials'], 'trial')}", "bold"),
         soft_wrap=True,
@@ -75,14 +70,14 @@ def _show(made: Iterable[Forecast], found: dict[str, Any], console: Console) -> 
         console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
     for one in made:
         console.print()
-        _show_fit(one.fitted, console)
-        for size in dict.fromkeys(row.bytes for row in one.rows):
+        _show_fit(one["fit"], console)
+        for size in dict.fromkeys(row["bytes"] for row in one["predictions"]):
             console.print()
-            console.print(_predicted([row for row in one.rows if row.bytes == size]))
+            console.print(_predicted([row for row in one["predictions"] if row["bytes"] == size]))
         console.print()
         console.print(Text("fastest, by size", "bold"))
-        for hosts, changes in one.crossovers.items():
-            console.print(Text(f"  {hosts:>5,} hosts  {_ranges(changes)}"), soft_wrap=True)
+        for row in one["crossovers"]:
+            console.print(Text(f"  {row['hosts']:>5,} hosts  {_ranges(row['from'])}"), soft_wrap=True)
     console.print()
     console.print(Text(_NOTE, "dim"))
 
@@ -103,42 +98,40 @@ def _warnings(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _show_fit(fitted: Fitted, console: Console) -> None:
-    rate = rate_of(fitted.link.bytes_per_second if fitted.link.beta_seconds_per_byte else None)
-    text = f"{fitted.collective}: alpha {seconds(fitted.link.alpha_seconds)} a step, 1/beta {rate}"
-    console.print(Text(text, "bold"), soft_wrap=True)
-    if fitted.source == "times":
-        by = "torch.distributed's own as if it were " if fitted.algorithm != fitted.form else ""
-        line = f"fitted to {by}{fitted.form}, r2 {fitted.link.r2:.3f}, at most {fitted.largest_residual:.1%} off"
-    else:
-        line = f"those of the slowest measured link: {fitted.lack}"
+def _show_fit(fit: dict[str, Any], console: Console) -> None:
+    alpha, rate = seconds(fit["alpha_seconds"]), rate_of(fit["bytes_per_second"])
+    console.print(Text(f"{fit['collective']}: alpha {alpha} a step, 1/beta {rate}", "bold"), soft_wrap=True)
+    form = fit["form"]
+    line = f"those of the slowest measured link: {fit['lack']}"
+    if fit["source"] == "times":
+        by = "torch.distributed's own as if it were " if fit["algorithm"] != form else ""
+        line = f"fitted to {by}{form}, r2 {fit['r2']:.3f}, at most {fit['largest_residual']:.1%} off"
     console.print(Text(line), soft_wrap=True)
-    if fitted.held:
+    if fit["held_to_links"]:
         console.print(Text("1/beta is limited to the measured links: the times alone would give more than they carry"))
-    if fitted.points:
-        made = table("bytes", "measured", fitted.form, "off", left=0)
-        for point in fitted.points:
-            cells = (seconds(point.measured_seconds), seconds(point.fitted_seconds), f"{point.residual:+.1%}")
-            made.add_row(f"{point.bytes:,}", *cells)
+    if fit["sizes"]:
+        made = table("bytes", "measured", form, "off", left=0)
+        for one in fit["sizes"]:
+            cells = (seconds(one["measured_s"]), seconds(one["fitted_s"]), f"{one['residual']:+.1%}")
+            made.add_row(f"{one['bytes']:,}", *cells)
         console.print(made)
 
 
-def _predicted(rows: Sequence[Prediction]) -> Table:
+def _predicted(rows: Sequence[dict[str, Any]]) -> Table:
     """The table for one size, with a row per number of hosts."""
-    names = list(rows[0].seconds)
+    names = list(rows[0]["seconds"])
     heads = (name.replace("-", "-\n") for name in names)
-    made = table(size_text(int(rows[0].bytes)), *heads, "busbw\nMB/s", left=0)
+    made = table(size_text(int(rows[0]["bytes"])), *heads, "busbw\nMB/s", left=0)
     for row in rows:
-        times = [seconds(row.seconds[name]) + ("*" if name == row.best else " ") for name in names]
-        made.add_row(f"{row.ranks:,} hosts", *times, digits(row.bus_bytes_per_second / 1e6))
+        times = [seconds(row["seconds"][name]) + ("*" if name == row["best"] else " ") for name in names]
+        made.add_row(f"{row['hosts']:,} hosts", *times, digits(row["busbw_GBps"] and row["busbw_GBps"] * 1e3))
     return made
 
 
-def _ranges(changes: Sequence[tuple[float, str]]) -> str:
+def _ranges(changes: Sequence[dict[str, Any]]) -> str:
     """The fastest algorithms by size, such as "ring to 3.2 KiB, then tree"."""
-    names = [name for _, name in changes]
-    ends = [_about(size) for size, _ in changes[1:]]
-    return ", then ".join([*(f"{name} to {end}" for name, end in zip(names, ends, strict=False)), names[-1]])
+    ends = [f" to {_about(one['bytes'])}" for one in changes[1:]]
+    return ", then ".join(one["algorithm"] + end for one, end in zip(changes, [*ends, ""], strict=True))
 
 
 def _about(size: float) -> str:

@@ -83,7 +83,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 def bytes_in(text: str | None) -> float | None:
     """The bytes that `80GiB` stands for; None if the option was not given."""
-    from penstock.network.fabric.units import size_of
+    from penstock.network.quantities import size_of
 
     return None if text is None else size_of(text)
 
@@ -203,8 +203,9 @@ def profiles_of(
     with loaded(target, "the model", weights=weights and not files) as given:
         if not files:
             return measure(given)
-        from penstock.pipe.profiling import check_profile
+        from penstock.pipe.profiling import made_here
 
+        here = made_here(given.model, given.args, given.kwargs)
         for profile, file in zip(found, files, strict=True):
-            check_profile(profile, given.model, given.args, given.kwargs, f"--profile {file}")
+            profile.check_for(here, f"--profile {file}", ", or leave TARGET out to take it as it is")
     return found

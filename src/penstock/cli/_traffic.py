@@ -13,8 +13,8 @@ from penstock.errors import ArgumentError, check_counts
 from penstock.network.fabric.presets import preset
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.units import size_of, sizes_of
 from penstock.network.fabric.workload import BYTES, Workload, dtype_of, op_of
+from penstock.network.quantities import size_of, sizes_of
 
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200

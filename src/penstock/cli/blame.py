@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from penstock._base.files import finite, write_text
+from penstock._base.files import check_writable, finite, write_text
 from penstock._base.words import counted
 from penstock.cli._options import Json, output_option, spread
 from penstock.cli._target import TargetName, loaded
@@ -47,6 +47,7 @@ def blame(
 
     check_counts(steps=steps, timeout=timeout)
     refuse_other("--out", out, ".html", ".htm")
+    check_writable(out, f"--out {out}")
     command = command[1:] if command[:1] == ["--"] else command
     job.checked(command)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as given:

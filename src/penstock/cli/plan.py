@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock._base.files import check_writable
 from penstock._base.words import counted
 from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._options import Json, option, output_option, spread
-from penstock.cli._plans import show, show_lack
+from penstock.cli._plan_tables import show, show_lack
 from penstock.cli._target import compute_as_ranks, profile_target, profiles_of
 from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError, check_seconds
@@ -75,11 +76,12 @@ def plan(
     pass --transformer.
     """
     from penstock.costs import Profile
-    from penstock.costs.stage_costs import assumed, slowest_link, usual_link
+    from penstock.costs.links import assumed, slowest_link, usual_link
     from penstock.plan import Sizes, Wanted, make_plans
     from penstock.plan.remedies import remedies
 
     check_seconds(search=search)
+    check_writable(out, f"--out {out}")
     wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)  # raises before anything is measured
     paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:

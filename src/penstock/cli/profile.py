@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock._base.files import check_writable
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import check_count, integers, option, output_option, spread
 from penstock.cli._target import Leaves, Microbatches, Opens, TargetName, loaded, names, profile_target
@@ -71,6 +72,8 @@ def profile(
     """
     from penstock.pipe.profiling import specified
 
+    prints = not links or os.environ.get("RANK", "0") == "0"
+    check_writable(json if prints else None, f"--json {json}")
     check_counts(required=False, threads=threads)
     rows = None if microbatch_sizes is None else integers("--microbatch-sizes", microbatch_sizes)
     for number in rows or ():
@@ -92,7 +95,7 @@ def profile(
             links=links,
             target=given.target,
         )
-    if links and os.environ.get("RANK", "0") != "0":
+    if not prints:
         return
     console = Console(highlight=False)
     show(found, console)

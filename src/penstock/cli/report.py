@@ -46,7 +46,7 @@ def report(
     from penstock.cli.show import refuse_other
     from penstock.report.web.page import page
     from penstock.report.web.picture import browser, write_picture
-    from penstock.report.web.sources import is_fabric, shown
+    from penstock.report.web.sources import contents_of, is_fabric
 
     refuse_other("--out", out, ".html", ".htm")
     refuse_other("--png", png, ".png")
@@ -61,7 +61,7 @@ def report(
         text = fabric_page(sampled, results(sampled))
     else:
         own, folder = prediction == PredictionOptions(), folder_of(run)
-        text = page(shown(run, step, None if own else lambda found: prediction.of(found, folder)))
+        text = page(contents_of(run, step, None if own else lambda found: prediction.of(found, folder)))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")
     print(f"wrote {target}")

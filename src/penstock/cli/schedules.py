@@ -12,7 +12,7 @@ from penstock.report.text import print_unbroken, table
 from penstock.schedule import Generator, generators
 
 _SYMBOLS = (
-    "p ranks, m microbatches, v chunks (stages) per rank, j slices per microbatch, r the rank; F, I and W: how long "
+    "p ranks, m microbatches, v chunks (stages) per rank, r the rank; F, I and W: how long "
     "the forward, the input-gradient backward and the weight-gradient backward of a microbatch take on one rank; "
     "B = I + W; // rounds down; - means there is no formula.\n"
     "Memory: activations held, counted in one microbatch's on all stages of a rank. Idle time: within the longest "
@@ -22,7 +22,7 @@ _SYMBOLS = (
 )
 
 _JSON_FIELDS = (
-    *("name", "aliases", "rule", "placement", "chunks", "slices", "splits", "rules"),
+    *("name", "aliases", "rule", "placement", "chunks", "splits", "rules"),
     *("memory", "idle", "bubble"),
 )
 
@@ -37,7 +37,7 @@ def schedules(
     console = Console(highlight=False)
     what = table("schedule", "stages\na rank", "back-\nward", "order of work", left=4)
     for entry in generators():
-        asks = [rule.text for rule in entry.rules if rule.argument != "slices"]
+        asks = [rule.text for rule in entry.rules]
         needs = f"; needs {', '.join(asks)}" if asks else ""
         also = f"; also called {', '.join(entry.aliases)}" if entry.aliases else ""
         stages = f"{entry.chunks} {entry.placement}"

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 
+from penstock._base.files import check_writable
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import CUT, Json, options_on, output_option, spread
 from penstock.cli._order import weigh_search
-from penstock.cli._other_placements import ShorterSchedule, place, shorter
 from penstock.cli._outcome import format_of, show
 from penstock.costs import Costs, Outcome
 from penstock.errors import ArgumentError, check_counts
-from penstock.schedule import MICROBATCHES, Placement, write_csv
+from penstock.schedule import MICROBATCHES, Placement, generate, generators, write_csv
 from penstock.simulate.costs import StageCost
+from penstock.simulate.figures import chunks
 
 if TYPE_CHECKING:
     from penstock.simulate.search import Found
 
 _option = options_on("What to look for")
+_SLACK = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,9 @@ def search(
     this placement is below the lower bound; the gap is the distance to it.
     """
     known = costs.read(question.microbatches, str(question.ranks))
-    if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # before a long search, not after
-        raise ArgumentError(f"--csv {csv}: this file cannot be written; pass one in a writable folder")
+    check_writable(csv, f"--csv {csv}")
     found = answer(question, known)
-    elsewhere = shorter(found, known, question.memory_limit)
+    elsewhere = _shorter_elsewhere(found, known, question.memory_limit)
     outcome = Outcome(found.schedule, known.of(found.schedule), found.timeline, costs=known)
     if as_json:
         figures = {
@@ -93,7 +93,7 @@ def search(
             "best_by_name": found.known,
             "best_by_name_objective": found.known_seconds if found.known else None,
             "placement": question.placement,
-            "shorter_elsewhere": None if elsewhere is None else asdict(elsewhere),
+            "shorter_elsewhere": elsewhere,
         }
         print(json.dumps(outcome.to_dict() | figures))
     else:
@@ -106,8 +106,6 @@ def answer(question: Question, costs: Costs) -> Found:
     """Searches, converting the memory limit to the costs' unit. Raises ArgumentError: an option is wrong."""
     from penstock.simulate.search.search import search_within  # so that --help does not load it
 
-    if costs.contended:
-        raise ArgumentError("--contended: the search does not model contention on links; leave it out")
     limit = question.memory_limit
     if limit is not None and math.isnan(limit):
         raise ArgumentError("--memory-limit nan: expected a number, such as 1.5")
@@ -134,11 +132,36 @@ def answer(question: Question, costs: Costs) -> Found:
     )
 
 
-def summary(found: Found, elsewhere: ShorterSchedule | None, *, measured: bool = False) -> dict[str, str]:
+def _shorter_elsewhere(found: Found, costs: Costs, memory_limit: float | None) -> dict[str, Any] | None:
+    """The shortest named schedule on another placement that the search could try, if it trains the same model within
+    the memory limit in less time. `share`: what one of its stages costs, relative to one of the search's."""
+    ranks, own = found.schedule.ranks, chunks(found.schedule)
+    of_ranks, limit = costs.of_ranks(own), found.objective_seconds * (1 - _SLACK)
+    best: dict[str, Any] | None = None
+    for entry in generators():
+        more = f" --chunks {entry.chunks}" if entry.chunks > 1 else ""
+        places = {"--placement v": Placement.v(ranks), f"--placement loop{more}": Placement.loop(ranks, entry.chunks)}
+        try:
+            schedule = generate(entry.name, ranks, found.schedule.microbatches)
+            option = next((option for option, place in places.items() if place == schedule.placement), None)
+            if option is None or schedule.placement == found.schedule.placement:
+                continue
+            outcome = Outcome.simulated(schedule, of_ranks.for_model_of(schedule))
+        except ArgumentError:  # not with these numbers, or the file's stages cannot be merged into these
+            continue
+        timeline, most = outcome.timeline, math.inf if memory_limit is None else memory_limit * (1 + _SLACK)
+        seconds = timeline.makespan_seconds if found.objective == "makespan" else timeline.span_seconds
+        if seconds < limit and max(outcome.peak_activations) <= most:
+            limit, where, share = seconds, _place(schedule.placement), own / chunks(schedule)
+            best = {"name": schedule.name, "seconds": seconds, "where": where, "option": option, "share": share}
+    return best
+
+
+def summary(found: Found, elsewhere: dict[str, Any] | None, *, measured: bool = False) -> dict[str, str]:
     """What a search adds to its schedule's figures, one line each. `measured`: costs are cut for each placement."""
     bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
     lines = {
-        "placement": f"{place(found.schedule.placement)}; bound and baseline hold for this placement only",
+        "placement": f"{_place(found.schedule.placement)}; bound and baseline hold for this placement only",
         "lower bound": f"{bound} for the {found.objective}; gap {found.gap:.2%}",
         "search time": f"{found.search_seconds:.1f} s",
     }
@@ -147,11 +170,19 @@ def summary(found: Found, elsewhere: ShorterSchedule | None, *, measured: bool =
         gain = f"{found.known_seconds / found.objective_seconds - 1:.1%} longer than this" if shorter else "as short"
         lines["best named"] = f"{found.known}: {gain}"
     if elsewhere is not None:
-        seconds = format_of([elsewhere.seconds])(elsewhere.seconds)
-        less = f"{1 - elsewhere.seconds / found.objective_seconds:.1%}"
-        scaled = f", and multiply the costs by {elsewhere.share:g}, since they are per stage"
-        costs = "" if elsewhere.share == 1 or measured else scaled
+        less = f"{1 - elsewhere['seconds'] / found.objective_seconds:.1%}"
+        scaled = f", and multiply the costs by {elsewhere['share']:g}, since they are per stage"
         lines["alternative"] = (
-            f"{elsewhere.name} {elsewhere.where} is {less} shorter: {seconds}; take {elsewhere.option}{costs}"
+            f"{elsewhere['name']} {elsewhere['where']} is {less} shorter: "
+            f"{format_of([elsewhere['seconds']])(elsewhere['seconds'])}; take {elsewhere['option']}"
+            f"{'' if elsewhere['share'] == 1 or measured else scaled}"
         )
     return lines
+
+
+def _place(placement: Placement) -> str:
+    """A placement in words: a loop or a V."""
+    if placement.depth > placement.ranks and placement == Placement.v(placement.ranks):
+        return "on a V"
+    each = placement.depth // placement.ranks
+    return "in a loop" if each == 1 else f"in a loop of {each} chunks a rank"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,7 +81,7 @@ def show(
             )
         print(written)
         return
-    drawn = _Drawn.of(order, costs)
+    drawn = _drawn(order, costs)
     if files:
         _write(drawn, svg, png, background, WIDTH if width is None else width)
         return
@@ -90,27 +89,22 @@ def show(
     _print(drawn, console.width if width is None else width, console, alone=not order.is_many)
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Schedules under each other; their outcomes, if there are costs; and why others were left out."""
+_Drawn = tuple[Sequence[Schedule], Sequence[Outcome], Mapping[str, str]]
+"""Schedules under each other; their outcomes, if there are costs; and why others were left out."""
 
-    schedules: Sequence[Schedule]
-    outcomes: Sequence[Outcome] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, order: OrderOptions, costs: CostOptions) -> _Drawn:
-        if not order.is_many:
-            schedule = order.one()
-            if costs == CostOptions():
-                return cls([schedule])
-            return cls([schedule], [Outcome.simulated(schedule, costs.read(order.count, order.ranks))])
-        made, refused = order.all()
-        outcomes: list[Outcome] = []
-        if costs != CostOptions():
-            found, refused = with_one_model(costs.read(order.count, order.ranks), made, refused)
-            made, outcomes = {key: made[key] for key in found}, [*found.values()]
-        return cls([*made.values()], outcomes, {name: reason for (name, *_), reason in refused.items()})
+def _drawn(order: OrderOptions, costs: CostOptions) -> _Drawn:
+    is_timed, outcomes = costs != CostOptions(), list[Outcome]()
+    if not order.is_many:
+        schedule = order.one()
+        if is_timed:
+            outcomes = [Outcome.simulated(schedule, costs.read(order.count, order.ranks))]
+        return [schedule], outcomes, {}
+    made, refused = order.all()
+    if is_timed:
+        found, refused = with_one_model(costs.read(order.count, order.ranks), made, refused)
+        made, outcomes = {key: made[key] for key in found}, [*found.values()]
+    return [*made.values()], outcomes, {name: reason for (name, *_), reason in refused.items()}
 
 
 def _write(drawn: _Drawn, svg: Path | None, png: Path | None, background: Background | None, width: int) -> None:
@@ -119,9 +113,10 @@ def _write(drawn: _Drawn, svg: Path | None, png: Path | None, background: Backgr
     refuse_other("--png", png, ".png")
     if png is not None:
         browser(png)  # before anything is written
-    panels = [panel_of(one.schedule, one.timeline) for one in drawn.outcomes]
-    unit = unit_of(drawn.schedules[0]) if not panels else "s" if drawn.outcomes[0].costs.are_measured else "time"
-    panels = panels or [panel_of(schedule) for schedule in drawn.schedules]
+    schedules, outcomes, left_out = drawn
+    panels = [panel_of(one.schedule, one.timeline) for one in outcomes]
+    unit = unit_of(schedules[0]) if not panels else "s" if outcomes[0].costs.are_measured else "time"
+    panels = panels or [panel_of(schedule) for schedule in schedules]
     picture = draw(panels, unit, background=background or "auto", width=width)
     if svg is not None:
         write_text(svg, picture, f"--svg {svg}")
@@ -129,28 +124,30 @@ def _write(drawn: _Drawn, svg: Path | None, png: Path | None, background: Backgr
     if png is not None:
         write_drawing(picture, png)
         print(f"wrote {png}")
-    for name, reason in drawn.left_out.items():
+    for name, reason in left_out.items():
         print(f"left out: {name} {reason}")
 
 
 def _print(drawn: _Drawn, width: int, console: Console, *, alone: bool) -> None:
     """Draws schedules in the terminal, several of them on one axis. `alone`: one was asked for."""
-    palette, schedules = Palette.of(console), drawn.schedules
-    _check(schedules[0], width)
-    in_grid = alone and not drawn.outcomes
-    timelines = [one.timeline for one in drawn.outcomes] or [in_slots(schedule) for schedule in schedules]
+    palette, (schedules, outcomes, left_out) = Palette.of(console), drawn
+    least = len(f"rank {schedules[0].ranks - 1}") + 10
+    if width < least:
+        raise ArgumentError(f"--width {width}: pass at least {least}")
+    in_grid = alone and not outcomes
+    timelines = [one.timeline for one in outcomes] or [in_slots(schedule) for schedule in schedules]
     pictures = [slots(schedules[0], width, palette)] if in_grid else on_one_axis(schedules, timelines, width, palette)
     for schedule, timeline, picture in zip(schedules, timelines, pictures, strict=True):
         bubble = "" if in_grid else f"; bubble {timeline.bubble_rate:.1%}"  # a grid's slots are no times
         console.print(Text.assemble((title(schedule), "bold"), bubble))
         console.print(picture, soft_wrap=True, end="\n\n")
     console.print(legend(schedules, palette, fills=not in_grid))
-    if drawn.outcomes:
-        longest = max(drawn.outcomes, key=lambda one: one.timeline.makespan_seconds)
+    if outcomes:
+        longest = max(outcomes, key=lambda one: one.timeline.makespan_seconds)
         console.print(_note(longest.schedule, longest), style="dim")
     elif not alone:
         console.print("Every action takes one slot, whatever it does: pass costs to compare times.", style="dim")
-    for name, reason in drawn.left_out.items():
+    for name, reason in left_out.items():
         console.print(f"left out: {name} {reason}", style="dim", markup=False)
 
 
@@ -166,12 +163,6 @@ def _note(schedule: Schedule, outcome: Outcome) -> str:
     return f"{assumption}{whose}The whole takes {whole}; time goes from left to right."
 
 
-def _check(schedule: Schedule, width: int) -> None:
-    least = len(f"rank {schedule.ranks - 1}") + 10
-    if width < least:
-        raise ArgumentError(f"--width {width}: pass at least {least}")
-
-
 def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:
     """When each action runs, in the costs' unit, and the schedule's text, for JSON."""
     rows = [
@@ -184,7 +175,6 @@ def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:
         "ranks": written.ranks,
         "microbatches": written.microbatches,
         "chunks": chunks(written),
-        "slices": written.slices,
         "makespan": outcome.timeline.makespan_seconds,
         "rows": rows,
         "text": str(written),

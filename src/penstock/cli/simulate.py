@@ -20,7 +20,6 @@ from penstock.costs import Costs, Outcome, with_one_model
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
 from penstock.report.text import pairs, print_unbroken, table
-from penstock.schedule import Schedule
 from penstock.simulate.figures import chunks
 
 EPILOG = f"""\
@@ -66,8 +65,8 @@ def simulate(
         return
     outcome = Outcome.simulated(order.one(), known)
     if perfetto is not None:
-        unit, slices = "bytes" if outcome.costs.are_measured else "", outcome.schedule.slices
-        write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit, slices=slices)
+        unit = "bytes" if outcome.costs.are_measured else ""
+        write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit)
     if as_json:
         print(json.dumps(outcome.to_dict()))
     else:
@@ -107,7 +106,7 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
         available = one.timeline.makespan_seconds * one.schedule.ranks
         idle = (sum(by_cause[cause] for by_cause in one.idle) for cause in causes)
         made.add_row(
-            named(one.schedule),
+            one.schedule.name,
             str(chunks(one.schedule)),
             makespans(one.timeline.makespan_seconds),
             spans(one.timeline.span_seconds),
@@ -119,18 +118,8 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
     if reasons:
         console.print("\n[bold]Not possible with these numbers[/]")
         console.print(pairs(reasons.items()))
-    sliced = (
-        "\nSlices: pieces of a microbatch along the sequence; such a schedule is timed here, but not run."
-        if any(one.schedule.slices > 1 for one in outcomes)
-        else ""
-    )
     console.print(
-        f"\nv: chunks (stages) a rank. Bubble: the share of the span in which ranks do not compute.{sliced}\n"
+        f"\nv: chunks (stages) a rank. Bubble: the share of the span in which ranks do not compute.\n"
         f"{PEAK_NOTE}\n{IDLE_NOTE} Here in percent of the makespan, on average over the ranks.",
         style="dim",
     )
-
-
-def named(schedule: Schedule) -> str:
-    """A schedule's name, and its number of slices if it has more than one."""
-    return schedule.name if schedule.slices == 1 else f"{schedule.name}, {counted(schedule.slices, 'slice')}"

@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from penstock.distributed.launch.target import Target
     from penstock.runtime.batch.cutting import Microbatch
-    from penstock.runtime.execute.transports import TransportChoice
+    from penstock.runtime.execute.transport_choice import TransportChoice
     from penstock.runtime.transport.protocol import TransportFactory
 
 ReductionName = Literal["mean", "sum"]
@@ -108,7 +108,7 @@ def verify(
         _verify_all(case, in_one_process, as_json=as_json)
         return
     _check_numbers(case, generator(case.schedule))  # raises before anything is loaded
-    report = prove(case, [case.schedule])[0] if in_one_process else prove_distributed(case)
+    (report,) = prove(case, [case.schedule]) if in_one_process else [prove_distributed(case)]
     if as_json:
         print(json.dumps(finite(report), allow_nan=False))
     else:
@@ -121,18 +121,17 @@ def _verify_all(case: Case, in_one_process: bool, *, as_json: bool) -> None:
     if not in_one_process:
         raise ArgumentError("--schedule all: one process drives all ranks; omit --transport and --replicas")
     out, names = sys.stdout, list[str]()  # while the model is loaded, what is printed goes to stderr
-
-    def tell(report: Mapping[str, Any]) -> None:
-        if not as_json:
-            print(f"{report['schedule']:17}{report['summary']}", file=out, flush=True)
-
-    for entry in (entry for entry in generators() if entry.slices == 1):
+    for entry in generators():
         try:
             _check_numbers(case, entry)
             names.append(entry.name)
         except PenstockError as error:
             print(f"{entry.name}: not verified: {error}", file=sys.stderr)
-    found = prove(case, names, tell)
+    found = list[dict[str, Any]]()
+    for report in prove(case, names):
+        found.append(report)
+        if not as_json:
+            print(f"{report['schedule']:17}{report['summary']}", file=out, flush=True)
     if not found:
         raise ArgumentError("--schedule all: no schedule takes this model on these ranks; see the lines above")
     if as_json:
@@ -157,9 +156,9 @@ def _is_local(transport: str | None, replicas: int) -> bool:
     return local
 
 
-def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]], object] = id) -> list[dict[str, Any]]:
+def prove(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The report of each schedule, as `penstock.Report.to_dict` returns it; of several, only of those that take these
-    numbers and this model. Each is passed to `tell` as soon as it is there. What TARGET prints goes to stderr.
+    numbers and this model. Until the last one, whatever is printed goes to stderr.
 
     Raises:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
@@ -170,8 +169,7 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
     from penstock.verification.twins import twins
     from penstock.verification.verify import Verification
 
-    found: list[dict[str, Any]] = []
-    refused = ""
+    refused, is_any = "", False
     with loaded(case.target, "the model or the loss") as given:
         calls = iter([lambda: given, given.again])
 
@@ -195,14 +193,15 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
                 print(f"verifying {schedule} ({number} of {len(schedules)})", file=sys.stderr, flush=True)
             try:
-                found.append(verification.report(schedule).to_dict())
-                tell(found[-1])
+                report = verification.report(schedule).to_dict()
             except PartitionError as error:
-                if len(schedules) == 1 or (not found and str(error) == refused):  # whatever the schedule
+                if len(schedules) == 1 or (not is_any and str(error) == refused):  # whatever the schedule
                     raise
                 refused = str(error)
                 print(f"{schedule}: not verified: {refused}", file=sys.stderr)
-    return found
+            else:
+                is_any = True
+                yield report
 
 
 def _choice(name: str | None) -> TransportChoice:
@@ -276,7 +275,8 @@ def rank_main(folder: Path) -> int:
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
     warnings.formatwarning = formatted
     try:
-        left: dict[str, Any] = {"report": prove(case, [case.schedule])[0]}
+        (report,) = prove(case, [case.schedule])
+        left: dict[str, Any] = {"report": report}
     except PenstockError as error:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             traceback.print_exc()

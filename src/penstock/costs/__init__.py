@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.costs.outcome import with_one_model as with_one_model
     from penstock.costs.profile import OPTIMIZER_VALUES as OPTIMIZER_VALUES
     from penstock.costs.profile import SPLIT_SECONDS as SPLIT_SECONDS
+    from penstock.costs.profile import MadeFor as MadeFor
     from penstock.costs.profile import MeasuredLink as MeasuredLink
     from penstock.costs.profile import Operations as Operations
     from penstock.costs.profile import Profile as Profile
@@ -60,8 +61,8 @@ _HOMES = {
     "links": "MeasuredLinks links_in",
     "outcome": "Outcome with_one_model",
     "profile": (
-        "OPTIMIZER_VALUES SPLIT_SECONDS MeasuredLink Operations Profile Tied UnitCost counted_again first_difference "
-        "kept_bytes read_profile ties_of"
+        "OPTIMIZER_VALUES SPLIT_SECONDS MadeFor MeasuredLink Operations Profile Tied UnitCost counted_again "
+        "first_difference kept_bytes read_profile ties_of"
     ),
     "units": "units_of",
 }

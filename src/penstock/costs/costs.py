@@ -14,7 +14,7 @@ from penstock.costs.units import UnitsToCut
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
-from penstock.simulate.costs import OF_MICROBATCH, LinkCost, OfStage, StageCost, divided, each_of
+from penstock.simulate.costs import LinkCost, OfStage, StageCost, divided, each_of
 
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
 """The options for how long a stage works, and the ops they stand for."""
@@ -29,7 +29,6 @@ class Costs:
             a model, to be cut into as many stages as there are.
         links: as for `simulate`.
         has_memory: whether any memory cost was given.
-        contended: as for `simulate`.
         source: where the costs of each stage come from.
         assumed: the keys of `WORK` that were not given although other times were, with the values assumed for them.
     """
@@ -37,7 +36,6 @@ class Costs:
     stages: StageCost | tuple[OfStage, ...] | UnitsToCut
     links: Links
     has_memory: bool = False
-    contended: bool = False
     source: str = ""
     assumed: Mapping[str, float] = field(default_factory=dict)
 
@@ -66,9 +64,21 @@ class Costs:
 
     def cuts(self, placement: Placement) -> tuple[str, ...]:
         """Where measured units are cut for this placement; empty if costs were given."""
-        if not isinstance(self.stages, UnitsToCut):
-            return ()
-        return self.stages.into(placement.depth, "it", self._slowest_link)[0]
+        return self._cut(self.stages, placement.depth)[0] if isinstance(self.stages, UnitsToCut) else ()
+
+    def _cut(
+        self, given: UnitsToCut, stages: int, name: str = "it", *, splits: bool = False
+    ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
+        """Measured units as the stages of a schedule of that name: see `stages_of_units`."""
+        from penstock.costs.stage_costs import stages_of_units  # loads numpy
+
+        if stages > len(given.units):
+            raise ArgumentError(
+                f"{self.source} has {counted(len(given.units), 'unit')}, at most one stage each, but {name} needs "
+                f"{stages} stages; take fewer, or open modules: penstock profile --opens"
+            )
+        units = tuple(unit.split for unit in given.units) if splits else given.units
+        return stages_of_units(units, stages, LinkCost.slowest(self._each_link), given.action_seconds)
 
     @property
     def assumption(self) -> str:
@@ -106,26 +116,13 @@ class Costs:
         return self.links.known if isinstance(self.links, MeasuredLinks) else [*self.links.values()]
 
     @property
-    def _slowest_link(self) -> LinkCost:
-        """By which measured units are cut."""
-        return LinkCost.slowest(self._each_link)
-
-    @property
     def has_bandwidth(self) -> bool:
         return any(link.bytes_per_second < math.inf for link in self._each_link)
 
     def of(self, schedule: Schedule) -> list[OfStage]:
-        """The cost of each of the schedule's stages; if it slices microbatches, the cost of slices. Raises
-        ArgumentError: there are costs for more or fewer stages, or for a link of a rank that does not exist."""
-        stages = self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
-        if schedule.slices > 1:
-            names = (*OF_MICROBATCH, "output_bytes")
-            parts = [tuple(divided(cost, schedule.slices, names) for cost in each_of(stage)) for stage in stages]
-            return [
-                one[0] if isinstance(stage, StageCost) else tuple(cost for cost in one for _ in range(schedule.slices))
-                for stage, one in zip(stages, parts, strict=True)
-            ]
-        return stages
+        """The cost of each of the schedule's stages. Raises ArgumentError: there are costs for more or fewer stages,
+        or for a link of a rank that does not exist."""
+        return self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
 
     def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
         """The cost of each stage, copies included; `splits`: of split backwards. Raises the same errors as `of`, with
@@ -133,7 +130,7 @@ class Costs:
         """
         depth, given = placement.depth, self.stages
         if isinstance(given, UnitsToCut):
-            _, given = given.into(depth, name, self._slowest_link, splits=splits)
+            _, given = self._cut(given, depth, name, splits=splits)
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")

@@ -17,8 +17,7 @@ def doubts(profile: Profile) -> tuple[str, ...]:
     """Why not to trust the times of a profile; empty if nothing speaks against them, or if none were measured."""
     if profile.source != "measured":
         return ()
-    found = []
-    sizes = profile.each_size
+    found, sizes = [], profile.each_size
     if (varies := variation(profile)) > BUSY:
         found.append(f"times vary by {varies:.0%} from run to run; measure again while the machine does nothing else")
     for size in sizes:
@@ -44,9 +43,5 @@ def _seconds(size: Profile) -> float:
 
 def variation(profile: Profile) -> float:
     """How much its times vary from run to run, as a fraction: of its sizes the most, of units by the time of each."""
-    return max(map(_spread, profile.each_size))
-
-
-def _spread(size: Profile) -> float:
-    seconds = _seconds(size)
-    return sum(unit.seconds * unit.spread for unit in size.units) / seconds if seconds else 0.0
+    totals = [(_seconds(size), sum(unit.seconds * unit.spread for unit in size.units)) for size in profile.each_size]
+    return max(spread / seconds if seconds else 0.0 for seconds, spread in totals)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.costs.hardware import (
     USUAL,
@@ -58,34 +59,26 @@ def fitted(measured: Iterable[Profile], device: Device, start: Efficiency = USUA
 
 
 def _units(units: Sequence[UnitCost], device: Device, efficiency: Efficiency) -> tuple[UnitCost, ...]:
-    times: dict[str, tuple[float, float, float]] = {}
-    found: list[UnitCost] = []
+    times: dict[str, dict[str, Any]] = {}
     for unit in units:
         if not unit.like or unit.operations is not None:
             times[unit.name] = _times(_operations_of(unit), device, efficiency)
-        forward, input_gradient, weight_gradient = times[unit.like or unit.name]
-        found.append(
-            replace(
-                unit,
-                forward_seconds=forward,
-                input_gradient_seconds=input_gradient,
-                weight_gradient_seconds=weight_gradient,
-                recompute_seconds=None,
-                spread=0.0,
-            )
-        )
-    return tuple(found)
+    return tuple(replace(u, **times[u.like or u.name], recompute_seconds=None, spread=0.0) for u in units)
 
 
-def _times(done: Operations, device: Device, efficiency: Efficiency) -> tuple[float, float, float]:
+def _times(done: Operations, device: Device, efficiency: Efficiency) -> dict[str, float]:
     """F, I and W: what the whole backward takes besides I."""
 
     def seconds(operations: Sequence[Operation]) -> float:
         return seconds_of(operations, device, efficiency) + efficiency.run_seconds if operations else 0.0
 
     forward, backward = seconds(done.forward) or efficiency.run_seconds, seconds(done.backward)
-    input_gradient = min(seconds(done.input_gradient), backward)
-    return forward, input_gradient, backward - input_gradient
+    inputs = min(seconds(done.input_gradient), backward)
+    return {
+        "forward_seconds": forward,
+        "input_gradient_seconds": inputs,
+        "weight_gradient_seconds": backward - inputs,
+    }
 
 
 def _measurements(units: Sequence[UnitCost]) -> list[Measurement]:

@@ -1,7 +1,8 @@
-"""The links of a measured network, or those that a profile measured."""
+"""What a message between two ranks costs: as a network's links or a profile's were measured, or as is usual."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from penstock.errors import ArgumentError
 from penstock.simulate.costs import LinkCost
 
 if TYPE_CHECKING:
-    from penstock.costs.profile import Profile
+    from penstock.costs.profile import MeasuredLink, Profile
 
 ANY_PAIR = '"all": {"latency": 1e-4, "bandwidth": 1e8}'
 """For messages: how a links file gives a cost to every pair of ranks that it does not name."""
@@ -56,9 +57,39 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
             )
 
 
+USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
+"""Between ranks, by the type of their device, unless the user says: the shared memory of one machine, ..."""
+
+USUAL_LINK = LinkCost(10e-6, 25e9)
+"""... and PCIe 4.0 with 16 lanes. Ranks of one process send nothing, but are cut like those of several."""
+
+
+def usual_link(device: str) -> LinkCost:
+    """What a message between two ranks is taken to cost if nobody says. `device`: the type of theirs."""
+    return USUAL_LINKS.get(device, USUAL_LINK)
+
+
+def assumed(link: LinkCost) -> str:
+    """What is said where nobody measured links."""
+    return f"a message is taken to cost {1e6 * link.latency_seconds:.4g} us and {link.bytes_per_second / 1e9:.4g} GB/s"
+
+
+def slowest_link(profile: Profile) -> LinkCost | None:
+    """A link with the longest latency and the least bandwidth of those that were measured; None if none were."""
+    return LinkCost.slowest([link_cost(link) for link in profile.links]) if profile.links else None
+
+
+def link_cost(link: MeasuredLink) -> LinkCost:
+    """The same, as the simulator takes it."""
+    return LinkCost(link.latency_seconds, link.bytes_per_second or math.inf)
+
+
+def link_of(profile: Profile) -> LinkCost:
+    """Between any two ranks: the slowest link that the profile measured, or what is usual for its device."""
+    return slowest_link(profile) or usual_link(profile.device)
+
+
 def links_in(profile: Profile, source: str) -> MeasuredLinks:
     """The links that a profile measured; every pair that it did not measure has the slowest of them."""
-    from penstock.costs.stage_costs import link_cost, slowest_link
-
     pairs = {(link.source, link.target): link_cost(link) for link in profile.links}
     return MeasuredLinks(pairs, slowest_link(profile), source)

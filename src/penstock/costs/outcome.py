@@ -30,7 +30,7 @@ class Outcome(Figures):
                 f"schedule {schedule.name!r} has no UNSHARD, so nothing says when whole parameters take memory; pass "
                 "--unshard-window, which adds them"
             )
-        return cls(schedule, by_stage, *timed(schedule, by_stage, costs.links, contended=costs.contended), costs=costs)
+        return cls(schedule, by_stage, *timed(schedule, by_stage, costs.links), costs=costs)
 
     @property
     def memory_by_kind(self) -> list[dict[str, float]]:

@@ -6,10 +6,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.words import shortened
@@ -166,31 +166,48 @@ def counted_again(units: Iterable[UnitCost]) -> tuple[float, float, float]:
     """What these units have too much if one device has them all, since it holds what is tied once: of
     `parameter_bytes`, `gradient_bytes` and `optimizer_bytes`.
     """
-    seen, again = set[str](), [0.0, 0.0, 0.0]
-    for unit in units:
-        for tied in unit.tied:
-            if tied.name in seen:
-                again = [total + one for total, one in zip(again, _parts(unit, tied), strict=True)]
-            seen.add(tied.name)
-    return again[0], again[1], again[2]
+    parameters, gradients, states = (
+        sum(column) for column in zip((0.0,) * 3, *(p for *_, p in _ties(units)), strict=True)
+    )
+    return parameters, gradients, states
 
 
-def ties_of(units: Sequence[UnitCost]) -> list[tuple[int, int, float]]:
+def ties_of(units: Iterable[UnitCost]) -> list[tuple[int, int, float]]:
     """For each tied parameter, each two units in a row that hold it, and what a device with both holds too much."""
+    return [(one, other, sum(parts)) for one, other, parts in _ties(units)]
+
+
+def _ties(units: Iterable[UnitCost]) -> Iterator[tuple[int, int, tuple[float, float, float]]]:
     last: dict[str, int] = {}
-    found = []
     for index, unit in enumerate(units):
         for tied in unit.tied:
             if tied.name in last:
-                found.append((last[tied.name], index, sum(_parts(unit, tied))))
+                yield last[tied.name], index, _parts(unit, tied)
             last[tied.name] = index
-    return found
 
 
 def _parts(unit: UnitCost, tied: Tied) -> tuple[float, float, float]:
     """What it takes of the unit's parameters, gradients, and optimizer's state."""
     share = tied.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 0.0
     return tied.parameter_bytes, tied.gradient_bytes, share * unit.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MadeFor:
+    """What a profile or a plan is made for.
+
+    Attributes:
+        parameters: the shape of each parameter of the model, by name.
+        device: the type of device ("cpu", "cuda").
+        dtype: of the parameters.
+        threads: with how many the times were measured, on a CPU; 0: not known, or no matter.
+    """
+
+    __pydantic_config__ = STRICT
+    parameters: Mapping[str, Shape]
+    device: str
+    dtype: str
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,20 +332,21 @@ class Profile:
         text = json.dumps(sorted((name, list(shape)) for name, shape in self.parameters.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def made_for(self) -> MadeFor:
+        """What it is a profile of."""
+        threads = self.threads if (self.device, self.source) == ("cpu", "measured") else 0
+        return MadeFor(self.parameters, self.device, self.dtype, threads)
+
     def check_for(
-        self,
-        parameters: Mapping[str, Shape],
-        device: str,
-        dtype: str,
-        what: str = "balance: the profile",
-        remedy: str = ", or use balance='time'",
+        self, here: MadeFor, what: str = "balance: the profile", remedy: str = ", or use balance='time'"
     ) -> None:
         """Refuses a profile of something else. `what`, `remedy`: the beginning and the end of the message.
 
         Raises:
             ArgumentError: names the first difference in parameters, device or dtype.
         """
-        if difference := first_difference(self, parameters, device, dtype):
+        if difference := first_difference(self.made_for, here):
             raise ArgumentError(
                 f"{what} is not of this model on this device: {difference}. Make one with penstock.profile(...) or "
                 f"`penstock profile`{remedy}"
@@ -367,45 +385,33 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     return Profile.from_dict(read_json(path, what), what)
 
 
-class MadeFor(Protocol):
-    """What was made for a model: the shapes of its parameters by name, its device and dtype."""
-
-    @property
-    def parameters(self) -> Mapping[str, Shape]: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
+def amounts(cost: Any) -> dict[str, Any]:
+    """The seconds and bytes among a dataclass's fields, with their defaults."""
+    return {each.name: each.default for each in fields(cost) if "seconds" in each.name or "bytes" in each.name}
 
 
 def check_numbers(what: str, value: Any) -> None:
     """Raise ArgumentError if one of a dataclass's seconds or bytes is not a number of 0 or more."""
-    for each in (f for f in fields(value) if "seconds" in f.name or "bytes" in f.name):
-        name, number = each.name, getattr(value, each.name)
-        if number is None and each.default is None:
+    for name, default in amounts(type(value)).items():
+        number = getattr(value, name)
+        if number is None and default is None:
             continue
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
             raise ArgumentError(f"{what}: {name}={quoted(number)}; expected a number of 0 or more")
 
 
-def first_difference(made: MadeFor, parameters: Mapping[str, Shape], device: str, dtype: str) -> str:
+def first_difference(made: MadeFor, here: MadeFor) -> str:
     """The first difference between what something was made for and a model on a device; empty if there is none."""
-    if difference := _difference(made.parameters, parameters):
-        return difference
-    for what, mine, given in (("device", made.device, device), ("dtype", made.dtype, dtype)):
+    for name, shape in here.parameters.items():
+        if name not in made.parameters:
+            return f"it has no parameter {name!r}"
+        if tuple(made.parameters[name]) != tuple(shape):
+            return f"its {name!r} is {list(made.parameters[name])}, and the model's {list(shape)}"
+    for name in made.parameters:
+        if name not in here.parameters:
+            return f"the model has no parameter {name!r}"
+    for what in ("device", "dtype"):
+        mine, given = getattr(made, what), getattr(here, what)
         if mine != given:
             return f"it was made for {what} {mine!r}, and this is {given!r}"
     return ""
-
-
-def _difference(mine: Mapping[str, Shape], given: Mapping[str, Shape]) -> str:
-    """The first difference between the parameters of a profile and those of a model; empty if there is none."""
-    for name, shape in given.items():
-        if name not in mine:
-            return f"it has no parameter {name!r}"
-        if tuple(mine[name]) != tuple(shape):
-            return f"its {name!r} is {list(mine[name])}, and the model's {list(shape)}"
-    missing = next((name for name in mine if name not in given), None)
-    return "" if missing is None else f"the model has no parameter {missing!r}"

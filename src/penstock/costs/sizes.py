@@ -9,24 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock._base.words import counted
-from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost
+from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost, amounts
 from penstock.errors import ArgumentError
 
-GROWING = (
-    "forward_seconds",
-    "input_gradient_seconds",
-    "weight_gradient_seconds",
-    "recompute_seconds",
-    *SPLIT_SECONDS,
-    "activation_bytes",
-    "boundary_bytes",
-    "boundary_gradient_bytes",
-    "working_bytes",
-    "input_bytes",
-    "loss_bytes",
-    "shared_bytes",
-    "target_bytes",
-    "weight_gradient_bytes",
+GROWING = tuple(
+    name for name in amounts(UnitCost) if name not in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 )
 """What depends on the number of rows. The rest is of the parameters."""
 
@@ -61,7 +48,7 @@ class Sizes:
             raise ArgumentError("profiles: expected at least one, by the number of rows (1 or more) of its microbatch")
         first, *others = self.profiles.values()
         for other in others:
-            other.check_for(first.parameters, first.device, first.dtype)
+            other.check_for(first.made_for)
             if [unit.name for unit in other.units] != [unit.name for unit in first.units]:
                 raise ArgumentError("profiles: they have different units; make them with the same opens= and leaves=")
         object.__setattr__(self, "profiles", _split_alike(self.profiles))
@@ -141,26 +128,17 @@ def rows_of(profile: Profile) -> int:
 
 def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
     """Without what was measured of split backwards of units for which not all sizes have it."""
-    dropped: set[int] = set()
-    for name in OF_SPLITS:
-        measured = [
-            {index for index, unit in enumerate(profile.units) if getattr(unit, name) is not None}
-            for profile in profiles.values()
-        ]
-        first, *others = measured
-        dropped |= first.union(*others) - first.intersection(*others)
-    if not dropped:
-        return profiles
+
+    def known(unit: UnitCost) -> list[bool]:
+        return [getattr(unit, name) is not None for name in OF_SPLITS]
+
     nothing: dict[str, Any] = dict.fromkeys(OF_SPLITS)
-    return {
-        rows: replace(
-            profile,
-            units=tuple(
-                replace(unit, **nothing) if index in dropped else unit for index, unit in enumerate(profile.units)
-            ),
-        )
-        for rows, profile in profiles.items()
-    }
+    columns = []
+    for units in zip(*(profile.units for profile in profiles.values()), strict=True):
+        is_alike = all(known(unit) == known(units[0]) for unit in units)
+        columns.append(units if is_alike else [replace(unit, **nothing) for unit in units])
+    each = zip(profiles.items(), zip(*columns, strict=True), strict=True)
+    return {rows: replace(profile, units=units) for (rows, profile), units in each}
 
 
 def _growing(unit: UnitCost) -> dict[str, Any]:

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 from penstock.costs.cuts import Problem, best_starts
-from penstock.costs.profile import MeasuredLink, Profile, UnitCost, counted_again, kept_bytes
+from penstock.costs.profile import UnitCost, counted_again, kept_bytes, ties_of
 from penstock.simulate.costs import LinkCost, StageCost
-
-USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
-"""Between ranks, by the type of their device, unless the user says: the shared memory of one machine, ..."""
-
-USUAL_LINK = LinkCost(10e-6, 25e9)
-"""... and PCIe 4.0 with 16 lanes. Ranks of one process send nothing, but are cut like those of several."""
-
-
-def usual_link(device: str) -> LinkCost:
-    """What a message between two ranks is taken to cost if nobody says. `device`: the type of theirs."""
-    return USUAL_LINKS.get(device, USUAL_LINK)
-
-
-def assumed(link: LinkCost) -> str:
-    """What is said where nobody measured links."""
-    return f"a message is taken to cost {1e6 * link.latency_seconds:.4g} us and {link.bytes_per_second / 1e9:.4g} GB/s"
-
-
-def slowest_link(profile: Profile) -> LinkCost | None:
-    """A link with the longest latency and the least bandwidth of those that were measured; None if none were."""
-    return LinkCost.slowest([link_cost(link) for link in profile.links]) if profile.links else None
-
-
-def link_cost(link: MeasuredLink) -> LinkCost:
-    """The same, as the simulator takes it."""
-    return LinkCost(link.latency_seconds, link.bytes_per_second or math.inf)
 
 
 def crossing_seconds(unit: UnitCost, link: LinkCost) -> float:
@@ -54,7 +28,7 @@ def stages_of_units(
         ArgumentError: there are fewer units than stages.
     """
     starts = best_starts(problem_of(units, link), stages)
-    return tuple(units[start].name for start in starts[1:]), priced(units, starts, [1.0] * stages, action_seconds)
+    return tuple(units[start].name for start in starts[1:]), priced(units, starts, action_seconds)
 
 
 def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> Problem:
@@ -62,8 +36,20 @@ def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float
     return Problem([unit.seconds for unit in units], [crossing_seconds(unit, link) for unit in units], speeds=speeds)
 
 
+def with_memory(problem: Problem, units: Sequence[UnitCost], microbatches: int) -> Problem:
+    """The same with what units hold, keep and take while so many microbatches of a step go through them."""
+    batch = [microbatches * (unit.input_bytes + unit.target_bytes) for unit in units]
+    return replace(
+        problem,
+        held_bytes=[unit.held_bytes + given for unit, given in zip(units, batch, strict=True)],
+        activation_bytes=[unit.in_flight_bytes for unit in units],
+        working_bytes=[unit.working_bytes for unit in units],
+        ties=ties_of(units),
+    )
+
+
 def priced(
-    units: Sequence[UnitCost], starts: Sequence[int], speeds: Sequence[float], action_seconds: float
+    units: Sequence[UnitCost], starts: Sequence[int], action_seconds: float = 0.0, speeds: Sequence[float] = ()
 ) -> tuple[StageCost, ...]:
     """What each stage that begins with one of these units costs: the one price list of plans, simulations, searches and
     explanations.
@@ -71,12 +57,13 @@ def priced(
     Args:
         units: of the whole model.
         starts: the first unit of each stage.
-        speeds: one per stage.
         action_seconds: what the runtime adds to an action of any stage.
+        speeds: one per stage; empty: all 1.
     """
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    return tuple(map(stage_cost, pieces, sent, speeds, [action_seconds] * len(pieces)))
+    each = zip(pieces, sent, speeds or [1.0] * len(pieces), strict=True)
+    return tuple(stage_cost(*one, action_seconds) for one in each)
 
 
 def stage_cost(

@@ -10,7 +10,6 @@ from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.costs.profile import Profile, UnitCost
-    from penstock.simulate import LinkCost, StageCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,32 +19,12 @@ class UnitsToCut:
     Attributes:
         units: in the order in which they run.
         action_seconds: what the runtime adds to each forward and backward of a stage.
-        source: where they come from, for messages.
-        said: the same with the microbatch and the device, for people.
+        said: where they come from, with the microbatch and the device, for people.
     """
 
     units: tuple[UnitCost, ...]
     action_seconds: float
-    source: str
     said: str
-
-    def into(
-        self, stages: int, name: str, link: LinkCost, *, splits: bool = False
-    ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
-        """The stages of a schedule of that name, cut where the slowest is fastest: as `stages_of_units` gives them.
-        Raises ArgumentError: the model has fewer units.
-
-        `link`: what a message between two stages costs; `splits`: whether the schedule splits backwards.
-        """
-        from penstock.costs.stage_costs import stages_of_units
-
-        if stages > len(self.units):
-            raise ArgumentError(
-                f"{self.source} has {counted(len(self.units), 'unit')}, at most one stage each, but {name} needs "
-                f"{stages} stages; take fewer, or open modules: penstock profile --opens"
-            )
-        units = tuple(unit.split for unit in self.units) if splits else self.units
-        return stages_of_units(units, stages, link, self.action_seconds)
 
 
 def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
@@ -70,4 +49,4 @@ def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
         size = counted(profile.rows, "row")
     made = "measured" if profile.source == "measured" else "an estimate"
     where = f"{source.removeprefix('--profile ')}, {made} on {profile.device_name or profile.device}"
-    return UnitsToCut(units, profile.action_seconds or 0.0, source, f"{where}, microbatches of {size}")
+    return UnitsToCut(units, profile.action_seconds or 0.0, f"{where}, microbatches of {size}")

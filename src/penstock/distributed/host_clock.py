@@ -24,8 +24,8 @@ def clock_name() -> str:
     """What tells this process's clock from others: the running kernel and its time namespace; empty if unknown."""
     try:
         return f"{kernel()} {os.readlink('/proc/self/ns/time')}"
-    except OSError:
-        return ""
+    except OSError:  # older than Linux 5.6: all processes have one clock
+        return kernel()
 
 
 class HostOffset:
@@ -43,6 +43,11 @@ class HostOffset:
     def nanoseconds(self) -> int:
         """0 if both are one clock, or before the first exchange."""
         return min(self._trips)[1] if self._trips else 0
+
+    @property
+    def error_ns(self) -> int:
+        """By how much `nanoseconds` may be wrong."""
+        return min(self._trips)[0] // 2 if self._trips else 0
 
     @property
     def wants_more(self) -> bool:

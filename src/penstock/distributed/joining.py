@@ -70,7 +70,7 @@ def place_of(store: Any, ranks: Sequence[int]) -> Store:
 
 class Missing:
     """The ranks that have not come yet. Inside its `with` block, it says every `warn_seconds`, and once before, that
-    this rank waits.
+    this rank waits. `caller` is what each has to call.
 
     A thread says it, since the main thread may be blocked in torch: in a store whose process is stopped, for example.
 
@@ -83,7 +83,8 @@ class Missing:
     address: tuple[str, int] | None = None
     reached = False
 
-    def __init__(self, rank: int, ranks: int, patience: Patience) -> None:
+    def __init__(self, rank: int, ranks: int, patience: Patience, caller: str = "penstock.pipeline") -> None:
+        self._caller = caller
         self.ranks = tuple(range(1, ranks)) if rank == 0 else (0,)  # the others come to rank 0
         self._rank, self._patience, self._launcher = rank, patience, Launcher()
         self._began = time.monotonic()
@@ -115,6 +116,8 @@ class Missing:
                 f"another process listens at {where} already: an earlier job, or a second process with "
                 f"RANK={self._rank}; set a free MASTER_PORT, and another RANK for each process"
             )
+        if self.address and not self.reached and "timed out" in error:
+            return f"it cannot reach rank 0 {_state_of(*self.address)}"
         last = line_of(error, _MAX_CHARACTERS)
         return f"the store at {where}, which rank 0 or its agent keeps, is gone; see why that has ended ({last})"
 
@@ -134,12 +137,10 @@ class Missing:
                 have = "has" if len(ended) == 1 else "have"
                 raise PipelineFailure(
                     f"rank {self._rank} stops: {name_ranks(ended)} {have} ended before all ranks had called "
-                    "penstock.pipeline, as each has to"
+                    f"{self._caller}, as each has to"
                 )
         if time.monotonic() - self._began >= self._patience.join_seconds:
-            raise PipelineFailure(
-                f"{self._words('waited')}. Each rank of the pipeline has to be started, and to build the pipeline."
-            )
+            raise PipelineFailure(f"{self._words('waited')}. Each rank has to be started, and to call {self._caller}.")
 
     def _repeat(self) -> None:
         while not self._over.wait(self._next - time.monotonic()):
@@ -153,7 +154,7 @@ class Missing:
         if self.address and not self.reached:
             return f"{words} for rank 0 {_state_of(*self.address)}"
         have = "has" if len(self.ranks) == 1 else "have"
-        words += f" for {name_ranks(self.ranks)}, which {have} not called penstock.pipeline yet"
+        words += f" for {name_ranks(self.ranks)}, which {have} not called {self._caller} yet"
         come = [rank for rank in self._all if rank not in self.ranks]
         if not (self.address and come):
             return words

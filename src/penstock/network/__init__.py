@@ -7,17 +7,16 @@
 What is requested
   link.py, impairment.py  a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
   topology.py     which link affects a frame            background.py  neighbors' traffic
-  holdback.py     hosts with slow processors            scenario.py  changes over time
+  cpu_limit.py    hosts with slow processors            scenario.py  changes over time
 What implements it
   shapers.py      chooses tbf or the switch, or refuses
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
   machines.py     creates the hosts and joins them      subnets.py  addresses
   keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
-  director.py     plays a scenario
 What runs on it
   fabric/         a training job's collectives: how long each takes
   nodes.py        a torchrun job across hosts, with an agent on each
-  inside.py       runs work in a namespace, in a thread; IPv6 and TCP settings
+  namespaces.py   runs work in a namespace, in a thread; IPv6 and TCP settings
   conditions.py   what a run's record says about a host and its network
 """
 

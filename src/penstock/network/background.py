@@ -62,65 +62,65 @@ def parse_background(text: str, hosts: int) -> Neighbor:
     """Parses the description of a source of traffic. Raises ArgumentError: the text is not valid, the host does not
     exist, or the file cannot be read."""
     try:
-        return _neighbor(text, _named(text.split()), hosts)
+        return _neighbor(text, hosts)
     except ValueError as error:
         raise ArgumentError(f"the background {text!r}: {error}") from None
 
 
-_KINDS: dict[str, dict[str, Callable[[str], Any]]] = {
-    "rate": {"rate": q.rate, "to": q.count, "size": q.size},
-    "incast": {"incast": q.size, "to": q.count, "size": q.size, "every": q.seconds},
-    "trace": {"trace": str, "to": q.count},
+_READ: dict[str, Callable[[str], Any]] = {"rate": q.rate, "incast": q.size, "trace": str}
+"""How the value of each kind of source is read."""
+
+_OPTIONS: dict[str, dict[str, Callable[[str], Any]]] = {
+    "rate": {"to": q.count, "size": q.size},
+    "incast": {"to": q.count, "size": q.size, "every": q.seconds},
+    "trace": {"to": q.count},
 }
-"""The words of each kind of source, the first of which it begins with, and how their values are read."""
+"""The words that may follow each kind of source, and how their values are read."""
 
 
-def _named(words: list[str]) -> dict[str, Any]:
-    """Returns the value of each word; a rate comes without its word."""
+def _neighbor(text: str, hosts: int) -> Neighbor:
+    words = text.split()
     if not words:
         raise ValueError("it is empty: pass one like '50mbit to 1'")
     kind = words[0].lower()
     if kind not in ("incast", "trace"):
-        q.rate(words[0])
-        if wrong := q.hardly_meant(words[0]):
-            raise ValueError(wrong)
-        kind, words = "rate", ["rate", *words]
+        kind, words = "rate", ["rate", *words]  # a rate comes without its word
+    if len(words) < 2:
+        raise ValueError(f"{kind!r} needs a value")
+    _, what, *words = words
+    value = _READ[kind](what)
+    if wrong := q.suspicious_rate_hint(what) if kind == "rate" else "":
+        raise ValueError(wrong)
     named: dict[str, Any] = {}
-    for word, value in itertools.zip_longest(words[::2], words[1::2]):
+    for word, given in itertools.zip_longest(words[::2], words[1::2]):
         name = word.lower()
-        if name not in _KINDS[kind]:
-            raise ValueError(f"{word!r} is unknown here: pass {', '.join([*_KINDS[kind]][1:])}")
+        if name not in _OPTIONS[kind]:
+            raise ValueError(f"{word!r} is unknown here: pass {', '.join(_OPTIONS[kind])}")
         if name in named:
             raise ValueError(f"{word!r} is given twice")
-        if value is None:
+        if given is None:
             raise ValueError(f"{word!r} needs a value")
-        named[name] = _KINDS[kind][name](value)
-    return named
-
-
-def _neighbor(text: str, named: dict[str, Any], hosts: int) -> Neighbor:
-    target = named.get("to")
+        named[name] = _OPTIONS[kind][name](given)
+    target, size = named.get("to"), int(named.get("size", FRAME_BYTES))
     if target is not None and target >= hosts:
         raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
-    size = int(named.get("size", FRAME_BYTES))
     if not 64 <= size <= 65535:
         raise ValueError(f"a frame cannot have {size} bytes: pass 64 to 65535")
-    if "trace" in named:
-        recorded = tuple(_recorded(Path(named["trace"])))
+    if kind == "trace":
+        recorded = tuple(_recorded(Path(value)))
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
         if len(recorded) > most + 1:
-            raise ValueError(f"{named['trace']} has {len(recorded):,} frames: pass at most {most:,.0f} in that time")
+            raise ValueError(f"{what} has {len(recorded):,} frames: pass at most {most:,.0f} in that time")
         return Neighbor(target, recorded=recorded, text=text)
-    if "incast" in named:
-        if not named.get("every"):
+    if kind == "incast":
+        burst, period = int(value), named.get("every")
+        if not period:
             raise ValueError("an incast needs its period: pass one like 'incast 1mb every 100ms'")
-        burst, period = int(named["incast"]), named["every"]
         least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
         return Neighbor(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
-    rate = named["rate"]
-    if rate <= 0:
+    if value <= 0:
         raise ValueError("the rate is 0: pass a rate above 0, or leave this background out")
-    return Neighbor(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
+    return Neighbor(target, max(size, round(value * _LEAST_GAP_SECONDS)), bytes_per_second=value, text=text)
 
 
 def _recorded(path: Path) -> Iterator[tuple[float, int]]:

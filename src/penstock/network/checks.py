@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.network.inside import within
 from penstock.network.keeper import tool
+from penstock.network.namespaces import within
 
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _PROBES = (

@@ -13,7 +13,6 @@ import socket
 import struct
 import subprocess
 import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def environment(interface: str | None = None) -> dict[str, Any]:
         "host": socket.gethostname(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "torch": _version("torch"),
+        "torch": metadata.version("torch"),
         "congestion_control": _congestion_control(used),
         "slow_start_after_idle": _setting(_IPV4 / "tcp_slow_start_after_idle"),
         "interface": used,
@@ -62,13 +61,8 @@ def interfaces() -> dict[str, int]:
     found = {}
     with contextlib.suppress(OSError):
         for _, name in socket.if_nameindex():
-            found[name] = _mtu(name)
+            found[name] = int(struct.unpack_from("16si", _asked(_SIOCGIFMTU, struct.pack("16s", name.encode())))[1])
     return found
-
-
-def _mtu(name: str) -> int:
-    mtu: int = struct.unpack_from("16si", _asked(_SIOCGIFMTU, struct.pack("16si", name.encode(), 0)))[1]
-    return mtu
 
 
 def _asked(request: int, of: bytes) -> bytes:
@@ -102,13 +96,6 @@ def _setting(path: Path) -> str | None:
         return None
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _output(program: str, *arguments: str) -> str | None:
     """Returns what a program prints; None if it does not exist or fails."""
     try:
@@ -118,43 +105,34 @@ def _output(program: str, *arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class CpuUsage:
-    """Processor time so far.
-
-    Attributes:
-        cpu_seconds: user and system time of all threads of this process.
-        wall_seconds: from a monotonic clock.
-        voluntary_switches, involuntary_switches: how often this process waited, and how often it was preempted.
-        machine: summed over all of the machine's cores: busy (including stolen by the hypervisor), stolen alone, and
-            total, in ticks; None if the system does not report them.
-    """
-
-    cpu_seconds: float
-    wall_seconds: float
-    voluntary_switches: int
-    involuntary_switches: int
-    machine: tuple[int, int, int] | None
-
-    def since(self, before: CpuUsage) -> dict[str, float | int | None]:
-        """Returns the usage since `before`, for the record; `busy` and `steal` are fractions (0..1) of all cores."""
-        names = ("cpu_seconds", "wall_seconds", "voluntary_switches", "involuntary_switches")
-        used = {name: getattr(self, name) - getattr(before, name) for name in names}
-        busy = steal = None
-        if self.machine is not None and before.machine is not None:
-            ticks, stolen, total = (now - then for now, then in zip(self.machine, before.machine, strict=True))
-            if total > 0:
-                busy, steal = min(ticks / total, 1.0), min(max(stolen / total, 0.0), 1.0)  # some count it backwards
-        return {**used, "busy": busy, "steal": steal}
-
-
-def cpu_usage() -> CpuUsage:
-    """Returns the processor time used so far."""
+def cpu_usage() -> dict[str, Any]:
+    """Returns the processor time used so far, for `cpu_since`."""
     mine = resource.getrusage(resource.RUSAGE_SELF)
-    return CpuUsage(mine.ru_utime + mine.ru_stime, time.monotonic(), mine.ru_nvcsw, mine.ru_nivcsw, _machine_time())
+    return {
+        "cpu_seconds": mine.ru_utime + mine.ru_stime,
+        "wall_seconds": time.monotonic(),
+        "voluntary_switches": mine.ru_nvcsw,
+        "involuntary_switches": mine.ru_nivcsw,
+        "machine": _machine_time(),
+    }
+
+
+def cpu_since(before: dict[str, Any], now: dict[str, Any] | None = None) -> dict[str, float | int | None]:
+    """Returns the usage between two moments, for the record: user and system time of all threads of this process, and
+    how often it waited and was preempted; `busy` and `steal` are fractions (0..1) of all cores of the machine, None if
+    the system does not report them."""
+    now = now or cpu_usage()
+    used = {name: now[name] - before[name] for name in now if name != "machine"}
+    busy = steal = None
+    if now["machine"] and before["machine"]:
+        ticks, stolen, total = (one - then for one, then in zip(now["machine"], before["machine"], strict=True))
+        if total > 0:
+            busy, steal = min(ticks / total, 1.0), min(max(stolen / total, 0.0), 1.0)  # some count it backwards
+    return {**used, "busy": busy, "steal": steal}
 
 
 def _machine_time() -> tuple[int, int, int] | None:
+    """Returns the ticks of all cores together: busy (including stolen by the hypervisor), stolen alone, and total."""
     try:
         # user nice system idle iowait irq softirq steal; guests' time is included in user.
         ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

@@ -83,10 +83,6 @@ class Impairment:
     stall_every_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.distribution not in DISTRIBUTIONS:
-            raise ArgumentError(
-                f"there is no distribution {self.distribution!r}: pass one of {', '.join(DISTRIBUTIONS)}"
-            )
         if self.overtaking and not self.jitter_seconds:
             raise ArgumentError(
                 "without jitter no frame overtakes another: with overtaking also pass jitter, such as jitter 1ms"

@@ -97,13 +97,9 @@ class Link:
         """Whether frames differ in their delay, in either direction."""
         return self.impairment.varies or (self.down is not None and self.down.varies)
 
-    def tbf(self) -> str:
-        """Returns tc's arguments for a host."""
-        return self._tbf(self.burst, max(self.limit_bytes, HOST_BYTES))
-
-    def host_tbf(self) -> str:
-        """Returns tc's arguments for a host behind a user-space switch, which itself keeps the rate exactly."""
-        return self._tbf(self.port_burst, max(self.limit_bytes, HOST_BYTES))
+    def host_tbf(self, *, exact: bool) -> str:
+        """Returns tc's arguments for a host. `exact`: behind it is a user-space switch, which keeps the rate itself."""
+        return self._tbf(self.port_burst if exact else self.burst, max(self.limit_bytes, HOST_BYTES))
 
     def port_tbf(self) -> str:
         """Returns tc's arguments for the switch's port."""

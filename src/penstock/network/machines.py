@@ -18,9 +18,9 @@ from penstock.errors import ArgumentError, FabricError
 from penstock.network import MAX_HOSTS, keeper, subnets
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not
-from penstock.network.holdback import Groups, check_slow, hold_back
-from penstock.network.inside import with_large_windows, within, without_ipv6
+from penstock.network.cpu_limit import Groups, check_slow, hold_back
 from penstock.network.link import Link
+from penstock.network.namespaces import with_large_windows, within, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Order, Setup, Switch
 from penstock.network.topology import Topology
@@ -63,8 +63,8 @@ class Machines:
                 make them.
             shaper: what shapes the links, one of `shapers.SHAPERS`.
             background: neighbors' traffic, as texts (background.py).
-            slow: hosts whose processes together get at most this share of one core's time (holdback.py).
-            changes: whether `change` and `lose` will be called.
+            slow: hosts whose processes together get at most this share of one core's time (cpu_limit.py).
+            changes: whether `change` will be called.
 
         Raises:
             ArgumentError: there are too few or too many hosts, a link or share is given for a host that does not exist,
@@ -134,16 +134,12 @@ class Machines:
         missing = why_not()
         if missing is not None:
             raise FabricError(missing)
-        if self.topology is not None:
-            self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
-            self.topology = self.shaper.topology
-
-    @property
-    def _only_switch(self) -> str | None:
-        """Why nothing but the switch will do; None if other shapers may."""
+        only = "only the switch can change links, and take hosts away for a time" if self._changes else None
         if self.background:
-            return "only the switch models neighbors' traffic"
-        return "only the switch can change links, and take hosts away for a time" if self._changes else None
+            only = "only the switch models neighbors' traffic"
+        if self.topology is not None:
+            self.shaper = choose(self.topology, self._count, self._wanted, only)
+            self.topology = self.shaper.topology
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -203,8 +199,18 @@ class Machines:
             return None
         return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
 
-    def change(self, topology: Topology) -> None:
-        """Replaces the links from now on; frames in flight are not affected.
+    def change(
+        self,
+        topology: Topology | None = None,
+        gone: tuple[int, ...] | None = None,
+        background: tuple[str, ...] | None = None,
+    ) -> None:
+        """Replaces what is given from now on; frames in flight are not affected.
+
+        Args:
+            topology: the links.
+            gone: the hosts that are cut off: nothing leaves or reaches them. All others are connected (again).
+            background: the neighbors' traffic.
 
         Raises:
             ArgumentError: the new links would need another frame size.
@@ -212,22 +218,13 @@ class Machines:
         """
         assert self._switch is not None, "Machines(changes=True) has a switch"
         assert self.topology is not None
-        self._switch.order(Order(topology.with_mtu(self.topology.mtu)))
-        before, self.topology = self.topology, topology.with_mtu(self.topology.mtu)
+        before, links = self.topology, topology and topology.with_mtu(self.topology.mtu)
+        self._switch.order(Order(links, gone, background))
+        self.topology = links or before
+        self.background = self.background if background is None else background
         for host, name in enumerate(self.hosts):
             if self.topology.up(host) != before.up(host):
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
-
-    def lose(self, hosts: Iterable[int]) -> None:
-        """Cuts these hosts off from now on: nothing leaves or reaches them. All other hosts are connected (again)."""
-        assert self._switch is not None, "Machines(changes=True) has a switch"
-        self._switch.order(Order(gone=tuple(hosts)))
-
-    def surround(self, background: Iterable[str]) -> None:
-        """Replaces the neighbors' traffic from now on."""
-        assert self._switch is not None, "Machines(changes=True) has a switch"
-        self.background = tuple(background)
-        self._switch.order(Order(background=self.background))
 
     def described(self) -> dict[str, Any]:
         """Describes what was requested and what currently implements it, for the record."""
@@ -252,8 +249,10 @@ class Machines:
             self._run("ip", "netns", "add", name)
             within(keeper.FOLDER / name, without_ipv6)
             within(keeper.FOLDER / name, with_large_windows)
-        if by_process:
-            self._start_switch()
+        if by_process and self.topology is not None:
+            order = Order(self.topology, background=self.background)
+            namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
+            self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
         else:
             self._make_bridge()
         for host in range(self._count):
@@ -266,14 +265,7 @@ class Machines:
         """Returns tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
         assert self.topology is not None
         assert self.shaper is not None
-        link = self.topology.up(host)
-        return link.host_tbf() if self.shaper.name == "switch" else link.tbf()
-
-    def _start_switch(self) -> None:
-        assert self.topology is not None
-        order = Order(self.topology, background=self.background)
-        namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
-        self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
+        return self.topology.up(host).host_tbf(exact=self.shaper.name == "switch")
 
     def _make_bridge(self) -> None:
         switch = f"{self.id}-switch"

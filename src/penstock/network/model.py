@@ -140,12 +140,8 @@ def quantile(distribution: str, u: Floats) -> Floats:
         with np.errstate(divide="ignore"):
             found = np.minimum(((1 - u) ** (-1 / 3) - 1.5) * 4 / 3, _WIDEST)
     if distribution in ("normal", "paretonormal"):
-        normal = np.clip(_normal(u), -_WIDEST, _WIDEST)
+        from scipy import special  # the switch has already loaded it when frames come
+
+        normal = np.clip(special.ndtri(np.clip(u, 1e-300, 1 - 1e-16)), -_WIDEST, _WIDEST)
         found = normal if distribution == "normal" else 0.25 * normal + 0.75 * found
     return found
-
-
-def _normal(u: Floats) -> Floats:
-    from scipy import special  # the switch has already loaded it when frames come
-
-    return np.asarray(special.ndtri(np.clip(u, 1e-300, 1 - 1e-16)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
@@ -23,9 +23,8 @@ from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
 from penstock.distributed.launch.step_file import read_step
 from penstock.distributed.launch.user import User
 from penstock.errors import ArgumentError
-from penstock.network.director import playing
 from penstock.network.machines import Machines
-from penstock.network.scenario import Event
+from penstock.network.scenario import Event, playing
 
 PORT = 29500
 """The port of the first host's store; nothing else listens in a namespace of our own."""
@@ -33,35 +32,6 @@ JOIN_SECONDS = 300.0
 """How long agents have to join: many of them may be loading torch on few cores."""
 PATIENCE = Patience(interrupt_seconds=1.0)
 """Short after a Ctrl-C, because a rank that waits for another over a network may never notice it."""
-
-
-def agent_commands(
-    machines: Machines,
-    arguments: Sequence[str],
-    *,
-    per_host: int = 1,
-    join_seconds: float = JOIN_SECONDS,
-    user: User | None = None,
-) -> Iterator[list[str]]:
-    """Yields the command to start for each host, the first of which has rank 0.
-
-    Args:
-        arguments: the script's path, or `-m` and a module, then its own arguments.
-        per_host: the number of ranks on each host.
-        join_seconds: how long agents have to join.
-        user: who runs them; None: this process's.
-    """
-    for host in range(len(machines.hosts)):
-        where = [
-            f"--nnodes={len(machines.hosts)}",
-            f"--nproc-per-node={per_host}",
-            f"--node-rank={host}",
-            f"--master-addr={machines.addresses[0]}",
-            f"--master-port={PORT}",
-            f"--rdzv-conf=timeout={join_seconds:.0f}",
-        ]
-        command = agent_command([*where, *arguments])
-        yield machines.command(host, user.command(command) if user else command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +44,7 @@ class Job:
         hosts: the number of hosts.
         threads: OMP_NUM_THREADS of each rank; default: the environment's, or otherwise the cores divided by the ranks.
         user: who runs the ranks; default: this process's.
+        join_seconds: how long agents have to join.
 
     Raises:
         ArgumentError: the job cannot be started.
@@ -84,6 +55,7 @@ class Job:
     hosts: int
     threads: int | None = None
     user: User | None = None
+    join_seconds: float = JOIN_SECONDS
 
     def __post_init__(self) -> None:
         check(self.command, self.ranks, self.threads)
@@ -96,37 +68,66 @@ class Job:
 
 def run(
     job: Job,
-    machines: Machines,
+    machines: Machines | None,
     *,
     events: Sequence[Event] = (),
     outputs: Sequence[IO[bytes]] = (),
+    look: Callable[[int], object] = lambda step: None,
     seconds: float = float("inf"),
     forwards: bool = True,
+    patience: Patience = PATIENCE,
+    added: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Runs a job on hosts that exist, and are kept, and waits until all of it has ended.
 
     Args:
+        machines: the hosts; None: all ranks are processes of this machine, with one agent.
         events: a scenario to play in the meantime.
-        outputs, seconds, forwards: as for `supervise`.
+        look: called some twenty times a second with the last step to have begun, -1 before the first.
+        outputs, seconds, forwards, patience: as for `supervise`.
+        added: to the environment of the ranks.
 
     Raises:
         TimeoutError: the job took more than `seconds`.
         FabricError: the hosts' network has ended, or a change of the scenario could not be made.
     """
     with memory("failures", job.user) as failures, memory("step", job.user) as step:
-        environment = {**QUIET, **os.environ, **cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step}
-        commands = agent_commands(machines, job.command, per_host=job.ranks // job.hosts, user=job.user)
+
+        def checked() -> None:
+            if machines is not None:
+                machines.check()
+            look(read_step(step))
+
+        files = {**cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step, **(added or {})}
         with playing(machines, events, lambda: read_step(step)) as happened:
             ended = supervise(
-                commands,
-                environment,
+                _commands(job, machines),
+                {**QUIET, **os.environ, **files},
                 outputs=outputs,
-                look=machines.check,
+                look=checked,
                 seconds=seconds,
                 forwards=forwards,
-                patience=PATIENCE,
+                patience=patience,
             )
         return replace(explain_end(ended, failures, _agents(job), job.user), happened=tuple(happened))
+
+
+def _commands(job: Job, machines: Machines | None) -> Iterator[list[str]]:
+    """Yields the command that starts each agent, the first of which has rank 0."""
+    if machines is None:
+        yield agent_command(["--standalone", f"--nproc-per-node={job.ranks}", *job.command])
+        return
+    for host in range(job.hosts):
+        where = [
+            f"--nnodes={job.hosts}",
+            f"--nproc-per-node={job.ranks // job.hosts}",
+            f"--node-rank={host}",
+            f"--master-addr={machines.addresses[0]}",
+            f"--master-port={PORT}",
+            f"--rdzv-conf=timeout={job.join_seconds:.0f}",
+        ]
+        command = agent_command([*where, *job.command])
+        yield machines.command(host, job.user.command(command) if job.user else command)
 
 
 def _agents(job: Job) -> list[str]:

@@ -64,23 +64,25 @@ def _error(text: str, span: tuple[int, int], said: str) -> ArgumentError:
 
 def _ways(text: str, words: list[_Word]) -> dict[str, list[_Word]]:
     """Splits the words by direction; the key is "" if the text has no directions."""
-    marks = [place for place, word in enumerate(words) if word[0].lower() in ("up", "down")]
-    if not marks:
-        return {"": words}
-    if marks[0] != 0:
-        said = "what comes before this has no direction: begin with up or down"
-        raise _error(text, words[marks[0]].span(), said)
+    marks: dict[str, _Word] = {}
     found: dict[str, list[_Word]] = {}
-    for place, end in zip(marks, [*marks[1:], len(words)], strict=True):
-        mark, part = words[place], words[place + 1 : end]
-        if mark[0].lower() in found:
-            raise _error(text, mark.span(), f"{mark[0]!r} is given twice")
-        if not part:
+    way = ""
+    for word in words:
+        if word[0].lower() not in ("up", "down"):
+            found.setdefault(way, []).append(word)
+            continue
+        way = word[0].lower()
+        if "" in found:
+            raise _error(text, word.span(), "what comes before this has no direction: begin with up or down")
+        if way in found:
+            raise _error(text, word.span(), f"{word[0]!r} is given twice")
+        marks[way], found[way] = word, []
+    for way, mark in marks.items():
+        if not found[way]:
             raise _error(text, mark.span(), f"nothing follows {mark[0]!r}: pass a rate, like 100mbit")
-        found[mark[0].lower()] = part
-    for way, other in (("up", "down"), ("down", "up")):
-        if way not in found:
-            raise _error(text, words[0].span(), f"{other!r} sets only one direction: pass {way!r} as well")
+        if len(marks) < 2:
+            other = "down" if way == "up" else "up"
+            raise _error(text, mark.span(), f"{way!r} sets only one direction: pass {other!r} as well")
     return found
 
 
@@ -127,15 +129,16 @@ class _Reader:
     def rate(self) -> Found:
         found = {"rate": self.take(q.rate)}
         # If its unit stands apart, the error about that comes later.
-        if not (self.next and self.next in q.RATES) and (wrong := q.hardly_meant(self._last[0])):
+        if not (self.next and self.next in q.RATES) and (wrong := q.suspicious_rate_hint(self._last[0])):
             raise self.error(wrong)
         return found
 
     def read(self) -> Found:
         """Returns what all words set."""
-        found: Found = {} if self.next in (*_WORDS, *_NOT_HERE) else self.rate()
+        found: Found = {} if self.next in (*_WORDS, *_SYNONYMS, *_NOT_HERE) else self.rate()
         while self._left:
             name = self.take(str.lower)
+            name = _SYNONYMS.get(name, name)
             self.word = self._last
             if name in _NOT_HERE:
                 raise self.error(_NOT_HERE[name])
@@ -210,8 +213,6 @@ def _chance(name: str) -> Callable[[_Reader], Found]:
 _WORDS: dict[str, tuple[Callable[[_Reader], Found], str]] = {
     "rate": (_Reader.rate, "rate RATE"),
     "burst": (_sets(burst=q.size), "burst SIZE"),
-    "buffer": (_sets(burst=q.size), ""),
-    "maxburst": (_sets(burst=q.size), ""),
     "limit": (_sets(limit=q.size), "limit SIZE"),
     "latency": (_sets(latency=q.seconds), "latency TIME"),
     "mtu": (_sets(mtu=q.count), "mtu BYTES"),
@@ -223,22 +224,24 @@ _WORDS: dict[str, tuple[Callable[[_Reader], Found], str]] = {
     "distribution": (_sets(distribution=_distribution), f"distribution {'|'.join(DISTRIBUTIONS)}"),
     "overtaking": (lambda reader: {"overtaking": True}, "overtaking"),
     "loss": (_loss, "loss [random] PERCENT [CORRELATION] or loss gemodel P [R [1-H [1-K]]]"),
-    "drop": (_loss, ""),
     "duplicate": (_chance("duplicate"), "duplicate PERCENT [CORRELATION]"),
-    "duplication": (_chance("duplicate"), ""),
     "corrupt": (_chance("corrupt"), "corrupt PERCENT [CORRELATION]"),
-    "corruption": (_chance("corrupt"), ""),
     "reorder": (_chance("reorder"), "reorder PERCENT [CORRELATION]"),
-    "reordering": (_chance("reorder"), ""),
     "gap": (_sets(gap=q.count), "gap FRAMES"),
     "stall": (_stall, "stall TIME every TIME"),
 }
-"""For each word, the function that reads its values, and its description for users; "" for tc's synonyms."""
+"""For each word, the function that reads its values, and its description for users."""
+
+_SYNONYMS = {
+    "buffer": "burst", "maxburst": "burst", "drop": "loss", "duplication": "duplicate", "corruption": "corrupt",
+    "reordering": "reorder",
+}  # fmt: skip
+"""Of tc."""
 
 
 def words() -> list[str]:
     """Returns all words that a link's text may have after its rate, with their values."""
-    return [shown for _, shown in _WORDS.values() if shown][1:]
+    return [shown for _, shown in _WORDS.values()][1:]
 
 
 _OF_LINK = ("rate", "burst", "limit", "latency", "mtu")

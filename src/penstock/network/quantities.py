@@ -1,9 +1,11 @@
-"""Parse rates, sizes, times and percentages in tc's notation. Each parser raises ValueError with what it expected."""
+"""Parse rates, sizes, times and percentages in tc's notation. Parsers raise ValueError with what they expected."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+
+from penstock.errors import ArgumentError
 
 NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([A-Za-z]*)")
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -51,7 +53,7 @@ _LEAST_BARE = 1000.0
 """A rate without a unit below this many bytes per second was hardly meant in bits."""
 
 
-def hardly_meant(text: str) -> str | None:
+def suspicious_rate_hint(text: str) -> str | None:
     """Explains what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
     if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
         return None
@@ -78,3 +80,39 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is not an integer; use one such as 5 or 1500")
     return int(text)
+
+
+# -- sizes of transfers and buffers ------------------------------------------------------------------------------------
+
+
+def size_of(text: str) -> int:
+    """Returns the bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless that is an integer above 0."""
+    try:
+        found = size("".join(text.split()))
+    except ValueError:
+        raise ArgumentError(
+            f"{text!r} is not a size: pass bytes, or a number with KiB, MiB or GiB (kb, mb and gb are the same)"
+        ) from None
+    if found < 1 or found != int(found):
+        raise ArgumentError(f"{text!r} is {found:g} bytes: expected an integer number of bytes >= 1")
+    return int(found)
+
+
+def sizes_of(text: str) -> list[int]:
+    """Parses a list like "64KiB,1MiB". Raises as `size_of` does, naming the size that is wrong."""
+    texts, found = text.split(","), []
+    for place, one in enumerate(texts, 1):
+        try:
+            found.append(size_of(one))
+        except ArgumentError as error:
+            which = f"size {place} of {len(texts)} in {text!r}: " if len(texts) > 1 else ""
+            raise ArgumentError(f"{which}{error}") from None
+    return found
+
+
+def size_text(size: int) -> str:
+    """Returns the shortest exact text for a size: 2600, 64KiB, 8MiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size and size % 1024**power == 0:
+            return f"{size // 1024**power}{unit}"
+    return str(size)

@@ -1,28 +1,22 @@
-"""Changes to a network over time, from a TOML file:
+"""Changes to a network over time: read from a TOML file, and played on hosts at their steps and times.
 
-[[event]]                       # a link that degrades for half a minute
-at = "step 50"                  # a training step, or a trial; or a time since the start: "12.5s"
-host = 2                        # the host whose link it is; without it, all hosts without a link of their own
+[[event]]            # docs/guides/fabric.md has an event of each kind
+at = "step 50"       # a training step, or a trial; or a time since the start: "12.5s"
+host = 2             # the host whose link it is; without it, all hosts without a link of their own
 link = "10mbit delay 50ms loss 1%"
-for = "30s"                     # after that, everything is as before; without it, the change is permanent
-
-[[event]]                       # a host that disappears and comes back
-at = "step 80"
-host = 1
-gone = true
-for = "5s"
-
-[[event]]                       # a neighbor that starts to send
-at = "20s"
-background = ["300mbit to 1"]
+for = "30s"          # after that, everything is as before; without it, the change is permanent
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock._base.files import read_toml
 from penstock._base.words import line_of
@@ -33,8 +27,21 @@ from penstock.network.link import Link
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
 
+if TYPE_CHECKING:
+    from penstock.network.machines import Machines
+
+LOOK_SECONDS = 0.01
 _MAX_MESSAGE = 300
 KEYS = ("at", "host", "link", "gone", "background", "for")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A network at one moment: its links, the hosts that are cut off, and neighbors' traffic as texts."""
+
+    topology: Topology
+    gone: tuple[int, ...] = ()
+    background: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +68,16 @@ class Event:
     for_seconds: float | None = None
     text: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A network at one moment."""
-
-    topology: Topology
-    gone: tuple[int, ...] = ()
-    background: tuple[str, ...] = ()
+    def change(self, before: State) -> State:
+        """Returns a network's state while this event is active."""
+        topology, gone = before.topology, set(before.gone)
+        if self.link is not None and self.host is None:
+            topology = Topology(self.link, {}, topology.seed).with_mtu(topology.mtu).with_own(topology.own)
+        elif self.link is not None and self.host is not None:
+            topology = topology.with_own({**topology.own, self.host: self.link})
+        if self.is_gone and self.host is not None:
+            gone.add(self.host)
+        return State(topology, tuple(sorted(gone)), (*before.background, *self.background))
 
 
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
@@ -99,31 +108,37 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
     what = [key for key in ("link", "gone", "background") if given.get(key)]
     if len(what) != 1:
         raise ValueError("use exactly one of link, gone = true, or background")
-    host = given.get("host")
+    host, is_gone = given.get("host"), what == ["gone"]
     if host is not None and (type(host) is not int or not 0 <= host < hosts):
         raise ValueError(f"host {host!r} does not exist: the hosts are 0 to {hosts - 1}")
     lasts = q.seconds(_text(given, "for")) if "for" in given else None
     if lasts is not None and lasts <= 0:
         raise ValueError(f"for is {given['for']!r}: use a time above 0")
-    if what == ["gone"] and (host is None or lasts is None):
+    if is_gone and (host is None or lasts is None):
         raise ValueError(
             'gone needs a host and a time, like host = 1 and for = "5s": without an end, a job that waits for the host '
             "would never reach a later step"
         )
-    if what == ["background"] and host is not None:
+    background, link, step, at_seconds = given.get("background") or [], None, None, 0.0
+    if background and host is not None:
         raise ValueError('put the target in the traffic itself, without host: background = ["50mbit to 1"]')
-    step, at_seconds = _moment(_text(given, "at"))
+    if not isinstance(background, list) or not all(isinstance(text, str) for text in background):
+        raise ValueError('background must be a list of strings: use one like ["50mbit to 1"]')
+    for text in background:
+        parse_background(text, hosts)
+    match _text(given, "at").split():
+        case ["step", number]:
+            step = q.count(number)
+        case [moment]:
+            at_seconds = q.seconds(moment)
+        case _:
+            raise ValueError(f'at = {given["at"]!r} is not a time: use one like "step 50" or "12.5s"')
+    if what == ["link"]:
+        link = parse_link(_text(given, "link"))
+        if link.mtu_is_given and link.mtu != topology.mtu:
+            raise ValueError(f"the mtu cannot change from {topology.mtu}: leave it out")
     text = ", ".join(f"{key} = {value}" for key, value in given.items() if key != "at")
-    return Event(
-        step,
-        at_seconds,
-        host,
-        _link(_text(given, "link"), topology) if what == ["link"] else None,
-        what == ["gone"],
-        _background(given["background"], hosts) if what == ["background"] else (),
-        lasts,
-        text,
-    )
+    return Event(step, at_seconds, host, link, is_gone, tuple(background), lasts, text)
 
 
 def _text(given: Mapping[str, Any], key: str) -> str:
@@ -131,45 +146,6 @@ def _text(given: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key} is {value!r}: use a string")
     return value
-
-
-def _moment(text: str) -> tuple[int | None, float]:
-    words = text.split()
-    if len(words) == 2 and words[0] == "step":
-        return q.count(words[1]), 0.0
-    if len(words) == 1:
-        return None, q.seconds(words[0])
-    raise ValueError(f'at = {text!r} is not a time: use one like "step 50" or "12.5s"')
-
-
-def _link(text: str, topology: Topology) -> Link:
-    link = parse_link(text)
-    if link.mtu_is_given and link.mtu != topology.mtu:
-        raise ValueError(f"the mtu cannot change from {topology.mtu}: leave it out")
-    return link
-
-
-def _background(given: Any, hosts: int) -> tuple[str, ...]:
-    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-        raise ValueError('background must be a list of strings: use one like ["50mbit to 1"]')
-    for text in given:
-        parse_background(text, hosts)
-    return tuple(given)
-
-
-def state_of(events: Sequence[Event], before: State) -> State:
-    """Returns a network's state while these events are active, applied in this order."""
-    topology, gone, background = before.topology, set(before.gone), list(before.background)
-    for event in events:
-        if event.link is not None and event.host is None:
-            topology = Topology(event.link, {}, topology.seed).with_mtu(topology.mtu).with_own(topology.own)
-        elif event.link is not None and event.host is not None:
-            own = {**topology.own, event.host: event.link}
-            topology = topology.with_own(own)
-        if event.is_gone and event.host is not None:
-            gone.add(event.host)
-        background += event.background
-    return State(topology, tuple(sorted(gone)), tuple(background))
 
 
 class Play:
@@ -184,10 +160,8 @@ class Play:
     def at(self, seconds: float, step: int) -> list[str]:
         """Advances to this moment, which is not before the last one: updates `state`, and returns what has changed in
         words. Steps count from 0; -1 before the first has begun."""
-        said: list[str] = []
-        over = [event for event, end in self._holding if end <= seconds]
+        said = [f"over: {event.text}" for event, end in self._holding if end <= seconds]
         self._holding = [(event, end) for event, end in self._holding if end > seconds]
-        said += [f"over: {event.text}" for event in over]
         due = [e for e in self._waiting if (seconds >= e.at_seconds if e.step is None else step >= e.step)]
         for event in due:
             self._waiting.remove(event)
@@ -195,5 +169,71 @@ class Play:
             self._holding.append((event, end))
             said.append(event.text)
         if said:
-            self.state = state_of([event for event, _ in self._holding], self._before)
+            self.state = self._before
+            for event, _ in self._holding:
+                self.state = event.change(self.state)
         return said
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """A change that was made.
+
+    Attributes:
+        seconds: since the start.
+        step: the last step to have begun; -1 before the first.
+        text: what changed.
+    """
+
+    seconds: float
+    step: int
+    text: str
+
+    def __str__(self) -> str:
+        when = f"{self.seconds:.1f} s" if self.step < 0 else f"{self.seconds:.1f} s, step {self.step}"
+        return f"{when}: {self.text}"
+
+
+@contextmanager
+def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[], int]) -> Iterator[list[Happened]]:
+    """Plays the scenario while the block runs, starting the clock with the block; restores the network at the end.
+
+    Yields the changes made so far.
+
+    Args:
+        machines: created with `changes`; None: there are no events.
+        events: the scenario's events.
+        step: a function that returns the last step to have begun, from 0; -1 before the first.
+
+    Raises:
+        Exception: whatever a change raised, at the end of the block.
+    """
+    happened: list[Happened] = []
+    if machines is None or not events:
+        yield happened
+        return
+    assert machines.topology is not None
+    first, over = State(machines.topology, background=machines.background), threading.Event()
+
+    def apply() -> None:
+        play, began, before = Play(events, first), time.monotonic(), first
+        while not over.wait(LOOK_SECONDS):
+            seconds, now = time.monotonic() - began, step()
+            if said := play.at(seconds, now):
+                machines.change(**_differing(before, play.state))
+                before = play.state
+                happened.extend(Happened(seconds, now, text) for text in said)
+        machines.change(**_differing(before, first))
+
+    with ThreadPoolExecutor(1, "penstock-scenario") as thread:
+        played = thread.submit(apply)
+        try:
+            yield happened
+        finally:
+            over.set()
+        played.result()
+
+
+def _differing(before: State, after: State) -> dict[str, Any]:
+    names = ("topology", "gone", "background")
+    return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import ArgumentError, FabricError
 from penstock.network.checks import why_not
-from penstock.network.inside import within
 from penstock.network.keeper import tool
+from penstock.network.namespaces import within
 from penstock.network.switch.tap import DEVICE, open_tap
 from penstock.network.topology import Topology
 
@@ -70,12 +70,8 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
     no_switch = why_no_switch()
     if no_switch is not None:
         raise FabricError(no_switch)
-    return _told_of_jitter(_fitted(topology, hosts))
-
-
-def _told_of_jitter(shaper: Shaper) -> Shaper:
-    """Adds the remark that anyone who requests jitter needs."""
-    links = [one for link in shaper.topology.links for one in (link, link.down) if one is not None]
+    shaper = _fitted(topology, hosts)
+    links = [one for link in topology.links for one in (link, link.down) if one is not None]
     if not any(link.impairment.jitter_seconds and not link.impairment.overtaking for link in links):
         return shaper
     said = (

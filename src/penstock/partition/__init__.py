@@ -13,8 +13,8 @@ from penstock.partition.chance.gate import gates_of
 from penstock.partition.cut.balance import TooFewLayersError
 from penstock.partition.cut.choice import BALANCES, Balance, Choice
 from penstock.partition.decision import NO_LIMIT, Room
-from penstock.partition.measure.costs import NoStreams, UnmeasurableError
 from penstock.partition.measure.measuring import BUDGET_SECONDS
+from penstock.partition.measure.units import NoStreams, UnmeasurableError
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition

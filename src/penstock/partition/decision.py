@@ -12,16 +12,16 @@ from typing import Any
 from torch import nn
 
 from penstock._base.words import counted
-from penstock.costs import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
-from penstock.costs.stage_costs import crossing_seconds, priced, slowest_link, usual_link
+from penstock.costs import Problem, Profile, UnitCost, best_starts, stage_loads
+from penstock.costs.links import link_of
+from penstock.costs.stage_costs import crossing_seconds, priced, with_memory
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
 from penstock.partition.cut.choice import Choice
 from penstock.partition.cut.places import module_at
 from penstock.partition.measure.clock import undisturbed
-from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.measuring import measure
-from penstock.partition.measure.units import units_held
+from penstock.partition.measure.units import Units, UnmeasurableError, identity
 from penstock.partition.recording.recording import Recording
 from penstock.simulate.costs import LinkCost, StageCost
 
@@ -74,14 +74,6 @@ class Room:
     @property
     def is_limited(self) -> bool:
         return math.isfinite(self.limit_bytes)
-
-    def crossing_seconds(self, unit: UnitCost, profile: Profile) -> float:
-        """What it takes to send what crosses a cut before this unit of a profile, there and back."""
-        return crossing_seconds(unit, self.link_of(profile))
-
-    def link_of(self, profile: Profile) -> LinkCost:
-        """Between two ranks: what was given, or the slowest that the profile has, or what is usual for its device."""
-        return self.link or slowest_link(profile) or usual_link(profile.device)
 
 
 NO_LIMIT = Room()
@@ -140,24 +132,17 @@ def _problem(
     if not (room.is_limited or by_bytes):
         return plain, ()
     try:
-        kept, units, unknown = units_held(recording, model, pieces)
+        cut = Units.of(recording, model, pieces)
     except UnmeasurableError as error:
         raise ArgumentError(
             f"memory_limit=, balance='memory': what units keep is unknown, since {error}; omit them, or pass cuts="
         ) from None
+    units, unknown = cut.with_memory()
     numbers = {piece.name: index for index, piece in enumerate(pieces)}
-    places = [numbers[piece.name] for piece in kept]
     each = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
-    for place, unit in zip(places, units, strict=True):
-        each[place] = unit
-    problem = replace(
-        plain,
-        held_bytes=[unit.held_bytes + room.microbatches * unit.input_bytes for unit in each],
-        activation_bytes=[unit.in_flight_bytes for unit in each],
-        working_bytes=[unit.working_bytes for unit in each],
-        ties=[(places[one], places[other], size) for one, other, size in ties_of(units)],
-        balanced="bytes" if by_bytes else "seconds",
-    )
+    for unit in units:
+        each[numbers[unit.name]] = unit
+    problem = replace(with_memory(plain, each, room.microbatches), balanced="bytes" if by_bytes else "seconds")
     if not unknown:
         return problem, ()
     first = next(iter(unknown))
@@ -220,7 +205,8 @@ def _by_times(
     """
     names, times = [unit.name for unit in units], [sum(unit.seconds for unit in piece) for piece in pieces]
     problem, notes = _problem(recording, model, units, times, room)
-    problem = replace(problem, crossing_seconds=[room.crossing_seconds(piece[0], profile) for piece in pieces])
+    link = room.link or link_of(profile)
+    problem = replace(problem, crossing_seconds=[crossing_seconds(piece[0], link) for piece in pieces])
     starts = _best(problem, stages, room)
     if usual is not None and all(name in names for name in usual):
         before = [0, *map(names.index, usual)]
@@ -229,8 +215,8 @@ def _by_times(
     loads, runs = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
     notes += _uneven(loads, names, runs, times)
     cuts, every = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
-    costs = priced(profile.units, [0, *map(every.index, cuts)], [1.0] * stages, profile.action_seconds or 0.0)
-    return Decision(cuts, tuple(loads), notes, costs, room.link_of(profile))
+    costs = priced(profile.units, [0, *map(every.index, cuts)], profile.action_seconds or 0.0)
+    return Decision(cuts, tuple(loads), notes, costs, link)
 
 
 def _uneven(
@@ -288,8 +274,7 @@ def _by_profile(
     units: Sequence[Candidate] | None,
 ) -> Decision:
     """The best cuts for a profile, at those of its units that are candidates here; the others join the one before."""
-    mine = identity(model)
-    profile.check_for(mine.parameters, recording.device.type, mine.dtype)
+    profile.check_for(identity(model, recording.device.type))
     units = candidates(recording, model, "flops", stages) if units is None else units
     here = {unit.name: unit.position for unit in units}
     profile, notes = _of_size(profile, recording)

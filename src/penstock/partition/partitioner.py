@@ -18,9 +18,8 @@ from penstock.partition.cut.balance import candidates, cut_at, joined, spans, to
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
-from penstock.partition.measure.measuring import BUDGET_SECONDS
+from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import Splits
-from penstock.partition.measure.units import profiled
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
@@ -203,14 +202,12 @@ class Partitioner:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         budget_seconds: float | None = BUDGET_SECONDS,
-        rows: int = 0,
         splits: Splits | None = None,
     ) -> Profile:
         """What each unit costs, with modules opened for as many stages as there are repeated blocks.
 
         Args:
             budget_seconds: how long to measure; None: measure nothing, only count operations.
-            rows: how many the inputs have; 0: unknown.
             splits: makes what splits backwards, which are then measured too.
 
         Raises PartitionError if the model cannot be recorded, UnmeasurableError if its units cannot be run.
@@ -220,7 +217,9 @@ class Partitioner:
         opening = opening_for(self.model, self._leaves, asked, None, blocks)
         recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
         with computing(0, 0):
-            return profiled(recording, self.model, args, kwargs, budget_seconds, rows, splits)
+            model = self.model
+            places = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
+            return measure(recording, model, places, args, kwargs, budget_seconds, splits, memory=True)
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from penstock.distributed.groups import GROUP_SECONDS, GroupOptions
 from penstock.distributed.launch.processes import VERIFY
 from penstock.distributed.world import World, device_named, device_of, join
 from penstock.errors import ArgumentError, PartitionError, check_counts, warn
-from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
+from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.partition.units.chain import as_module
 from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run
 from penstock.pipe.described import record
@@ -36,7 +35,7 @@ from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.transports import TransportChoice
+from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
@@ -201,28 +200,20 @@ def pipeline(
         PartitionError: the model cannot be recorded or cut as asked.
         ScheduleError: the schedule is not legal, or could deadlock.
     """
-    given = locals()  # the arguments by name: most are fields of Options
-    followed = Followed.of(
-        plan,
-        schedule=schedule,
-        chunks=chunks,
-        microbatches=microbatches,
-        cuts=cuts,
-        recompute=recompute,
-        offload=offload,
-    )
-    schedule, chunks, microbatches, cuts, recompute, offload = followed.decided
-    check_counts(required=False, microbatches=microbatches, chunks=chunks)
+    given = {**locals()}  # the arguments by name: most are fields of Options
+    followed = Followed.of(plan, given)
+    given |= followed.arguments
+    check_counts(required=False, microbatches=given["microbatches"], chunks=given["chunks"])
     model = as_module(model)
     check_plain(model)
     example = checked_inputs(args, kwargs)
-    options = Options.of({**given, "cuts": cuts, "recompute": recompute, "offload": offload})
+    options = Options.of(given)
     kind = (
         device_named(devices).type if isinstance(devices, (str, torch.device)) else device_of_run(model, example).type
     )
     world = join(followed.ranks(ranks), mesh, kind, followed.members)
     followed.check(world, model, kind)
-    order = order_of(schedule, world.ranks, microbatches, chunks)
+    order = order_of(given["schedule"], world.ranks, given["microbatches"], given["chunks"])
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     asked = bool(os.environ.get(VERIFY)) if verify is None else verify
@@ -280,9 +271,21 @@ def build(
         _check_alike(engine, given.sizes, options)
 
         def split_at(example: batches.CutBatch) -> SplitModel:
+            depth, streams = order.placement.depth, engine.streams
             with engine.control.agreed():
-                make = front_end or partial(_recorder, options, options.room(order))
-                cutter = make(model, order.placement.depth, engine.streams)
+                if front_end is not None:
+                    cutter = front_end(model, depth, streams)
+                else:
+                    cutter = Partitioner(
+                        model,
+                        depth,
+                        options.cuts,
+                        options.leaves,
+                        opens=options.opens,
+                        balance=options.choice,
+                        room=options.room(order),
+                        streams=streams,
+                    )
             return SplitModel(
                 cutter,
                 Outline.of(example),
@@ -307,7 +310,9 @@ def build(
                     raise
                 options.decide("cuts", error.cuts)
             except TooFewLayersError as error:
-                raise _with_chunks(error, order) from None
+                chunks, ranks = order.placement.depth // order.ranks, counted(order.ranks, "rank")
+                layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
+                raise PartitionError(f"{error} ({order.placement.depth} stages: {layout})") from None
         if options.gradient_dtype is not None:
             with engine.control.agreed():
                 accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)
@@ -316,33 +321,6 @@ def build(
             record(built.session, options.recorded, plan)
         engine.control.watchdog.position = OUTSIDE
         return built
-
-
-def _recorder(
-    options: Options,
-    room: Room,
-    model: nn.Module | Sequence[nn.Module],
-    stages: int,
-    streams: RandomSource,
-) -> Partitioner:
-    return Partitioner(
-        model,
-        stages,
-        cuts=options.cuts,
-        leaves=options.leaves,
-        opens=options.opens,
-        balance=options.choice,
-        room=room,
-        streams=streams,
-    )
-
-
-def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
-    """The error, plus where the number of stages comes from."""
-    chunks = order.placement.depth // order.ranks
-    ranks = counted(order.ranks, "rank")
-    layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
-    return PartitionError(f"{error} ({order.placement.depth} stages: {layout})")
 
 
 def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:

@@ -81,7 +81,7 @@ def _before(session: Session, about: About, plan: Plan | None) -> dict[str, Any]
 def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None = None) -> About:
     """What does not change in a run that begins now, with the plan that it follows."""
     options, order, world, partition = session.options, session.order, session.engine.world, session.partition
-    place = order.placement
+    place, device = order.placement, session.device
     parameters = [[*stage.parameters.values()] for stage in partition.stages]
     limit = options.memory_limit
     if plan is not None and len({*plan.limit_bytes}) == 1 and math.isfinite(plan.limit_bytes[0]):
@@ -95,8 +95,8 @@ def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None 
         penstock=__version__,
         torch=str(torch.__version__),
         host=socket.gethostname(),
-        threads=torch.get_num_threads() if session.device.type == "cpu" else 0,
-        device=_named(session.device),
+        threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        device=device.type if device.type != "cuda" else f"cuda: {torch.cuda.get_device_name(device)}",
         model=type(session.split.model).__name__,
         ranks=world.ranks,
         replicas=world.data_parallel,
@@ -127,9 +127,3 @@ def modules_of(stage: Stage) -> tuple[str, ...]:
             inside = called.inside.graph.nodes if isinstance(called, Gate) else (node,)
             names.update({unwrapped(str(n.target)): None for n in inside if n.op == "call_module"})
     return tuple(names)
-
-
-def _named(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    return f"cuda: {torch.cuda.get_device_name(device)}"

@@ -20,10 +20,10 @@ from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.session import Session
 from penstock.plan import Plan
-from penstock.plan.besides import Besides, besides
+from penstock.plan.transient import Transient, transient_of_ranks
 from penstock.schedule import Op, Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
-from penstock.trace.runs.reading import Predicted
+from penstock.trace.runs.reader import Predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,10 @@ def memory_of_ranks(
     costs = [StageCost(1, 1, 1, activation_bytes=own, weight_gradient_bytes=own) for own in _kept(prints, given)]
     peaks = [each.peak_activations for each in memory(order, costs, simulate(order, costs))]
     place, depth = order.placement, order.placement.depth
-    more = besides(place, order.microbatches, [Besides(p.working, own) for p, own in zip(prints, given, strict=True)])
+    each = [Transient(own.working, batch) for own, batch in zip(prints, given, strict=True)]
+    more = transient_of_ranks(place, order.microbatches, each)
     ranks = []
-    for rank, (peak, besides_it) in enumerate(zip(peaks, more, strict=True)):
+    for rank, (peak, transient) in enumerate(zip(peaks, more, strict=True)):
         stages = place.stages_on(rank)
         parameters = {(s // depth, id(p)): p for s in stages for p in partition.stages[s % depth].parameters.values()}
         buffers = {(s // depth, id(b)): b for s in stages for b in partition.stages[s % depth].buffers.values()}
@@ -109,8 +110,8 @@ def memory_of_ranks(
                 gradient_bytes(trained, asked),
                 optimizer_bytes(trained),
                 int(peak),
-                int(besides_it.working),
-                int(besides_it.batch) + targets,
+                int(transient.working),
+                int(transient.batch) + targets,
             )
         )
     return tuple(ranks)

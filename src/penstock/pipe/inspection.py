@@ -216,7 +216,7 @@ def inspect(
         untried = pipe.session.steps.rehearse(Batch(*example, target), loss=loss_fn is not ...)
         recorded = pipe.session.partition
         assert isinstance(recorded, Partition)  # `build` was given no other front end
-        partition = _one_copy(recorded, order)
+        partition = replace(recorded, stages=recorded.stages[: order.placement.depth])  # one copy of the model
         notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
         kept = [footprint(stage.module, [i.meta for i in stage.meta.inputs]) for stage in partition.stages]
         found = _described(model, pipe, partition, pipe.schedule.microbatches, asked, kept)
@@ -263,11 +263,6 @@ def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:
     except PenstockError as error:
         return f"with a process for each rank this is refused: {error}"
     return None
-
-
-def _one_copy(partition: Partition, order: Schedule) -> Partition:
-    """The partition without the extra copies that a bidirectional schedule runs."""
-    return replace(partition, stages=partition.stages[: order.placement.depth])
 
 
 def _described(

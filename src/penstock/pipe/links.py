@@ -10,7 +10,6 @@ the others the shortest counts, since any other activity only adds to it.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -18,8 +17,8 @@ from penstock._base.stages import Link
 from penstock.costs import MeasuredLink
 from penstock.partition.measure.clock import settle
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.transports import TransportChoice, transport_of
-from penstock.runtime.transport.protocol import Channel, Transport
+from penstock.runtime.execute.transport_choice import TransportChoice, transport_of
+from penstock.runtime.transport.protocol import Transport
 
 UNCOUNTED, COUNTED = 3, 12
 """The trips of each size. The first one agrees on layouts."""
@@ -60,62 +59,42 @@ def measure_links(
         mine = None
         if world.rank in (source, target):
             with control.working("the measuring of links"):
-                mine = _End(carrier, source, target, device, 3 * number).measure(message_bytes)
+                mine = _measure(carrier, source, target, device, 3 * number, message_bytes)
         found += [link for link in control.gather(mine, "its links") if link is not None]
     carrier.close()
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class _End:
-    """One rank's end of a direction of a link. `program`: the first of three numbers of its own."""
+def _measure(
+    transport: Transport, source: int, target: int, device: torch.device, program: int, message_bytes: int
+) -> MeasuredLink | None:
+    """What was measured at one rank's end of a direction of a link: on the sending rank. `program`: the first of three
+    numbers of its own."""
+    sends = transport.rank == source
+    back = transport.channel(program, _BACK, target, source, backward=True)
 
-    transport: Transport
-    source: int
-    target: int
-    device: torch.device
-    program: int
-
-    def measure(self, message_bytes: int) -> MeasuredLink | None:
-        """What was measured, on the sending rank."""
-        back = self._channel(self.program, back=True)
-        small = self._trip_seconds(self.program + 1, SMALL_BYTES, back)
-        large = self._trip_seconds(self.program + 2, message_bytes, back)
-        self.transport.release(self.program)
-        if not self._sends:
-            return None
-        rate = (message_bytes - SMALL_BYTES) / (large - small) if large > LONGER * small else None
-        return MeasuredLink(self.source, self.target, small / 2, rate, message_bytes)
-
-    @property
-    def _sends(self) -> bool:
-        return self.transport.rank == self.source
-
-    def _channel(self, program: int, *, back: bool = False) -> Channel:
-        ends = (self.target, self.source) if back else (self.source, self.target)
-        return self.transport.channel(program, _BACK if back else _LINK, *ends, backward=back)
-
-    def _trip_seconds(self, program: int, size: int, back: Channel) -> float:
+    def trip_seconds(number: int, size: int) -> float:
         """The seconds of the shortest trip: a message of that many bytes, and a small one back."""
-        there = self._channel(program)
-        message = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=self.device)
+        there = transport.channel(number, _LINK, source, target, backward=False)
+        message, answer = (torch.zeros(each, dtype=torch.uint8, device=device) for each in (size, SMALL_BYTES))
         seconds = []
         for _ in range(UNCOUNTED + COUNTED):
             begun = time.perf_counter()
-            if self._sends:
-                back.post(0)
+            (back if sends else there).post(0)
+            if sends:
                 there.send(0, [message])
-                self._arrived(back)
-            else:
-                there.post(0)
-                self._arrived(there)
+            (back if sends else there).receive(0)
+            settle(device)
+            if not sends:
                 back.send(0, [answer])
             seconds.append(time.perf_counter() - begun)
-            self.transport.end_step()
-        self.transport.release(program)
+            transport.end_step()
+        transport.release(number)
         return min(seconds[UNCOUNTED:])
 
-    def _arrived(self, channel: Channel) -> None:
-        channel.receive(0)
-        settle(self.device)
+    small, large = trip_seconds(program + 1, SMALL_BYTES), trip_seconds(program + 2, message_bytes)
+    transport.release(program)
+    if not sends:
+        return None
+    rate = (message_bytes - SMALL_BYTES) / (large - small) if large > LONGER * small else None
+    return MeasuredLink(source, target, small / 2, rate, message_bytes)

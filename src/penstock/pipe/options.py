@@ -16,7 +16,7 @@ from penstock.errors import ArgumentError, check_counts
 from penstock.partition import Balance, Choice, Room
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.execute.transports import TransportChoice, TransportName
+from penstock.runtime.execute.transport_choice import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class
@@ -142,8 +142,10 @@ class Options:
             raise ArgumentError(f"seed={self.seed!r}: expected an integer, or None")
         check_counts(required=False, unshard_window=self.unshard_window)
         for name in ("lost_after", "group_timeout"):
-            if not (getattr(self, name) is None or _is_wait(getattr(self, name))):
-                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected seconds >= 1, or None")
+            wait = getattr(self, name)
+            is_number = isinstance(wait, (int, float)) and not isinstance(wait, bool)
+            if not (wait is None or (is_number and 1 <= wait < math.inf)):
+                raise ArgumentError(f"{name}={wait!r}: expected seconds >= 1, or None")
 
         limit = self.memory_limit
         if not (limit is None or (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0)):
@@ -178,7 +180,3 @@ def _check_features(given: Any) -> None:
         )
     for each in given:
         refuse_class("features", each)
-
-
-def _is_wait(seconds: object) -> bool:
-    return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 1 <= seconds < math.inf

@@ -24,9 +24,9 @@ from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, passed
 from penstock.runtime.batch.cutting import Batch
-from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
+from penstock.runtime.features.registry import RECOMPUTE
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
 from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
@@ -121,7 +121,7 @@ class Pipeline:
 
     def _evaluate(self, batch: Batch, **options: Any) -> StepResult:
         self.session.refuse_closed()
-        _refuse_misspelt(self, batch.kwargs)
+        _refuse_misspelt(self, batch.kwargs, predicts=not options.get("evaluates", True))
         with evaluating(self.session.split, self.session.options.loss):
             return self.session.steps.run_batch(self.step_count, batch, training=False, **options)
 
@@ -417,7 +417,7 @@ class Pipeline:
             self.close()
 
 
-def _refuse_misspelt(pipe: Pipeline, kwargs: Mapping[str, Any]) -> None:
+def _refuse_misspelt(pipe: Pipeline, kwargs: Mapping[str, Any], *, predicts: bool = False) -> None:
     """Raises TypeError for an argument that the model does not take, if it resembles one of the step's own."""
     if not kwargs or pipe.session.options.split is not None:
         return
@@ -426,5 +426,9 @@ def _refuse_misspelt(pipe: Pipeline, kwargs: Mapping[str, Any]) -> None:
         return
     for name in kwargs.keys() - takes.keys():
         hint = nearest(name, ("target", "outputs", "timeline", "loss_scale"))
+        if predicts and "target=" in hint:
+            raise TypeError(
+                f"the model takes no argument {name}=, and predict() needs the model's inputs only; omit it"
+            )
         if hint:
             raise TypeError(f"neither a step nor the model takes an argument {name}={hint}")

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from penstock._base.words import counted
-from penstock.costs import first_difference
+from penstock.costs import MadeFor, first_difference
 from penstock.distributed.world import World
 from penstock.errors import ArgumentError, PlanError, warn
-from penstock.partition.measure.costs import identity
+from penstock.partition.measure.units import identity
 from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
-from penstock.plan.plan import VARIABLE, MadeFor
+from penstock.plan.plan import VARIABLE
 
 USUAL: Mapping[str, Any] = {
     "schedule": "1f1b",
@@ -36,22 +36,25 @@ class Followed:
 
     Attributes:
         plan: None if there is none.
-        arguments: those of `USUAL`, as the plan decides them, or as they were given.
+        arguments: what the plan decides of `penstock.pipeline`'s arguments.
     """
 
     plan: Plan | None
     arguments: Mapping[str, Any]
 
     @classmethod
-    def of(cls, plan: Plan | str | os.PathLike[str] | None, **given: Any) -> Followed:
+    def of(cls, plan: Plan | str | os.PathLike[str] | None, given: Mapping[str, Any]) -> Followed:
         """What to follow: the plan given, or else that of `penstock run --plan`, which goes before what a script gives.
+
+        Args:
+            given: the arguments of `penstock.pipeline`.
 
         Raises:
             ArgumentError: it is no plan, or was given together with an argument that it decides.
         """
         path = os.environ.get(VARIABLE)
         if plan is None and not path:
-            return cls(None, given)
+            return cls(None, {})
         found = plan if isinstance(plan, Plan) else _read(plan if plan is not None else path)
         twice = [name for name, usual in USUAL.items() if given[name] is not usual and given[name] != usual]
         if twice and plan is not None:
@@ -59,11 +62,6 @@ class Followed:
         if twice:
             warn(f"{', '.join(twice)}: overridden by the plan {path} of penstock run")
         return cls(found, _decided(found))
-
-    @property
-    def decided(self) -> tuple[Any, ...]:
-        """The arguments, in the order of `USUAL`."""
-        return tuple(self.arguments[name] for name in USUAL)
 
     def ranks(self, given: int | None) -> int | None:
         """How many ranks to ask for."""
@@ -123,9 +121,8 @@ class Followed:
 
 
 def _check_model(made_for: MadeFor, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
-    mine = identity(as_module(model))
-    device = made_for.device if device_type == "meta" else device_type
-    if difference := first_difference(made_for, mine.parameters, device, mine.dtype):
+    here = identity(as_module(model), made_for.device if device_type == "meta" else device_type)
+    if difference := first_difference(made_for, here):
         raise PlanError(
             f"plan= is not for this model on this device: {difference}; make a plan of this one with `penstock plan`"
         )

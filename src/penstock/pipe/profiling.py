@@ -7,22 +7,23 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock._base.trees import Flat, map_tensors, unflatten
-from penstock.costs import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
+from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, estimated, fitted, read_profile
 from penstock.costs.hardware import Device, Efficiency
 from penstock.costs.hardware import device as known
 from penstock.distributed.world import World, device_named, device_of, join
 from penstock.errors import ArgumentError, check_counts, check_seconds
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.clock import undisturbed
-from penstock.partition.measure.costs import identity
+from penstock.partition.measure.units import identity
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
 from penstock.pipe.arguments import checked_inputs
@@ -43,6 +44,9 @@ FEW, MANY = 2, 10
 """Microbatches. A longer step has so many more actions, and nothing else more."""
 
 STEPS = 10
+
+ON_CPU: Mapping[str, Any] = {"device": "cpu", "dtype": torch.float32}
+"""Whatever the defaults are."""
 
 FEWER_VALUES, MORE_VALUES = 2**21, 2**22
 """Of a parameter that AdamW updates on a CPU. A longer step has so many more values, and nothing else more."""
@@ -110,21 +114,12 @@ def profile(
         raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
 
     where = there or input_device(example, model)
-
-    def units() -> Profile:
-        partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
-        if kind is not None:
-            return estimated(_measured(partitioner, pieces, None, there, per_row), kind, _efficiency(calibrate, kind))
-        # ranks that measure their links do so all at once, so none decides by itself to do it again
-        return measuring(partitioner) if links else undisturbed(lambda: measuring(partitioner), where)
-
-    def measuring(partitioner: Partitioner) -> Profile:
-        found = _measured(partitioner, pieces, budget_seconds, there, per_row)
-        found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
-        # other devices compute while the runtime goes on
-        return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
-
-    return _with_links(units, where) if links else units()
+    partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+    if kind is not None:
+        return estimated(_measured(partitioner, pieces, None, there, per_row), kind, _efficiency(calibrate, kind))
+    measuring = partial(_measured, partitioner, pieces, budget_seconds, there, per_row)
+    # ranks that measure their links do so all at once, so none decides by itself to do it again
+    return _with_links(measuring, where) if links else undisturbed(measuring, where)
 
 
 def _measured(
@@ -142,16 +137,21 @@ def _measured(
         inputs, named = unflatten(piece.leaves, piece.structure)
         if there is not None:
             inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
-        found = partitioner.profile(inputs, named, budget_seconds, rows, partial(SplitBackward, in_order=True))
+        found = partitioner.profile(inputs, named, budget_seconds, partial(SplitBackward, in_order=True))
         *before, last = found.units
-        return replace(found, units=(*before, replace(last, target_bytes=rows * target_bytes)))
+        return replace(found, rows=rows, units=(*before, replace(last, target_bytes=rows * target_bytes)))
 
     try:
         with torch.enable_grad():
             *others, largest = [one(piece, rows) for piece, rows in pieces]
     except UnmeasurableError as error:
         raise ArgumentError(f"the model cannot be profiled: {error}") from error
-    return largest.with_others(others)
+    found = largest.with_others(others)
+    if budget_seconds is None:
+        return found
+    found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
+    # other devices compute while the runtime goes on
+    return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
 
 def specified(device: torch.device | Device | str | None) -> Device | None:
@@ -160,14 +160,11 @@ def specified(device: torch.device | Device | str | None) -> Device | None:
     Raises:
         ArgumentError: it is neither; names the known ones most like it.
     """
-    if isinstance(device, Device) or not isinstance(device, str):
+    if not isinstance(device, str):
         return device if isinstance(device, Device) else None
     if not device.endswith(".toml"):
-        try:
+        with suppress(RuntimeError):  # it is none of torch's
             torch.device(device)
-        except RuntimeError:  # none of torch's
-            pass
-        else:
             return None
     return known(device)
 
@@ -209,18 +206,10 @@ def input_device(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def check_profile(
-    found: Profile, model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], what: str
-) -> None:
-    """Refuses a profile of another model than this one, or of another device or dtype. `what`: the profile's name.
-
-    Raises:
-        ArgumentError: names the first difference.
-    """
+def made_here(model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> MadeFor:
+    """What a profile of this model with such inputs is made for."""
     module = as_module(model)
-    mine = identity(module)
-    device = input_device((args, kwargs), module)
-    found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
+    return identity(module, input_device((args, kwargs), module).type)
 
 
 def _pieces(
@@ -250,7 +239,7 @@ def action_seconds() -> float:
     with torch.enable_grad(), torch.autocast("cpu", enabled=False), untouched_generators():
         more = (MANY - FEW) * STAGES
         whole = (_step_seconds(MANY) - _step_seconds(FEW)) / more
-        layer, x = _layer(), _zeros(1).requires_grad_()
+        layer, x = nn.Linear(8, 8, **ON_CPU), torch.zeros(1, 8, **ON_CPU, requires_grad=True)
         bare = _least(lambda: torch.autograd.backward(layer(x), torch.ones_like(x)))
     return max(0.0, (whole - bare) / 2)  # a forward and a backward
 
@@ -278,7 +267,8 @@ def _update_seconds(values: int, device: torch.device) -> float:
 
 
 def _step_seconds(microbatches: int) -> float:
-    layers, x = nn.Sequential(*(_layer() for _ in range(STAGES))), _zeros(microbatches)
+    layers = nn.Sequential(*(nn.Linear(8, 8, **ON_CPU) for _ in range(STAGES)))
+    x = torch.zeros(microbatches, 8, **ON_CPU)
     options = Options(loss_fn=nn.functional.mse_loss, balance="layers")
     order = generate("1f1b", STAGES, microbatches)
     with build(layers, ((x,), {}), World(STAGES), order, options) as pipe:
@@ -292,11 +282,3 @@ def _least(run: Callable[[], object]) -> float:
         run()
         seconds.append(time.perf_counter() - began)
     return min(seconds)
-
-
-def _layer() -> nn.Module:
-    return nn.Linear(8, 8, device="cpu", dtype=torch.float32)
-
-
-def _zeros(rows: int) -> Tensor:
-    return torch.zeros(rows, 8, device="cpu", dtype=torch.float32)

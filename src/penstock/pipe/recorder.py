@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -50,16 +50,8 @@ _LAST_FILES_SECONDS = 2.0
 """And for its files."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """A step that has ended, whose loss may still be on its way. Holds none of its outputs."""
-
-    step: int
-    loss: SharedLoss | None
-    rows: int
-    seconds: float
-    at_seconds: float
-    bubble: float | None
+_Noted = tuple[StepRecord, SharedLoss | None]
+"""A step that has ended, without its loss, which may still be on its way. Holds none of its outputs."""
 
 
 class Recorder:
@@ -89,10 +81,10 @@ class Recorder:
         self._first_replica = world.replica == 0
         self._replicas = world.data_parallel
         self._present = Present(world, watchdog, devices)
-        self._line = None if about is None else line_for(asked.line, asked.steps)
+        self._line = LiveLine(asked.steps) if about is not None and asked.line and sys.stderr.isatty() else None
         on_beat = () if self._line is None else (self._line.draw, self._line.close)
         self._writer = Writer(Path(asked.path), run_id, world.number, self._present, *on_beat)
-        watchdog.raised, watchdog.last_words = self.fail, self.end_failed
+        watchdog.raised, watchdog.last_words = self.fail, partial(self.end_now, _LAST_FILES_SECONDS)
         self._started = False
         self._steps = 0
         self._noted: list[_Noted] = []
@@ -101,7 +93,7 @@ class Recorder:
 
     def end_with(self, owner: object) -> None:
         """Ends the thread when `owner` is no longer there, or the program ends, unless `close` has."""
-        weakref.finalize(owner, self._end_unclosed)
+        weakref.finalize(owner, self.end_now)
 
     def begin(self, step: int, fingerprint: Callable[[], str]) -> bool:
         """Called before each training step, with its number, counted from 1.
@@ -139,7 +131,7 @@ class Recorder:
             self._write()
         seconds, at_seconds = now - self._began_seconds, now - self._start_seconds
         rows = sum(result.sizes) * self._replicas
-        self._noted.append(_Noted(step, result._loss, rows, seconds, at_seconds, bubble))
+        self._noted.append((StepRecord(step, None, seconds, rows, at_seconds, bubble), result._loss))
         self._tell_trouble()
 
     def close(self) -> None:
@@ -160,6 +152,12 @@ class Recorder:
         self._flush()
         self._writer.hurry()
 
+    def end_now(self, seconds: float | None = None) -> None:
+        """Writes what is left, but for losses that have not come in a moment, and ends the thread: of a run that has
+        failed, or was not closed. On any thread; raises nothing. `seconds`: to wait for files at most."""
+        self._flush()
+        self._writer.end(seconds)
+
     def _flush(self) -> None:
         """Hands over the steps that have ended, with the losses that come within a moment. Ranks that may be gone are
         asked nothing."""
@@ -169,18 +167,8 @@ class Recorder:
         with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no threads any more
             reads.start()
             reads.join(_LAST_LOSSES_SECONDS)
-        for one, loss in zip_longest(noted, losses[: len(noted)]):
-            self._hand_over(one, loss)
-
-    def end_failed(self) -> None:
-        """Writes what is left of a run that has failed, before its process ends. On any thread; raises nothing."""
-        self._flush()
-        self._writer.end(_LAST_FILES_SECONDS)
-
-    def _end_unclosed(self) -> None:
-        """Writes what is left, but for losses that have not come in a moment. Ends the thread."""
-        self._flush()
-        self._writer.end()
+        for (record, _), loss in zip_longest(noted, losses[: len(noted)]):
+            self._hand_over(record, loss)
 
     def _start(self, step: int) -> None:
         now = time.perf_counter()
@@ -200,13 +188,13 @@ class Recorder:
     def _write(self) -> None:
         """Reads the losses of the steps noted so far, and hands the steps to the thread."""
         while self._noted:
-            noted = self._noted[0]
-            loss = None if noted.loss is None else noted.loss.read()
-            self._hand_over(noted, None if loss is None else float(loss))
+            record, shared = self._noted[0]
+            loss = None if shared is None else shared.read()
+            self._hand_over(record, None if loss is None else float(loss))
             del self._noted[:1]  # only now: if the wait ends the run, the step has its last chance
 
-    def _hand_over(self, noted: _Noted, loss: float | None) -> None:
-        record = StepRecord(noted.step, loss, noted.seconds, noted.rows, noted.at_seconds, noted.bubble)
+    def _hand_over(self, record: StepRecord, loss: float | None) -> None:
+        record = replace(record, loss=loss)
         self._writer.step(record)
         if self._line is not None:
             self._line.add(record)
@@ -285,10 +273,10 @@ class Present:
 
 def _read_quietly(noted: Sequence[_Noted], losses: list[float | None]) -> None:
     """Reads losses one after another, as far as they come."""
-    for one in noted:
+    for _, shared in noted:
         loss = None
         with contextlib.suppress(Exception):
-            read = None if one.loss is None else one.loss.read_quietly()
+            read = None if shared is None else shared.read_quietly()
             loss = None if read is None else float(read)
         losses.append(loss)
 
@@ -356,8 +344,3 @@ class LiveLine:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-
-def line_for(wanted: bool, total_steps: int | None) -> LiveLine | None:
-    """A line, if one is wanted and there is a terminal to draw it on."""
-    return LiveLine(total_steps) if wanted and sys.stderr.isatty() else None

@@ -20,13 +20,13 @@ from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
 from penstock.runtime.batch.cutting import Batch, Microbatch
 from penstock.runtime.batch.outline import Outline, SingleRowError
-from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import arguments_for, effective_compile
 from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
+from penstock.runtime.features.registry import RECOMPUTE
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import Kinds
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
@@ -198,7 +198,8 @@ class Steps:
         targets = self._to_loss_devices(cached, targets)
         devices = tuple({*self._engine.devices})
         with self._engine.streams.drawing(0, devices), computing(0, 0):
-            return try_loss(cached.bound, None if targets is None else targets[0], _given(self._options.loss))
+            given = getattr(self._options.loss, "__wrapped__", self._options.loss)  # as the user gave it
+            return try_loss(cached.bound, None if targets is None else targets[0], given)
 
     def _divide(self, batch: Batch) -> Batch:
         """A batch with the microbatches that the user's function, if any, makes of it."""
@@ -353,11 +354,6 @@ def _sharded(split: SplitModel, options: Options) -> Sharded:
             "unshard_window out, or shard the stages"
         )
     return Sharded(split.sharded_stages, options.unshard_window)
-
-
-def _given(loss: Loss | None) -> object:
-    """The user's loss, as given."""
-    return getattr(loss, "__wrapped__", loss)
 
 
 def _wants_target(loss: Loss | None) -> bool:

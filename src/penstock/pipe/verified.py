@@ -47,7 +47,7 @@ def fingerprint_of(split: SplitModel, engine: Engine, order: Schedule, options: 
         [(name, str(type(module)), module.extra_repr()) for name, module in modules.items()],
         [_text(method) for kind in classes if not kind.__module__.startswith("torch.") for method in _methods(kind)],
         [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors],
-        (order.name, str(order.placement), order.numbers, split.cuts, torch.__version__),
+        (order.name, str(order.placement), order.microbatches, split.cuts, torch.__version__),
         [(row.stage, row.op, row.microbatch, row.joined) for row in order.rows],
         (world.is_local, world.data_parallel, len(world.column), [device.type for device in engine.devices]),
         [_text(getattr(options, name)) for name in _OPTIONS],

@@ -168,7 +168,7 @@ def _open_schedules(
         yield 1, "1f1b"
         return
     for entry in generators():
-        if (wanted is None or entry.name in wanted) and entry.slices == 1:
+        if wanted is None or entry.name in wanted:
             for chunks in _chunks_of(entry):
                 if ranks * chunks <= units and not entry.broken(Numbers(ranks, microbatches, chunks)):
                     yield chunks, entry.name

@@ -16,9 +16,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.besides import Besides, running
+from penstock.plan.transient import Transient, kept_peaks, running
 from penstock.schedule import Action, Schedule
-from penstock.schedule.kept import run_again, trips
+from penstock.schedule.activations import run_again, trips
 from penstock.simulate import StageCost
 from penstock.simulate.costs import LinkCost, OfStage
 
@@ -45,16 +45,16 @@ class Demand:
         input_bytes: what each receives for a microbatch: all that a recomputed one keeps.
         host: to the host's memory and back; None: nothing is offloaded.
         limits: what each rank has.
-        again_seconds: what each takes to run its forward again, if it is recomputed; empty: as long as the first time.
-        besides: what each takes while it runs; empty: nothing.
+        again_seconds: what each takes to run its forward again, if it is recomputed.
+        transient: what each takes while it runs.
     """
 
     costs: Sequence[StageCost]
     input_bytes: Sequence[float]
     host: LinkCost | None
     limits: Sequence[float]
-    again_seconds: Sequence[float] = ()
-    besides: Sequence[Besides] = ()
+    again_seconds: Sequence[float]
+    transient: Sequence[Transient]
 
 
 @dataclass(frozen=True)
@@ -72,26 +72,19 @@ class Keeping:
     costs: tuple[OfStage, ...]
 
 
-def best_keeping(schedule: Schedule, demand: Demand, kept_bytes: Sequence[float]) -> Keeping:
-    """Each rank's way that fits with the least extra work; if none fits, the one that lacks least.
-
-    Args:
-        kept_bytes: what each rank needs if every stage keeps its activations.
-    """
-    place, depth = schedule.placement, schedule.placement.depth
-    ways, peaks = [Way.KEEPS] * depth, [*kept_bytes]
-    costs: list[OfStage] = [*demand.costs] * place.pipelines
+def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
+    """Each rank's way that fits with the least extra work; if none fits, the one that lacks least."""
+    place = schedule.placement
+    ways = dict.fromkeys(range(place.depth), Way.KEEPS)
+    peaks = dict(enumerate(kept_peaks(schedule, demand.costs, demand.transient)))
+    costs: dict[int, OfStage] = dict(enumerate([*demand.costs] * place.pipelines))
     for ranks in _together(schedule):
-        if all(kept_bytes[rank] <= demand.limits[rank] for rank in ranks):
-            continue
-        by_stage, needed, made = _best(schedule, demand, ranks)
-        for stage, way in by_stage.items():
-            ways[stage] = way
-        for rank, peak in needed.items():
-            peaks[rank] = peak
-        for stage, cost in made.items():
-            costs[stage] = _padded(cost, schedule)
-    return Keeping(tuple(ways), tuple(peaks), tuple(costs))
+        if any(peaks[rank] > demand.limits[rank] for rank in ranks):
+            by_stage, needed, made = _best(schedule, demand, ranks)
+            ways |= by_stage
+            peaks |= needed
+            costs |= {stage: _padded(cost, schedule) for stage, cost in made.items()}
+    return Keeping(tuple(ways.values()), tuple(peaks.values()), tuple(costs.values()))
 
 
 def _best(
@@ -107,8 +100,8 @@ def _best(
     always: dict[int, tuple[float, Floats]] = {}
     for rank, own in on_rank.items():
         costs = [demand.costs[stage % depth] for stage in own]
-        besides = running(schedule.rows[rank], demand.costs, demand.besides or [Besides(0.0, 0.0)] * depth)
-        always[rank] = sum(cost.parameter_bytes + cost.optimizer_bytes for cost in costs), besides
+        beside = running(schedule.rows[rank], demand.costs, demand.transient)
+        always[rank] = sum(cost.parameter_bytes + cost.optimizer_bytes for cost in costs), beside
         work = tuple(action for action in schedule.rows[rank] if action.op.is_compute)
         for stage, way in product(own, open_ways):
             done[stage, way] = _Done.of(way, work, stage, demand)
@@ -117,8 +110,8 @@ def _best(
         by_stage = dict(zip(stages, chosen, strict=True))
         each = {rank: [done[stage, by_stage[stage % depth]] for stage in own] for rank, own in on_rank.items()}
         needed = {}
-        for rank, (constant, besides) in always.items():
-            course = np.sum([one.held for one in each[rank]], axis=0) + besides
+        for rank, (constant, beside) in always.items():
+            course = np.sum([one.held for one in each[rank]], axis=0) + beside
             needed[rank] = constant + float(course.max(initial=0.0))
         lacks = lacking([*needed.values()], [demand.limits[rank] for rank in ranks])
         extra = sum(one.extra_seconds for of_rank in each.values() for one in of_rank)
@@ -145,8 +138,8 @@ class _Done:
     @classmethod
     def of(cls, way: Way, work: Sequence[Action], stage: int, demand: Demand) -> _Done:
         depth = len(demand.costs)
-        cost, received, again = demand.costs[stage % depth], demand.input_bytes[stage % depth], demand.again_seconds
-        once_more = again[stage % depth] if again else cost.forward_seconds
+        cost, received = demand.costs[stage % depth], demand.input_bytes[stage % depth]
+        again = demand.again_seconds[stage % depth]
         trip = 0.0 if demand.host is None else demand.host.seconds(cost.activation_bytes)
         places = _places(work, stage)
         other = frozenset[int]()  # the microbatches that run again, or that are away for long enough
@@ -171,7 +164,7 @@ class _Done:
                 hold(forward, end, received)
                 hold(forward, forward, cost.activation_bytes)
                 hold(backward, backward, cost.activation_bytes)
-                each[number] = replace(cost, backward_input_seconds=cost.backward_input_seconds + once_more)
+                each[number] = replace(cost, backward_input_seconds=cost.backward_input_seconds + again)
             else:
                 hold(forward, forward + 1, cost.activation_bytes)
                 hold(backward - 1, backward, cost.activation_bytes)

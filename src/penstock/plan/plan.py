@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.words import shortened
-from penstock.costs import Profile
+from penstock.costs import MadeFor
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.plan.choice import Choice
 from penstock.schedule import Schedule
@@ -20,30 +20,6 @@ VERSION = 2
 
 VARIABLE = "PENSTOCK_PLAN"
 """Of the environment: the file of the plan that `penstock run` was told to follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class MadeFor:
-    """What a plan is a plan for.
-
-    Attributes:
-        parameters: the shape of each parameter of the model, by name.
-        device: the type of device ("cpu", "cuda").
-        dtype: of the parameters.
-        threads: with how many the times were measured, on a CPU; 0: not known, or no matter.
-    """
-
-    __pydantic_config__ = STRICT
-    parameters: Mapping[str, tuple[int, ...]]
-    device: str
-    dtype: str
-    threads: int = 0
-
-    @classmethod
-    def of(cls, profile: Profile) -> MadeFor:
-        """What a profile is a profile of."""
-        threads = profile.threads if (profile.device, profile.source) == ("cpu", "measured") else 0
-        return cls(profile.parameters, profile.device, profile.dtype, threads)
 
 
 @dataclass(frozen=True, slots=True)

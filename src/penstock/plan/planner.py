@@ -14,8 +14,8 @@ from penstock.plan.bounds import least_seconds, least_seconds_anyhow
 from penstock.plan.choice import ANY, Choice, Wanted, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
-from penstock.plan.plan import MadeFor, Plan
-from penstock.plan.predict import Cut, arranged, besides_of, cut, cut_within, order_of, planned, predict
+from penstock.plan.plan import Plan
+from penstock.plan.predict import Cut, arranged, cut, cut_within, order_of, planned, predict, transient_of
 from penstock.schedule import Schedule
 from penstock.simulate.search import search
 
@@ -145,7 +145,7 @@ def make_plans(
     if fastest is not None and fastest not in ranked[:best]:
         ranked = [*ranked[: best - 1], fastest, *(one for one in ranked[best - 1 :] if one is not fastest)]
     lost += map(_as_lost, ranked[best:])
-    made_for = MadeFor.of(next(iter(sizes.profiles.values())))
+    made_for = next(iter(sizes.profiles.values())).made_for
     return Planned(
         tuple(replace(plan, made_for=made_for) for plan in ranked[:best]),
         tuple(sorted(lost, key=lambda one: one.step_seconds)),
@@ -250,13 +250,13 @@ def searched(schedule: Schedule, where: Cut, seconds: float) -> Schedule | None:
     placement = schedule.placement
     if 3 * placement.stages * schedule.microbatches > MAX_ACTIONS:
         return None
-    room, (more, _, besides) = [], besides_of(schedule, where)
+    room, (more, _, transient) = [], transient_of(schedule, where)
     for rank, limit in enumerate(where.limits):
         own = [stage % placement.depth for stage in placement.stages_on(rank)]
         costs = [where.costs[stage] for stage in own]
         held = sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs)
         running = max(
-            max(besides[s].working, besides[s].first.inputs - besides[s].first.early_bytes) for s in own
+            max(transient[s].working, transient[s].first_inputs - transient[s].early_bytes) for s in own
         )  # in any order, with all gradients there
         room.append(limit - more[rank] - held - running)
     try:

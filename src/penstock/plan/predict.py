@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from penstock.costs import Problem, UnitCost, best_starts, ties_of
-from penstock.costs.stage_costs import priced, problem_of
+from penstock.costs import Problem, UnitCost, best_starts
+from penstock.costs.stage_costs import priced, problem_of, with_memory
 from penstock.errors import ArgumentError
-from penstock.plan.besides import Besides, besides, held_again, kept_peaks
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster, Kind
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
+from penstock.plan.transient import Transient, held_again, transient_of_ranks
 from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, simulate
@@ -40,14 +40,6 @@ class Cut:
     speeds: Sequence[float]
     starts: Sequence[int] = ()
 
-    @classmethod
-    def within(cls, units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
-        """Nowhere yet. `placement`: which rank has which stage."""
-        slowest = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
-        of_stages = [slowest[rank] for rank in placement.rank_of]
-        depth = placement.depth
-        return cls(cluster, units, kinds, [min(of_stages[stage::depth]) for stage in range(depth)])
-
     def at(self, starts: Sequence[int]) -> Cut:
         """The same, cut at these places."""
         return replace(self, starts=tuple(starts))
@@ -65,7 +57,7 @@ class Cut:
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
         """Of each stage, on its device, if nothing is recomputed."""
-        return priced(self.units, self.starts, self.speeds, self.cluster.action_seconds)
+        return priced(self.units, self.starts, self.cluster.action_seconds, self.speeds)
 
     @property
     def again_seconds(self) -> list[float]:
@@ -92,23 +84,21 @@ class Cut:
 def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
     """Where the slowest stage is fastest, with what it sends over the cluster's link. Raises ArgumentError: there are
     fewer units than stages."""
-    found = Cut.within(units, placement, cluster, kinds)
-    return found.at(best_starts(found.problem, placement.depth))
+    depth, anywhere = placement.depth, Cut(cluster, units, kinds, ())
+    of_stages = [anywhere.rank_speeds[rank] for rank in placement.rank_of]
+    found = replace(anywhere, speeds=[min(of_stages[stage::depth]) for stage in range(depth)])
+    return found.at(best_starts(found.problem, depth))
 
 
 def cut_within(where: Cut, schedule: Schedule) -> Cut | None:
     """Another cut within the memory of the devices, with as many microbatches in flight as the schedule has; or, if no
     cut is, where the fullest stage is least full. None if the devices differ in memory.
     """
-    placement, limits, units = schedule.placement, where.limits, where.units
+    placement, limits = schedule.placement, where.limits
     if len({*limits}) > 1:
         return None
     problem = replace(
-        where.problem,
-        held_bytes=[unit.held_bytes + schedule.microbatches * (unit.input_bytes + unit.target_bytes) for unit in units],
-        activation_bytes=[unit.in_flight_bytes for unit in units],
-        working_bytes=[unit.working_bytes for unit in units],
-        ties=ties_of(units),
+        with_memory(where.problem, where.units, schedule.microbatches),
         in_flight=in_flight_by_stage(schedule)[: placement.depth],
         limit_bytes=limits[0] / max(map(len, placement.by_rank)),
     )
@@ -127,7 +117,7 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
     """The plan with this order and these cuts, whose ranks keep what they have memory for."""
     placement, depth, cluster, units = schedule.placement, schedule.placement.depth, where.cluster, where.units
     devices, links = arranged(schedule, where)
-    more, again, each = besides_of(schedule, where)
+    more, again, each = transient_of(schedule, where)
     timeline = simulate(schedule, [*where.costs] * placement.pipelines, links)
     keeping = best_keeping(
         schedule,
@@ -139,7 +129,6 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
             where.again_seconds,
             each,
         ),
-        kept_peaks(schedule, where.costs, each),
     )
     by_way = {way: tuple(s for s, each in enumerate(keeping.ways) if each is way) for way in Way}
     if len(by_way[Way.KEEPS]) < depth:
@@ -169,13 +158,13 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
     )
 
 
-def besides_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[float], list[Besides]]:
+def transient_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[float], list[Transient]]:
     """What each rank needs of the batch, less what its stages count too often, since a tied parameter is there once;
     the latter alone; and what each stage takes while it runs.
     """
-    each = [Besides.of(piece, splits=schedule.splits) for piece in where.pieces]
+    each = [Transient.of(piece, splits=schedule.splits) for piece in where.pieces]
     again = held_again(schedule.placement, where.pieces)
-    of_ranks = besides(schedule.placement, schedule.microbatches, each)
+    of_ranks = transient_of_ranks(schedule.placement, schedule.microbatches, each)
     return [one.batch - twice for one, twice in zip(of_ranks, again, strict=True)], again, each
 
 

@@ -1,17 +1,15 @@
-"""A timeline for people: as text, as a picture, and as a trace for Perfetto. A schedule in words, slot by slot.
+"""A timeline for people: as a picture, and as a trace for Perfetto. A schedule in words, slot by slot.
 
 >>> from penstock.schedule import generate
->>> from penstock.simulate import StageCost, simulate
->>> print(summary(simulate(generate("1f1b", ranks=2, microbatches=4), [StageCost(1.0, 1.0, 1.0)] * 2)))
-rank  busy (s)  waiting (s)  bubble
-   0    12.000        3.000   20.0%
-   1    12.000        1.000   20.0%
-makespan 15.000 s, bubble 20.0%
+>>> panel = panel_of(generate("1f1b", ranks=2, microbatches=4))
+>>> panel.title
+'1f1b: 2 ranks, 4 microbatches; bubble 20.0%'
+>>> svg([panel], "slots")[:4]
+'<svg'
 """
 
 from penstock.report.perfetto import to_perfetto, write_perfetto
-from penstock.report.svg import Panel, panel_of, schedule_svg, svg
-from penstock.report.text import summary
+from penstock.report.svg import Panel, panel_of, svg
 from penstock.report.walkthrough import Moment, Source, Walkthrough, walkthrough
 
 __all__ = [
@@ -20,8 +18,6 @@ __all__ = [
     "Source",
     "Walkthrough",
     "panel_of",
-    "schedule_svg",
-    "summary",
     "svg",
     "to_perfetto",
     "walkthrough",

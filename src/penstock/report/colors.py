@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from penstock.schedule.said import Kind
+from penstock.schedule.describe import Kind
 
 
 @dataclass(frozen=True, slots=True)

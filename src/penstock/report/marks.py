@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from penstock.schedule.action import OPS
-from penstock.schedule.said import Kind, said_of
+from penstock.schedule.describe import Kind, describe
 from penstock.schedule.timeline import Timeline, Track
 
 MAX_MARKS = 6000
@@ -36,16 +36,15 @@ class Mark:
     said: str
 
 
-def marks(timeline: Timeline, rank: int, slices: int = 1) -> Iterator[Mark]:
-    """The actions of a rank that take time, in order. `slices`: of the schedule, as in `Schedule.slices`."""
+def marks(timeline: Timeline, rank: int) -> Iterator[Mark]:
+    """The actions of a rank that take time, in order."""
     track = timeline.tracks[rank]
     chunk = chunks(track)
     for action, start, end in zip(track.actions, track.start, track.end, strict=True):
         if end > start:
             number = -1 if action.microbatch is None else action.microbatch
-            label = "" if number < 0 else label_of(number, slices)
-            said = said_of(action, slices)
-            yield Mark(start, end, Kind.of(action.op), chunk[action.stage], max(0, number), label, said)
+            label = "" if number < 0 else str(number)
+            yield Mark(start, end, Kind.of(action.op), chunk[action.stage], max(0, number), label, describe(action))
 
 
 def chunks(track: Track) -> dict[int, int]:
@@ -59,15 +58,10 @@ def has_chunks(timeline: Timeline) -> bool:
     return any(len(chunks(track)) > 1 for track in timeline.tracks)
 
 
-def label_of(number: int, slices: int) -> str:
-    """A microbatch's number, and that of its slice: `3`, `3.1`."""
-    return str(number) if slices == 1 else f"{number // slices}.{number % slices}"
-
-
-def longest_label(timeline: Timeline, slices: int = 1) -> int:
+def longest_label(timeline: Timeline) -> int:
     """The most characters of a label. With room for these, actions of one length are labeled alike or not at all."""
     last = max((max(track.actions.microbatch, default=0) for track in timeline.tracks), default=0)
-    return len(label_of(max(0, last), slices))
+    return len(str(max(0, last)))
 
 
 def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]:

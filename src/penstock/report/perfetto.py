@@ -11,7 +11,7 @@ from typing import Any
 from penstock._base.files import write_text
 from penstock.report.marks import chunks
 from penstock.schedule.action import OPS, Op
-from penstock.schedule.said import said_of
+from penstock.schedule.describe import describe
 from penstock.schedule.timeline import Span, Timeline, Track
 from penstock.trace.names import STAGES_SAID_BY
 
@@ -21,40 +21,37 @@ Curve = Mapping[str, Sequence[tuple[float, float]]]
 """A rank's memory by kind, such as activations: at which second it changes, ascending, and to what."""
 
 
-def to_perfetto(
-    timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit: str = "bytes", slices: int = 1
-) -> dict[str, Any]:
+def to_perfetto(timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit: str = "bytes") -> dict[str, Any]:
     """The trace, ready for JSON: a process for each rank, with a thread for compute and one for communication.
 
     A slice is an action in words, with its text (`1F3`) among its arguments, a wait `wait`. An arrow leads from what
-    made a message to what used it. Counters show memory, or how many microbatches a rank holds (of several stages or
-    slices: activations). Times are in microseconds, as the format requires. Messages that travel at the same time, as
+    made a message to what used it. Counters show memory, or how many microbatches a rank holds (of several
+    stages: activations). Times are in microseconds, as the format requires. Messages that travel at the same time, as
     a GPU's do, get more threads: slices of one cannot overlap.
 
     Args:
         timeline: simulated or real.
         memory: a curve for each rank; None, or none at all: the microbatches that are held.
         unit: of the curves' sizes.
-        slices: of the schedule, as in `Schedule.slices`.
     """
     events: list[dict[str, Any]] = []
     turns = " (in turns with the others, in one process)" if timeline.in_turns else ""
     for rank, track in enumerate(timeline.tracks):
         events.append(_metadata("process_name", rank, 0, name=f"rank {rank}{turns}"))
         said = {"stages": timeline.stages, "in_turns": timeline.in_turns, "crowded": timeline.crowded}
-        events.append(_metadata(STAGES_SAID_BY, rank, 0, labels=_stages(track), **said))
+        stages = f"stage{'s' * (len(chunks(track)) != 1)} {', '.join(map(str, chunks(track)))}"
+        events.append(_metadata(STAGES_SAID_BY, rank, 0, labels=stages, **said))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
         free = [-math.inf]  # when each thread for communication is free again
         made = []
         for span in timeline.spans(rank):
-            made += _slices(span, 0 if span.action.op.is_compute else _thread(free, span), slices)
+            made += _slices(span, 0 if span.action.op.is_compute else _thread(free, span))
         names = ["compute", "communication", *(f"communication {more}" for more in range(2, len(free) + 1))]
         events += [_metadata("thread_name", rank, thread, name=name) for thread, name in enumerate(names)]
         events += made
         curve = memory[rank] if rank < len(memory) else None
         if curve is None:
-            whole = slices == 1 and len(chunks(track)) == 1
-            what = "microbatches" if whole else "activations"  # of a stage, of a slice
+            what = "microbatches" if len(chunks(track)) == 1 else "activations"  # of a stage
             events += _counters(rank, {f"{what} held": _held(track)}, "")
         else:
             events += _counters(rank, curve, unit)
@@ -65,25 +62,14 @@ def to_perfetto(
 
 
 def write_perfetto(
-    timeline: Timeline,
-    path: str | Path,
-    *,
-    memory: Sequence[Curve | None] = (),
-    unit: str = "bytes",
-    slices: int = 1,
+    timeline: Timeline, path: str | Path, *, memory: Sequence[Curve | None] = (), unit: str = "bytes"
 ) -> None:
     """Writes the trace from `to_perfetto` as JSON."""
-    made = to_perfetto(timeline, memory=memory, unit=unit, slices=slices)
-    write_text(path, json.dumps(made))
+    write_text(path, json.dumps(to_perfetto(timeline, memory=memory, unit=unit)))
 
 
 def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": args}
-
-
-def _stages(track: Track) -> str:
-    stages = chunks(track)
-    return f"stage{'s' * (len(stages) != 1)} {', '.join(map(str, stages))}"
 
 
 def _thread(free: list[float], span: Span) -> int:
@@ -94,13 +80,13 @@ def _thread(free: list[float], span: Span) -> int:
     return 1 + place
 
 
-def _slices(span: Span, thread: int, slices: int) -> list[dict[str, Any]]:
+def _slices(span: Span, thread: int) -> list[dict[str, Any]]:
     """The slice of an action, after that of its wait if it had one."""
     action = span.action
     place = {"ph": "X", "pid": span.rank, "tid": thread}
     ran = {
         **place,
-        "name": said_of(action, slices),
+        "name": describe(action),
         "cat": action.op.value,
         "ts": span.start_seconds * _MICROSECONDS,
         "dur": (span.end_seconds - span.start_seconds) * _MICROSECONDS,

@@ -9,7 +9,7 @@ from penstock.report.colors import LIGHT, ink, shade
 from penstock.report.marks import Axis, Mark, has_chunks, longest_label, marks
 from penstock.report.svg import panel_of, svg, unit_of
 from penstock.schedule import Schedule
-from penstock.schedule.said import WORDS, Kind
+from penstock.schedule.describe import WORDS, Kind
 from penstock.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ _HIGH = 0.86
 
 
 def picture(drawn: Schedule | Timeline) -> str:
-    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `schedule_svg`."""
+    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `panel_of`."""
     count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
     if count > _AT_ONCE:
-        timeline = "svg([penstock.report.panel_of(timeline)])"
-        how = timeline if isinstance(drawn, Timeline) else "schedule_svg(schedule)"
-        return f"<pre>{count:,} actions; penstock.report.{how} draws them, in a while</pre>"
+        name, unit = ("timeline", "") if isinstance(drawn, Timeline) else ("schedule", ", 'slots'")
+        how = f"penstock.report.svg([penstock.report.panel_of({name})]{unit})"
+        return f"<pre>{count:,} actions; {how} draws them, in a while</pre>"
     return svg([panel_of(drawn)], unit_of(drawn))
 
 
@@ -56,11 +56,11 @@ def plot(drawn: Schedule | Timeline, axes: Axes | None = None) -> Axes:
     axes.set_ylim(max(1, timeline.ranks) - 0.5, -0.5)
     axes.tick_params(labelsize=8.5)
     axes.spines[:].set_visible(False)
-    used, letters = set[Kind](), longest_label(timeline, panel.slices)
+    used, letters = set[Kind](), longest_label(timeline)
     for rank in range(timeline.ranks):
         bottom = rank - _HIGH / 2
         axes.broken_barh([(0, timeline.makespan_seconds)], (bottom, _HIGH), facecolors=LIGHT.fills[Kind.WAIT])
-        found = [*marks(timeline, rank, panel.slices)]
+        found = [*marks(timeline, rank)]
         used.update(mark.kind for mark in found)
         # Messages are thin, and lie over what the rank computes meanwhile.
         for thin, place in ((False, (bottom, _HIGH)), (True, (bottom + 0.75 * _HIGH, _HIGH / 4))):

@@ -13,8 +13,8 @@ from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, Theme, ink, shade
 from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Action, Schedule
+from penstock.schedule.describe import WORDS, Kind
 from penstock.schedule.grid import in_slots
-from penstock.schedule.said import WORDS, Kind
 from penstock.schedule.timeline import Timeline
 
 Background = Literal["auto", "light", "dark"]
@@ -34,47 +34,26 @@ class Panel:
     """A timeline to draw, with the line above it.
 
     Attributes:
-        slices: as in `Schedule.slices`.
         lighter: what has lighter colors, if a rank has several stages.
         marked: an action that is framed.
     """
 
     title: str
     timeline: Timeline
-    slices: int = 1
     lighter: str = "later chunks"
     marked: Action | None = None
 
 
-def schedule_svg(
-    schedule: Schedule,
-    timeline: Timeline | None = None,
-    *,
-    title: str | None = None,
-    unit: str = "s",
-    background: Background = "auto",
-    width: int = WIDTH,
-) -> str:
-    """A schedule as SVG.
+def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title: str | None = None) -> Panel:
+    """A schedule or a timeline, to be drawn, perhaps together with others.
 
     Args:
-        schedule: any that can be run.
-        timeline: when its actions ran, simulated or real; without it each F, B, I and W takes one slot.
+        timeline: when the schedule's actions ran, simulated or real; without it each F, B, I and W takes one slot.
         title: the line above; by default name, numbers and bubble.
-        unit: what the timeline's seconds stand for, if not for seconds.
-        background: the background that the colors are for.
-        width: in pixels, at most.
 
     Raises:
         ScheduleError: the schedule cannot be run.
-        ArgumentError: `width` leaves no room for the actions.
     """
-    unit = unit_of(schedule) if timeline is None else unit
-    return svg([panel_of(schedule, timeline, title)], unit, background=background, width=width)
-
-
-def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title: str | None = None) -> Panel:
-    """A schedule or a timeline, to be drawn together with others. Arguments and errors as for `schedule_svg`."""
     if isinstance(drawn, Timeline):
         ranks = f"{counted(drawn.ranks, 'rank')}, {Axis.of(drawn.makespan_seconds).text(drawn.makespan_seconds)}"
         return Panel(f"{ranks}; {_bubble(drawn)}" if title is None else title, drawn)
@@ -83,7 +62,7 @@ def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title
         numbers = f"{counted(drawn.ranks, 'rank')}, {counted(drawn.microbatches, 'microbatch')}"
         title = f"{drawn.name}: {numbers}; {_bubble(known)}"
     lighter = "the copy" if drawn.placement.pipelines > 1 else "later chunks"
-    return Panel(title, known, drawn.slices, lighter)
+    return Panel(title, known, lighter)
 
 
 def unit_of(drawn: Schedule | Timeline) -> str:
@@ -99,12 +78,20 @@ def svg(
     width: int = WIDTH,
     hover: bool = True,
 ) -> str:
-    """Several timelines under each other on one axis of time, as SVG.
+    """Timelines under each other on one axis of time, as SVG.
+
+    >>> from penstock.schedule import generate
+    >>> svg([panel_of(generate("1f1b", ranks=2, microbatches=4))], "slots")[:4]
+    '<svg'
 
     Args:
+        unit: what the timelines' seconds stand for, if not for seconds.
+        background: the background that the colors are for.
+        width: in pixels, at most.
         hover: whether actions are named under the pointer, which pages do not do for pictures that are files.
 
-    The other arguments, and errors, are as for `schedule_svg`.
+    Raises:
+        ArgumentError: `width` leaves no room for the actions.
     """
     if background not in ("auto", "light", "dark"):
         raise ArgumentError(f"background={background!r}: expected 'auto', 'light' or 'dark'")
@@ -158,7 +145,7 @@ class _Frame:
         """The ranks of a panel."""
         timeline = panel.timeline
         every = 1 if self.row > 11 else 4
-        longest = longest_label(panel.timeline, panel.slices)
+        longest = longest_label(panel.timeline)
         for rank in range(timeline.ranks):
             y, high = top + rank * self.row, self.row - (3 if self.row > 11 else 1)
             if rank % every == 0:
@@ -166,7 +153,7 @@ class _Frame:
             length = self.scale * timeline.makespan_seconds
             yield f'<rect class="idle" x="{self.left:g}" y="{y:g}" width="{length:.4g}" height="{high:g}"/>'
             if self.few:
-                for mark in marks(timeline, rank, panel.slices):
+                for mark in marks(timeline, rank):
                     yield self._mark(mark, y, high, longest)
             else:
                 yield from self._columns(timeline, rank, y, high)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from penstock._base.words import counted
 from penstock.schedule import Action, Dependencies, Op, Schedule
+from penstock.schedule.describe import WORDS, Kind
 from penstock.schedule.order import earliest_times
-from penstock.schedule.said import WORDS, Kind
+from penstock.schedule.passes import compute_only
 
 _NOUN = {op: f"the {WORDS[Kind.of(op)]} of" for op in (Op.F, Op.B, Op.I, Op.W)}
 WORK = {op: f"{'runs' if op in (Op.F, Op.B) else 'computes'} {noun}" for op, noun in _NOUN.items()}
@@ -84,8 +85,7 @@ def walkthrough(schedule: Schedule) -> Walkthrough:
     Raises:
         ScheduleError: the schedule cannot be run.
     """
-    rows = [[item for item in row.items() if all(p.op.is_compute for p in item.parts)] for row in schedule.rows]
-    words = _Words(schedule.with_rows(rows))
+    words = _Words(compute_only(schedule))
     slots = max((slot + 1 for slot in words.slots), default=0)
     return Walkthrough(schedule, tuple(tuple(words.of_rank(rank, slots)) for rank in range(schedule.ranks)))
 
@@ -146,11 +146,9 @@ class _Words:
         return tuple(Source(known.actions[need], known.rank_of[need], self.slots[need]) for need in known.before(node))
 
     def _where(self, action: Action) -> str:
-        number, slices, depth = action.microbatch or 0, self.schedule.slices, self.schedule.placement.depth
-        microbatch = f"microbatch {number // slices}"
-        piece = microbatch if slices == 1 else f"slice {number % slices} of {microbatch}"
+        depth = self.schedule.placement.depth
         copy = "" if action.stage < depth else f", the copy of stage {action.stage % depth}"
-        return f"{piece} on stage {action.stage}{copy}"
+        return f"microbatch {action.microbatch} on stage {action.stage}{copy}"
 
     def _with(self, rank: int, action: Action, needs: tuple[Source, ...]) -> str:
         """With what an action works: each of its sources, and the batch or the loss at the model's ends."""
@@ -169,10 +167,6 @@ class _Words:
             if source.rank == rank:
                 return f"with the {what} that it made itself on stage {of.stage} in slot {source.slot}"
             return f"with the {what} that rank {source.rank} sent at the end of slot {source.slot}"
-        if of.microbatch != action.microbatch:
-            what = "forward" if of.op is Op.F else "backward"
-            slice_number = (of.microbatch or 0) % self.schedule.slices
-            return f"with what the {what} of slice {slice_number} left in slot {source.slot}"
         if of.op is Op.I:
             return f"with what its input gradient left in slot {source.slot}"
         return f"with what its forward kept in slot {source.slot}"

@@ -61,6 +61,9 @@ class Op(enum.Enum):
 OPS = tuple(Op)
 """`OPS[op.code] is op`."""
 
+SENDS = frozenset((Op.SEND_F.code, Op.SEND_B.code))
+"""The codes of the ops that send."""
+
 _COMPUTE = (Op.F, Op.B, Op.I, Op.W)
 _BACKWARD = (Op.B, Op.I, Op.W)
 _NEIGHBOR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}

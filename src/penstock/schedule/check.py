@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import OPS, Action, Op
+from penstock.schedule.action import OPS, SENDS, Action, Op
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
 from penstock.schedule.order import Advance, advance, describe_cycle
 from penstock.schedule.receives import early_receives
@@ -23,7 +23,6 @@ _F, _REDUCE = Op.F.code, Op.REDUCE_GRAD.code
 _ADDS_WEIGHT_GRADIENTS = (Op.B.code, Op.W.code)
 _MAX_MISSING = 10_000
 """Missing actions that are named: a single wrong number may say that there are a billion microbatches."""
-_SENDS = frozenset(op.code for op in Op if op.is_send)
 _SHARDING = {Op.UNSHARD: Op.RESHARD, Op.RESHARD: Op.UNSHARD}
 
 
@@ -35,7 +34,7 @@ class Violation:
         rank: where it is.
         action: which one; None if no single action is at fault.
         kind: "repeated", "missing", "out of range", "misplaced", "order", "unmatched", "message order",
-            "reduction order", "deadlock", "early receive", "memory" or "inexact".
+            "reduction order", "deadlock", "early receive" or "inexact".
         text: what is wrong, with rank, action and reason.
         fatal: False if the schedule runs anyway, but its results differ in their bits from those of one device.
     """
@@ -50,7 +49,7 @@ class Violation:
         return f"{self.kind}: {self.text}"
 
 
-def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation]:
+def check(schedule: Schedule) -> list[Violation]:
     """Everything that is wrong with a schedule; empty if nothing is.
 
     >>> from penstock.schedule import Schedule
@@ -65,7 +64,6 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
 
     Args:
         schedule: with or without messages.
-        memory_limit: the most activations that a rank may hold at once, as `peak_activations` counts them.
     """
     dependencies = Dependencies(schedule)
     # A schedule that finishes when sends wait also finishes when they are buffered, and its rows are in order.
@@ -82,16 +80,17 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
     ]
     if not found:
         found += _deadlock(dependencies, unbuffered) if unbuffered.blocked else _early(dependencies, unbuffered)
-    found += _inexact(schedule)
-    if memory_limit is not None:
-        found += _memory(schedule, memory_limit)
-    return found
+    return [*found, *_inexact(schedule)]
 
 
-def require_legal(schedule: Schedule, name: str) -> Schedule:
-    """Return the schedule. Raises ScheduleError: it is not legal; names the first rule that it breaks."""
-    if wrong := [violation for violation in check(schedule) if violation.fatal]:
-        raise ScheduleError(f"{name} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
+def require_legal(schedule: Schedule, file: str = "") -> Schedule:
+    """Return the schedule. Raises ScheduleError: it is not legal; names the rules that it breaks, of one in a `file`
+    the first."""
+    wrong = [violation for violation in check(schedule) if violation.fatal]
+    if wrong and file:
+        raise ScheduleError(f"{file} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
+    if wrong:
+        raise ScheduleError(f"schedule {schedule.name!r} cannot be run: {summary(wrong)}")
     return schedule
 
 
@@ -112,7 +111,7 @@ def peak_activations(schedule: Schedule) -> list[int]:
     held from F until B or W; on a stage without a backward, during F only.
     """
     kept = stages_with_backward(schedule)
-    return [max((held for held, _ in _held_activations(row, kept)), default=0) for row in schedule.rows]
+    return [max(_held_activations(row, kept), default=0) for row in schedule.rows]
 
 
 def in_flight_by_stage(schedule: Schedule) -> list[int]:
@@ -130,13 +129,13 @@ def in_flight_by_stage(schedule: Schedule) -> list[int]:
     return most
 
 
-def _held_activations(row: Row, kept: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """How many activations a rank holds during each F, and the index of that F in the row."""
+def _held_activations(row: Row, kept: frozenset[int]) -> Iterator[int]:
+    """How many activations a rank holds during each F."""
     held: set[tuple[int, int]] = set()
-    for index, (stage, op, number) in enumerate(zip(row.stage, row.op, row.microbatch, strict=True)):
+    for stage, op, number in zip(row.stage, row.op, row.microbatch, strict=True):
         if op == _F:
             held.add((stage, number))
-            yield len(held), index
+            yield len(held)
             if stage not in kept:
                 held.discard((stage, number))
         elif op in _ADDS_WEIGHT_GRADIENTS:
@@ -154,9 +153,8 @@ def _places(schedule: Schedule) -> Iterator[Violation]:
             if stage >= stages or peer >= stages:
                 kind, reason = "out of range", f"the stages are 0..{stages - 1}"
             elif not first[stage] <= number < end[stage] and number >= 0 and op != _REDUCE:
-                what = "the microbatches" if schedule.slices == 1 else "the slices"
                 of = "" if schedule.placement.pipelines == 1 else f" of stage {stage}"
-                kind, reason = "out of range", f"{what}{of} are {first[stage]}..{end[stage] - 1}"
+                kind, reason = "out of range", f"the microbatches{of} are {first[stage]}..{end[stage] - 1}"
             elif rank_of[stage] != rank:
                 kind, reason = "misplaced", f"stage {stage} is on rank {rank_of[stage]}"
             elif peer >= 0 and rank_of[peer] == rank:
@@ -221,7 +219,7 @@ def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violati
                 text = f"rank {rank} has no {action}; each microbatch goes through stage {stage} once"
                 yield Violation(rank, action, "missing", text)
     for (stage, code, peer), nodes in dependencies.kinds.items():
-        if code in _SENDS and stage < schedule.stages:
+        if code in SENDS and stage < schedule.stages:
             rank = schedule.placement.rank_of[stage]
             for k in sorted(set(schedule.numbers_on(stage)) - nodes.keys()):
                 action = Action(stage, OPS[code], k, peer)
@@ -269,7 +267,7 @@ def _message_order(schedule: Schedule, dependencies: Dependencies) -> Iterator[V
     for node, (op, peer) in enumerate(zip(actions.op, actions.peer, strict=True)):
         if 0 <= peer < schedule.stages:
             other = schedule.placement.rank_of[peer]
-            if op in _SENDS:
+            if op in SENDS:
                 sent[rank_of[node], other].append(node)
             else:
                 posted[other, rank_of[node]].append(node)
@@ -337,12 +335,3 @@ def _inexact(schedule: Schedule) -> Iterator[Violation]:
                 )
                 yield Violation(rank, row[index], "inexact", text, fatal=False)
             latest[stage] = (number, index)
-
-
-def _memory(schedule: Schedule, limit: int) -> Iterator[Violation]:
-    kept = stages_with_backward(schedule)
-    for rank, row in enumerate(schedule.rows):
-        over = next(((held, row[index]) for held, index in _held_activations(row, kept) if held > limit), None)
-        if over is not None:
-            text = f"rank {rank} holds {over[0]} activations at {over[1]}; the limit is {limit}"
-            yield Violation(rank, over[1], "memory", text)

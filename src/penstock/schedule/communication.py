@@ -18,13 +18,13 @@ that run, so they are free of deadlock by construction, with or without buffered
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.errors import ArgumentError, ScheduleError
-from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.action import SENDS, Action, Op, Overlap
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
 from penstock.schedule.order import runnable_order
 from penstock.schedule.receives import postpone_receives
@@ -32,9 +32,6 @@ from penstock.schedule.schedule import Schedule
 
 BUFFERS_PER_LINK = 2
 """How many receives per link may be posted and not yet used."""
-
-
-_SENDS = frozenset(op.code for op in Op if op.is_send)
 
 
 class LinkLike(Protocol):
@@ -46,29 +43,23 @@ class LinkLike(Protocol):
     def target(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Message:
-    """`made` and `used` are the nodes of the compute actions at its two ends; the receive is posted before item `due`
-    at the latest.
-    """
+    """`made` is the node of the action that produces it; the receive is posted before item `due` at the latest."""
 
     send: Action
     made: int
-    used: int
     due: int
+    posted: bool = False
+    sent: bool = False
 
     @property
     def link(self) -> tuple[Op, int, int | None]:
         return self.send.op, self.send.stage, self.send.peer
 
 
-@dataclass(slots=True)
-class _Channel:
-    """The messages from one rank to another, in travel order, and how many have been posted and sent."""
-
-    messages: list[_Message] = field(default_factory=list)
-    posted: int = 0
-    sent: int = 0
+_Queue = deque[_Message]
+"""The messages from one rank to another, in travel order, that are still to be posted, or to be sent."""
 
 
 def add_communication(
@@ -110,7 +101,7 @@ def ways(schedule: Schedule) -> list[tuple[int, int]]:
         (rank, rank_of[peer])
         for rank, row in enumerate(schedule.rows)
         for peer, op in set(zip(row.peer, row.op, strict=True))
-        if op in _SENDS
+        if op in SENDS
     }
     return sorted(found)
 
@@ -142,54 +133,52 @@ class _Writer:
         self._at = [0] * schedule.ranks
         self._node = self._dependencies.first[:-1]
         self._done = bytearray(len(self._dependencies.actions))
-        self._arriving: defaultdict[int, list[tuple[_Channel, int]]] = defaultdict(list)
-        self._in_use: defaultdict[tuple[Op, int, int | None], int] = defaultdict(int)
-        self._channels: list[tuple[int, _Channel]] = []  # each with the receiving rank
-        self._out: list[list[_Channel]] = [[] for _ in schedule.rows]
-        self._into: list[list[_Channel]] = [[] for _ in schedule.rows]
+        self._arriving: defaultdict[int, list[_Message]] = defaultdict(list)  # by the node that needs them
+        self._in_use: Counter[tuple[Op, int, int | None]] = Counter()
+        self._channels: list[tuple[int, _Queue, _Queue]] = []  # the receiving rank, to be posted, to be sent
+        self._unsent: list[list[_Queue]] = [[] for _ in schedule.rows]
+        self._unposted: list[list[_Queue]] = [[] for _ in schedule.rows]
         self._open_channels(down, up)
 
     def _open_channels(self, down: list[tuple[int, int]], up: list[tuple[int, int]]) -> None:
         rank_of, with_backward = self._schedule.placement.rank_of, stages_with_backward(self._schedule)
         sources: defaultdict[tuple[bool, int], set[int]] = defaultdict(set)
-        for source, target in down:
-            if rank_of[source] != rank_of[target]:
-                sources[True, target].add(source)
-        for source, target in up:
-            if rank_of[source] != rank_of[target] and source in with_backward:
-                sources[False, target].add(source)
-        channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        for forward, links in ((True, down), (False, up)):
+            for source, target in links:
+                if rank_of[source] != rank_of[target] and (forward or source in with_backward):
+                    sources[forward, target].add(source)
+        found: defaultdict[tuple[int, int], list[_Message]] = defaultdict(list)
         for rank, items in enumerate(self._items):
             node, due = self._dependencies.first[rank], 0
             for index, item in enumerate(items):
                 for part in item.parts:
-                    if part.op in (Op.F, Op.B, Op.I):
-                        messages = self._messages(part, node, due, sources[part.op is Op.F, part.stage])
-                        for message in sorted(messages, key=lambda message: message.made):
-                            channel = channels[rank_of[message.send.stage], rank]
-                            self._arriving[node].append((channel, len(channel.messages)))
-                            channel.messages.append(message)
+                    for message in self._messages(part, due, sources[part.op is Op.F, part.stage]):
+                        found[rank_of[message.send.stage], rank].append(message)
+                        self._arriving[node].append(message)
                     node += 1
                 if item.parts[0].op.is_compute:
                     due = index
-        for (source, target), channel in sorted(channels.items()):
-            self._channels.append((target, channel))
-            self._out[source].append(channel)
-            self._into[target].append(channel)
+        for (source, target), waiting in sorted(found.items()):
+            unposted, unsent = deque(waiting), deque(waiting)
+            self._channels.append((target, unposted, unsent))
+            self._unsent[source].append(unsent)
+            self._unposted[target].append(unposted)
 
-    def _messages(self, used: Action, node: int, due: int, sources: set[int]) -> list[_Message]:
-        """The messages that a compute action needs."""
+    def _messages(self, used: Action, due: int, sources: set[int]) -> list[_Message]:
+        """The messages that an action needs, in the order in which they are made."""
+        if used.op not in (Op.F, Op.B, Op.I):
+            return []
         send, makers = (Op.SEND_F, [Op.F]) if used.op is Op.F else (Op.SEND_B, [Op.B, Op.I])
         messages = []
         for source in sources:
-            found = (self._dependencies.node(Action(source, maker, used.microbatch)) for maker in makers)
-            made = next(made for made in found if made is not None)
-            messages.append(_Message(Action(source, send, used.microbatch, used.stage), made, node, due))
-        return messages
+            nodes = (self._dependencies.node(Action(source, maker, used.microbatch)) for maker in makers)
+            made = next(node for node in nodes if node is not None)
+            messages.append(_Message(Action(source, send, used.microbatch, used.stage), made, due))
+        return sorted(messages, key=lambda message: message.made)
 
     def write(self) -> Schedule:
         ranks = range(self._schedule.ranks)
-        while any(at < len(items) for at, items in zip(self._at, self._items, strict=True)) or self._unsent():
+        while any(map(self._left, ranks)) or any(unsent for _, _, unsent in self._channels):
             advanced = [self._run(rank) for rank in ranks]
             if not any(advanced) and not self._post_early():
                 # Of the actions not yet run, the first in a linear order waits for nothing: what it needs exists, so
@@ -205,8 +194,9 @@ class _Writer:
                 self._compute(rank)
         return self._schedule.with_rows(self._rows)
 
-    def _unsent(self) -> bool:
-        return any(channel.sent < len(channel.messages) for _, channel in self._channels)
+    def _left(self, rank: int) -> int:
+        """How many items the rank has yet to run."""
+        return len(self._items[rank]) - self._at[rank]
 
     def _run(self, rank: int) -> bool:
         """Runs a rank as far as it can go. Returns whether it did anything."""
@@ -221,54 +211,46 @@ class _Writer:
     def _send(self, rank: int) -> bool:
         """Sends what can be sent. Returns whether a SEND blocks the rank."""
         held_up = False
-        for channel in self._out[rank]:
-            while (message := self._next_to_send(channel)) and channel.sent < channel.posted:
-                self._rows[rank].append(message.send)
-                channel.sent += 1
-            held_up |= message is not None
+        for unsent in self._unsent[rank]:
+            while unsent and self._done[unsent[0].made] and unsent[0].posted:
+                self._rows[rank].append(unsent[0].send)
+                unsent.popleft().sent = True
+            held_up |= bool(unsent and self._done[unsent[0].made])
         return held_up
 
     def _post_due(self, rank: int) -> None:
-        for channel in self._into[rank]:
-            while channel.posted < len(channel.messages) and channel.messages[channel.posted].due <= self._at[rank]:
-                self._post(rank, channel)
+        for unposted in self._unposted[rank]:
+            while unposted and unposted[0].due <= self._at[rank]:
+                self._post(rank, unposted.popleft())
 
-    def _next_to_send(self, channel: _Channel) -> _Message | None:
-        """The channel's next message, if its data is there."""
-        message = channel.messages[channel.sent] if channel.sent < len(channel.messages) else None
-        return message if message is not None and self._done[message.made] else None
-
-    def _post(self, rank: int, channel: _Channel) -> None:
-        message = channel.messages[channel.posted]
+    def _post(self, rank: int, message: _Message) -> None:
         self._rows[rank].append(message.send.other_end)
         self._in_use[message.link] += 1
-        channel.posted += 1
+        message.posted = True
 
     def _post_early(self) -> bool:
         """Posts the first receive that a SEND waits for and whose link has a free buffer."""
-        for target, channel in self._channels:
-            message = self._next_to_send(channel)
-            if message is not None and self._in_use[message.link] < BUFFERS_PER_LINK:
-                self._post(target, channel)
+        for target, unposted, unsent in self._channels:
+            if unsent and self._done[unsent[0].made] and self._in_use[unsent[0].link] < BUFFERS_PER_LINK:
+                self._post(target, unposted.popleft())
                 return True
         return False
 
     def _is_ready(self, rank: int) -> bool:
         """Whether everything that the rank's next item waits for is there."""
-        if self._at[rank] == len(self._items[rank]):
+        if not self._left(rank):
             return False
         first = self._node[rank]
         nodes = range(first, first + len(self._items[rank][self._at[rank]].parts))
         needed = (need for node in nodes for need in self._dependencies.before(node) if need not in nodes)
-        arriving = (arrival for node in nodes for arrival in self._arriving.get(node, ()))
-        return all(self._done[need] for need in needed) and all(place < channel.sent for channel, place in arriving)
+        arrived = (message.sent for node in nodes for message in self._arriving.get(node, ()))
+        return all(self._done[need] for need in needed) and all(arrived)
 
     def _compute(self, rank: int) -> None:
         item = self._items[rank][self._at[rank]]
         self._rows[rank].append(item)
         for node in range(self._node[rank], self._node[rank] + len(item.parts)):
             self._done[node] = True
-            for channel, place in self._arriving.get(node, ()):
-                self._in_use[channel.messages[place].link] -= 1
+            self._in_use.subtract(message.link for message in self._arriving.get(node, ()))
         self._node[rank] += len(item.parts)
         self._at[rank] += 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 from os import PathLike
@@ -20,8 +19,9 @@ from penstock._base import files
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, parse_item
 from penstock.schedule.communication import add_communication
+from penstock.schedule.dependencies import stages_with_backward
+from penstock.schedule.passes import compute_only, reduce_replicas
 from penstock.schedule.placement import MAX_RANKS, Placement
-from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 Format: TypeAlias = Literal["compute_only", "compute_comms"]
@@ -84,8 +84,8 @@ def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
             microbatches. Sharded (FSDP) stages need `UNSHARD` and `RESHARD` too, which torch adds to the other format.
 
     Raises:
-        ScheduleError: torch's format cannot express the schedule: several pipelines, slices, messages between stages
-            that are not neighbors, reductions of tied stages, a stage that no rank computes. Or torch would run it
+        ScheduleError: torch's format cannot express the schedule: several pipelines, messages between stages that
+            are not neighbors, reductions of tied stages, a stage that no rank computes. Or torch would run it
             wrongly: the last stage's forwards are not in ascending order of microbatch. `str(schedule)` keeps
             everything.
         ArgumentError: the format is unknown.
@@ -93,7 +93,7 @@ def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
     if format not in get_args(Format):
         raise ArgumentError(f"format={format!r}: expected {' or '.join(map(repr, get_args(Format)))}")
     _refuse_inexpressible(schedule)
-    made = _computations(schedule) if format == "compute_only" else _complete(schedule)
+    made = compute_only(schedule) if format == "compute_only" else _complete(schedule)
     file = io.StringIO(newline="")
     csv.writer(file).writerows([str(item) for item in row.items()] for row in made.rows)
     text = file.getvalue()
@@ -223,8 +223,6 @@ def _inexpressible(schedule: Schedule, reason: str) -> ScheduleError:
 def _refuse_inexpressible(schedule: Schedule) -> None:
     if schedule.placement.pipelines > 1:
         raise _inexpressible(schedule, f"it has {schedule.placement.pipelines} pipelines, where torch has one")
-    if schedule.slices > 1:
-        raise _inexpressible(schedule, f"its microbatches are cut into {schedule.slices} slices")
     for rank, row in enumerate(schedule.rows):
         for item in row.items():
             if _CELL.fullmatch(str(item)):
@@ -245,29 +243,10 @@ def _refuse_inexpressible(schedule: Schedule) -> None:
             raise _inexpressible(schedule, reason)
 
 
-def _computations(schedule: Schedule) -> Schedule:
-    # Torch refuses this format if it has anything else.
-    return schedule.with_rows([[i for i in row.items() if i.parts[0].op.is_compute] for row in schedule.rows])
-
-
 def _complete(schedule: Schedule) -> Schedule:
-    if not any(action.op.is_communication for row in schedule.rows for action in row):
+    """With messages, and a `REDUCE_GRAD` for each stage that has a backward."""
+    actions = [action for row in schedule.rows for action in row]
+    if not any(action.op.is_communication for action in actions):
         schedule = add_communication(schedule)
-    return schedule.with_rows(map(_with_reductions, schedule.rows))
-
-
-def _with_reductions(row: Row) -> Iterator[Action | Overlap]:
-    """The row with a `REDUCE_GRAD` for each stage that has a backward and none yet."""
-    items = list(row.items())
-    reduced = {action.stage for action in row if action.op is Op.REDUCE_GRAD}
-    last = {part.stage: index for index, item in enumerate(items) for part in item.parts if part.op in (Op.B, Op.W)}
-    behind: defaultdict[int, list[Action]] = defaultdict(list)
-    for stage, index in last.items():
-        if stage in reduced:
-            continue
-        while index + 1 < len(items) and items[index + 1].parts[0].op.is_send:
-            index += 1  # the neighbor waits for what is sent; nothing waits for the reduction
-        behind[index].append(Action(stage, Op.REDUCE_GRAD))
-    for index, item in enumerate(items):
-        yield item
-        yield from behind[index]
+    reduced = {action.stage for action in actions if action.op is Op.REDUCE_GRAD}
+    return reduce_replicas(schedule, stages_with_backward(schedule) - reduced)

@@ -4,9 +4,8 @@ An action waits for the action before it in its rank's row, and for what `NEEDS`
 
 | action       | waits for                                                                                       |
 |--------------|-------------------------------------------------------------------------------------------------|
-| F(s,k)       | F(s-1,k) in the same pipeline; where microbatches are sliced, F of the slice before             |
-| B(s,k)       | F(s,k); B or I of microbatch k on the next stage that has a backward; where microbatches are    |
-|              | sliced, B or I of the slice after                                                               |
+| F(s,k)       | F(s-1,k) in the same pipeline                                                                   |
+| B(s,k)       | F(s,k); B or I of microbatch k on the next stage that has a backward                            |
 | I(s,k)       | the same as B(s,k)                                                                              |
 | W(s,k)       | I(s,k)                                                                                          |
 | SEND_F(s,k)  | F(s,k)                                                                                          |
@@ -33,19 +32,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.schedule.action import OPS, Action, Op
+from penstock.schedule.action import OPS, SENDS, Action, Op
 from penstock.schedule.row import COLUMNS, Row
 from penstock.schedule.schedule import Schedule
 
 
 class Where(Enum):
-    """Where the awaited action is, relative to the one that waits: on which stage, of which slice."""
+    """The stage of the awaited action, relative to the one that waits. Both are of one microbatch."""
 
-    SAME = "the same stage and microbatch"
+    SAME = "the same stage"
     BELOW = "the stage below"
     ABOVE = "the next stage above that has a backward"
-    EARLIER = "the slice before, of the same microbatch"
-    LATER = "the slice after, of the same microbatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +54,10 @@ class Need:
 
 
 _FORWARD, _GRADIENT = (Op.F,), (Op.I, Op.B)
-_BACKWARD = (Need(Where.SAME, _FORWARD), Need(Where.ABOVE, _GRADIENT), Need(Where.LATER, _GRADIENT))
+_BACKWARD = (Need(Where.SAME, _FORWARD), Need(Where.ABOVE, _GRADIENT))
 
 NEEDS: dict[Op, tuple[Need, ...]] = {
-    Op.F: (Need(Where.BELOW, _FORWARD), Need(Where.EARLIER, _FORWARD)),
+    Op.F: (Need(Where.BELOW, _FORWARD),),
     Op.B: _BACKWARD,
     Op.I: _BACKWARD,
     Op.W: (Need(Where.SAME, (Op.I,)),),
@@ -71,7 +68,7 @@ NEEDS: dict[Op, tuple[Need, ...]] = {
 
 
 class Neighbors:
-    """Resolves each `Where` to a stage and a slice; -1 if there is none.
+    """Resolves each `Where` to a stage; -1 if there is none.
 
     Attributes:
         below: by stage, the stage whose output it takes.
@@ -81,31 +78,18 @@ class Neighbors:
     def __init__(self, schedule: Schedule) -> None:
         placement, with_backward = schedule.placement, stages_with_backward(schedule)
         stages = range(placement.stages)
-        self.slices = schedule.slices
         self.below = [-1 if placement.is_first(stage) else stage - 1 for stage in stages]
         self.above = [-1] * placement.stages
         for stage in reversed(stages):
             if not placement.is_last(stage):
                 self.above[stage] = stage + 1 if stage + 1 in with_backward else self.above[stage + 1]
 
-    def find(self, where: Where, stage: int, number: int) -> tuple[int, int]:
-        """The stage and the microbatch (or slice); either is -1 if there is none."""
-        match where:
-            case Where.SAME:
-                return stage, number
-            case Where.BELOW:
-                return self.below[stage], number
-            case Where.ABOVE:
-                return self.above[stage], number
-            case Where.EARLIER:
-                return stage, number - 1 if number % self.slices else -1
-            case Where.LATER:
-                return stage, number + 1 if (number + 1) % self.slices else -1
+    def find(self, where: Where, stage: int) -> int:
+        """The stage; -1 if there is none."""
+        return {Where.SAME: stage, Where.BELOW: self.below[stage], Where.ABOVE: self.above[stage]}[where]
 
 
-_OPPOSITE = {Where.EARLIER: Where.LATER, Where.LATER: Where.EARLIER}
 _MESSAGES = ((Op.SEND_F, Op.RECV_F), (Op.SEND_B, Op.RECV_B))
-_SENDS = frozenset(send.code for send, _ in _MESSAGES)
 _OTHER_END = {one.code: other for pair in _MESSAGES for one, other in (pair, pair[::-1])}
 _BROUGHT_BY = {Op.F: _MESSAGES[0], Op.B: _MESSAGES[1], Op.I: _MESSAGES[1]}
 _REDUCE = Op.REDUCE_GRAD.code
@@ -115,7 +99,7 @@ Kind = tuple[int, int, int]
 """The stage, `Op.code` and peer (or -1) of actions that differ only in their microbatch."""
 
 Nodes = Mapping[int, int]
-"""The node of each action, by the number of its microbatch (or slice)."""
+"""The node of each action, by the number of its microbatch."""
 
 
 def stages_with_backward(schedule: Schedule) -> frozenset[int]:
@@ -166,10 +150,9 @@ class Dependencies:
         """Each node that waits for an action that no rank has, with that action."""
         for kind, own in self.kinds.items():
             for need, nodes in self._needs[kind]:
+                stage = self._neighbors.find(need.where, kind[0])
                 for number in own.keys() - nodes.keys():
-                    stage, other = self._neighbors.find(need.where, kind[0], number)
-                    if other >= 0:
-                        yield own[number], Action(stage, need.ops[-1], other)
+                    yield own[number], Action(stage, need.ops[-1], number)
             for posted, sent in self._arrivals[kind]:
                 for number in (own.keys() & posted.keys()) - sent.keys():
                     yield own[number], self.actions[posted[number]].other_end
@@ -193,7 +176,7 @@ class Dependencies:
 
     def rendezvous(self, node: int) -> int | None:
         """The receive that a send waits for if sends are not buffered; None for all other actions."""
-        return self.other_end(node) if self.actions.op[node] in _SENDS else None
+        return self.other_end(node) if self.actions.op[node] in SENDS else None
 
     def _kind_of_each(self) -> Iterator[Kind]:
         return zip(self.actions.stage, self.actions.op, self.actions.peer, strict=True)
@@ -203,15 +186,10 @@ class Dependencies:
         if stage >= len(self._neighbors.below):
             return  # out of range: `check` reports it
         for need in NEEDS.get(OPS[code], ()):
-            other, _ = self._neighbors.find(need.where, stage, 0)
-            if other < 0 or (need.where in _OPPOSITE and self._neighbors.slices == 1):
+            if (other := self._neighbors.find(need.where, stage)) < 0:
                 continue
             tables = [nodes for op in need.ops if (nodes := self.nodes(other, op))] or [{}]
-            nodes = tables[0] if len(tables) == 1 else dict(itertools.chain(*(t.items() for t in reversed(tables))))
-            if need.where in _OPPOSITE:
-                by_waiting = ((self._neighbors.find(_OPPOSITE[need.where], stage, n)[1], nodes[n]) for n in nodes)
-                nodes = {number: node for number, node in by_waiting if number >= 0}
-            yield need, nodes
+            yield need, tables[0] if len(tables) == 1 else dict(itertools.chain(*(t.items() for t in reversed(tables))))
 
     def _brought_to(self, stage: int, code: int, peer: int) -> Iterator[tuple[Nodes, Nodes]]:
         """For each link to this kind of action, the receives and the sends that fill them."""

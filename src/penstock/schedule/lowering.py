@@ -15,7 +15,6 @@ from penstock.schedule import (
     Schedule,
     add_communication,
     add_sharding,
-    check,
     drop_backward,
     first_microbatches,
     forward_only,
@@ -23,9 +22,10 @@ from penstock.schedule import (
     reduce_replicas,
     reduce_ties,
     stages_with_backward,
-    summary,
     whole_last_backward,
 )
+from penstock.schedule.check import require_legal
+from penstock.schedule.passes import compute_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,9 @@ class Sharded:
         if like is None or self.window is None or like.microbatches == order.microbatches:
             return gathered(order)
         full = gathered(like)
-        return first_microbatches(full, order.microbatches, self._last_reduced(full))
-
-    def _last_reduced(self, schedule: Schedule) -> set[int]:
-        """The microbatches in whose backward a stage reduces its gradients."""
-        last = {a.stage: a.microbatch for row in schedule.rows for a in row if a.op is Op.B and a.stage in self.stages}
-        return {number for number in last.values() if number is not None}
+        last = {a.stage: a.microbatch for row in full.rows for a in row if a.op is Op.B and a.stage in self.stages}
+        reduced_in = {number for number in last.values() if number is not None}
+        return first_microbatches(full, order.microbatches, reduced_in)
 
 
 UNSHARDED = Sharded()
@@ -72,12 +69,6 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
         schedule = generate(schedule, ranks, MICROBATCHES if microbatches is None else microbatches, chunks)
         microbatches = chunks = None
     _check_kind(schedule)
-    if schedule.slices > 1:
-        raise ArgumentError(
-            f"schedule {schedule.name!r} cuts microbatches into {schedule.slices} slices of the sequence, which only a "
-            "model that hands its attention's keys and values from slice to slice could run; take one with whole "
-            "microbatches"
-        )
     if schedule.ranks != ranks:
         raise ArgumentError(
             f"schedule {schedule.name!r} is for {counted(schedule.ranks, 'rank')}, but there are {ranks}"
@@ -92,9 +83,7 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
             f"chunks={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on "
             f"{counted(ranks, 'rank')}; leave chunks out, or make the schedule for as many"
         )
-    order = _compute_only(schedule)
-    refuse_illegal(order)
-    return order
+    return require_legal(compute_only(schedule))
 
 
 def _check_kind(schedule: object) -> None:
@@ -105,11 +94,6 @@ def _check_kind(schedule: object) -> None:
     raise ArgumentError(
         f"schedule={schedule!r}: expected a name, such as '1f1b', or a penstock.schedule.Schedule{called}"
     )
-
-
-def _compute_only(schedule: Schedule) -> Schedule:
-    """The schedule without what is added for a model: messages, reductions, and gathers of sharded parameters."""
-    return schedule.with_rows([[item for item in row.items() if item.parts[0].op.is_compute] for row in schedule.rows])
 
 
 def lower_training(
@@ -142,8 +126,7 @@ def lower_training(
         trained = {meta.index for metas in kinds for meta in metas if meta.trainable}
         order = reduce_replicas(order, trained, replicas_like)
     _refuse_untrained(order, needed)
-    refuse_illegal(order)
-    return order
+    return require_legal(order)
 
 
 def lower_evaluation(
@@ -152,8 +135,7 @@ def lower_evaluation(
     """The schedule of an evaluation: forwards only. Arguments and errors as for `lower_training`."""
     order = sharded.gathering(order, replicas_like, forward_only)
     order = add_communication(order, links_of(kinds, forward_links), ())
-    refuse_illegal(order)
-    return order
+    return require_legal(order)
 
 
 def _refuse_untrained(order: Schedule, needed: Set[int]) -> None:
@@ -163,10 +145,3 @@ def _refuse_untrained(order: Schedule, needed: Set[int]) -> None:
             f"schedule {order.name!r} has no backward for stage {untrained[0]}, which holds parameters to train or "
             "hands a gradient on; pass a schedule with its backward, or freeze what is not to be trained"
         )
-
-
-def refuse_illegal(order: Schedule) -> None:
-    """Raises ScheduleError for a schedule that cannot be run."""
-    wrong = [violation for violation in check(order) if violation.fatal]
-    if wrong:
-        raise ScheduleError(f"schedule {order.name!r} cannot be run: {summary(wrong)}")

@@ -5,6 +5,7 @@ Two have files of their own: `communication.py` adds messages, `sharding.py` gat
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
@@ -43,6 +44,11 @@ def forward_only(schedule: Schedule) -> Schedule:
     return _replace(schedule, lambda a: (a,) if a.op is Op.F else ())
 
 
+def compute_only(schedule: Schedule) -> Schedule:
+    """Only F, B, I, W and overlaps: without messages, reductions, and gathers of sharded parameters."""
+    return schedule.with_rows([[item for item in row.items() if item.parts[0].op.is_compute] for row in schedule.rows])
+
+
 def drop_communication(schedule: Schedule) -> Schedule:
     """Everything but sends and receives: undoes `add_communication`."""
     return _replace(schedule, lambda a: () if a.op.is_communication else (a,))
@@ -76,7 +82,7 @@ def first_microbatches(schedule: Schedule, microbatches: int, ends: Set[int] = f
     Raises:
         ArgumentError: there are fewer microbatches, or too few would be kept.
     """
-    placement, slices = schedule.placement, schedule.slices
+    placement = schedule.placement
     if not placement.pipelines <= microbatches <= schedule.microbatches:
         raise ArgumentError(
             f"microbatches={microbatches}: schedule {schedule.name!r} has {schedule.microbatches}, of which at least "
@@ -96,11 +102,9 @@ def first_microbatches(schedule: Schedule, microbatches: int, ends: Set[int] = f
     def renumbered(action: Action) -> tuple[Action, ...]:
         if action.microbatch is None or action.op is Op.REDUCE_GRAD:  # its number is that of a group
             return (action,)
-        number, piece = divmod(action.microbatch, slices)
-        return (replace(action, microbatch=numbers[number] * slices + piece),) if number in numbers else ()
+        return (replace(action, microbatch=numbers[action.microbatch]),) if action.microbatch in numbers else ()
 
-    rows = _replace(schedule, renumbered).rows
-    return Schedule(schedule.name, placement, microbatches, rows, slices)
+    return Schedule(schedule.name, placement, microbatches, _replace(schedule, renumbered).rows)
 
 
 def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule:
@@ -130,8 +134,14 @@ def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule
     }
     rows = []
     for rank, row in enumerate(schedule.rows):
+        last = _last_weight_gradients(row)
         here = {g: [stage for stage in group if rank_of[stage] == rank] for g, group in reduced.items()}
-        rows.append(_with_reductions(row, {g: stages for g, stages in here.items() if stages}))
+        turns = [
+            (Action(min(own), Op.REDUCE_GRAD, g), max([last[stage] for stage in own if stage in last] or [len(row)]))
+            for g, own in here.items()
+            if own
+        ]
+        rows.append(_with_reductions(row, turns))
     return schedule.with_rows(rows)
 
 
@@ -146,22 +156,13 @@ def reduce_replicas(schedule: Schedule, stages: Set[int], like: Schedule | None 
             microbatches.
     """
 
-    def changed(row: Row, pattern: Row) -> Iterator[Action | Overlap]:
-        items = list(row.items())
+    rows = []
+    for row, pattern in zip(schedule.rows, (schedule if like is None else like).rows, strict=True):
         last, turn = _last_weight_gradients(row), _last_weight_gradients(pattern)
-        place = 0
-        behind: dict[int, list[int]] = {}
-        for stage in sorted(stages & last.keys(), key=turn.__getitem__):
-            place = max(place, last[stage])
-            while place + 1 < len(items) and all(part.op.is_send for part in items[place + 1].parts):
-                place += 1
-            behind.setdefault(place, []).append(stage)
-        for index, item in enumerate(items):
-            yield item
-            yield from (Action(stage, Op.REDUCE_GRAD) for stage in behind.get(index, ()))
-
-    patterns = (schedule if like is None else like).rows
-    return schedule.with_rows([changed(row, pattern) for row, pattern in zip(schedule.rows, patterns, strict=True)])
+        order = sorted(stages & last.keys(), key=turn.__getitem__)
+        turns = [(Action(stage, Op.REDUCE_GRAD), last[stage]) for stage in order]
+        rows.append(_with_reductions(row, turns, after_sends=True))
+    return schedule.with_rows(rows)
 
 
 def _last_weight_gradients(row: Row) -> dict[int, int]:
@@ -170,17 +171,17 @@ def _last_weight_gradients(row: Row) -> dict[int, int]:
     return {part.stage: index for index, item in items for part in item.parts if part.op in (Op.B, Op.W)}
 
 
-def _with_reductions(row: Row, groups: dict[int, list[int]]) -> list[Action | Overlap]:
-    """The row with each group's reduction after the last weight gradient of its stages, in group order."""
-    items = list(row.items())
-    last = _last_weight_gradients(row)
-    place = 0
-    behind: dict[int, list[Action]] = {}
-    for g, stages in sorted(groups.items()):
-        ends = [last[stage] for stage in stages if stage in last]
-        place = max(place, *ends) if ends else len(items) - 1
-        behind.setdefault(place, []).append(Action(min(stages), Op.REDUCE_GRAD, g))
-    return [entry for index, item in enumerate(items) for entry in (item, *behind.get(index, ()))]
+def _with_reductions(
+    row: Row, reductions: Iterable[tuple[Action, int]], *, after_sends: bool = False
+) -> list[Action | Overlap]:
+    """The row with these reductions in order, each after the item with this index or later."""
+    items, behind, place = [*row.items()], defaultdict[int, list[Action]](list), 0
+    for action, least in reductions:
+        place = min(max(place, least), len(items) - 1)
+        while after_sends and place + 1 < len(items) and items[place + 1].parts[0].op.is_send:
+            place += 1
+        behind[place].append(action)
+    return [entry for index, item in enumerate(items) for entry in (item, *behind[index])]
 
 
 def _replace(schedule: Schedule, change: Callable[[Action], Iterable[Action]]) -> Schedule:

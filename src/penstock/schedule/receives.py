@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.action import SENDS, Action, Overlap
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.order import advance
 from penstock.schedule.schedule import Schedule
-
-_SENDS = frozenset(op.code for op in Op if op.is_send)
 
 
 def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -29,7 +27,7 @@ def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator
         dependencies.
     """
     ranks, rank_of, ops = len(dependencies.first) - 1, dependencies.rank_of, dependencies.actions.op
-    if _SENDS.isdisjoint(ops):
+    if SENDS.isdisjoint(ops):
         return
     # For each rank, the last of its nodes that came before. The list is replaced, never changed, so nodes can share it.
     known = [[-1] * ranks for _ in range(ranks)]
@@ -42,7 +40,7 @@ def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator
                 known[rank] = list(map(max, known[rank], known_at[need]))
                 known[rank][other] = need
         known_at[node] = known[rank]
-        if ops[node] in _SENDS and (receive := dependencies.other_end(node)) is not None:
+        if ops[node] in SENDS and (receive := dependencies.other_end(node)) is not None:
             last = known[rank][rank_of[receive]]
             if last > receive:
                 yield receive, last

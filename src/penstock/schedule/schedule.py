@@ -15,7 +15,7 @@ from penstock.schedule.drawn import Drawn
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row, is_list
 
-_HEADER = re.compile(r"(.+): ([0-9]+) microbatch(?:es)?(?: of ([0-9]+) slices)?, stages on ranks ([0-9 |]+)")
+_HEADER = re.compile(r"(.+): ([0-9]+) microbatch(?:es)?, stages on ranks ([0-9 |]+)")
 _ROW = re.compile(r"rank ([0-9]+):(.*)")
 
 
@@ -32,18 +32,15 @@ class Schedule(Drawn):
         microbatches: how many microbatches the batch is cut into. If there are several pipelines, the first takes the
             first microbatches, and so on: see `numbers_on`.
         rows: the actions of each rank.
-        slices: how many pieces each microbatch is cut into along the sequence. An action's number then counts slices:
-            slice j of microbatch k has number k * slices + j.
 
     Raises:
-        ArgumentError: not one row of actions for each rank, no microbatch, no slice, or a name that is not one line.
+        ArgumentError: not one row of actions for each rank, no microbatch, or a name that is not one line.
     """
 
     name: str
     placement: Placement
     microbatches: int
     rows: tuple[Row, ...]
-    slices: int
 
     def __init__(
         self,
@@ -51,7 +48,6 @@ class Schedule(Drawn):
         placement: Placement,
         microbatches: int,
         rows: Iterable[Iterable[Action | Overlap]],
-        slices: int = 1,
     ) -> None:
         if not isinstance(placement, Placement):
             raise ArgumentError(f"placement={placement!r}: expected a Placement, as in Placement.loop(4)")
@@ -63,11 +59,9 @@ class Schedule(Drawn):
             raise ArgumentError(f"{len(made)} rows for {placement.ranks} ranks; pass one row of actions for each rank")
         if not isinstance(microbatches, SupportsIndex) or index(microbatches) < 1:
             raise ArgumentError(f"microbatches={microbatches!r}: expected an integer >= 1")
-        if not isinstance(slices, SupportsIndex) or index(slices) < 1:
-            raise ArgumentError(f"slices={slices!r}: expected an integer >= 1")
         if not isinstance(name, str) or len(name.splitlines()) != 1:
             raise ArgumentError(f"name={name!r}: a schedule's name is one line of text")
-        for field, value in zip(self.__slots__, (name, placement, microbatches, made, slices), strict=True):
+        for field, value in zip(self.__slots__, (name, placement, microbatches, made), strict=True):
             object.__setattr__(self, field, value)
 
     @property
@@ -83,24 +77,17 @@ class Schedule(Drawn):
         """Whether weight gradients are actions of their own."""
         return any(Op.W.code in row.op for row in self.rows)
 
-    @property
-    def numbers(self) -> int:
-        """How many microbatches, or slices of them, there are."""
-        return self.microbatches * self.slices
-
     def numbers_on(self, stage: int) -> range:
-        """The microbatches (or slices) that go through a stage: its pipeline's contiguous share."""
-        share = self.placement.microbatches_of(stage, self.microbatches)
-        return range(share.start * self.slices, share.stop * self.slices)
+        """The microbatches that go through a stage: its pipeline's contiguous share."""
+        return self.placement.microbatches_of(stage, self.microbatches)
 
     def with_rows(self, rows: Iterable[Iterable[Action | Overlap]]) -> Schedule:
         """The same schedule with other rows, as every pass returns it."""
-        return Schedule(self.name, self.placement, self.microbatches, rows, self.slices)
+        return Schedule(self.name, self.placement, self.microbatches, rows)
 
     def __str__(self) -> str:
         plural = "" if self.microbatches == 1 else "es"
-        slices = "" if self.slices == 1 else f" of {self.slices} slices"
-        header = f"{self.name}: {self.microbatches} microbatch{plural}{slices}, stages on ranks {self.placement}"
+        header = f"{self.name}: {self.microbatches} microbatch{plural}, stages on ranks {self.placement}"
         return "\n".join([header, *(f"rank {rank}: {row}".rstrip() for rank, row in enumerate(self.rows))])
 
     @classmethod
@@ -124,6 +111,6 @@ class Schedule(Drawn):
                 raise ScheduleError(f"{line[:60]!r}: expected the actions of rank {rank}, as in 'rank {rank}: 0F0 0B0'")
             rows.append(Row.parse(row[2]))
         try:
-            return cls(found[1], Placement.parse(found[4]), int(found[2]), rows, int(found[3] or 1))
+            return cls(found[1], Placement.parse(found[3]), int(found[2]), rows)
         except ArgumentError as error:
             raise ScheduleError(f"the text describes no schedule: {error}") from None

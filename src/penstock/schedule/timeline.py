@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from operator import sub
@@ -42,17 +42,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The spans of one rank as columns, in order: `start`, `end` and `waited` in seconds, one entry per action.
-
-    Attributes:
-        in_order: whether each action is known to end no sooner than the one before.
-    """
+    """The spans of one rank as columns, in order: `start`, `end` and `waited` in seconds, one entry per action."""
 
     actions: Row
     start: array[float]
     end: array[float]
     waited: array[float]
-    in_order: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.start)
@@ -60,7 +55,7 @@ class Track:
     @property
     def last_end(self) -> float | None:
         """When the last span ends; None if there is none."""
-        return max(self.end[-1:] if self.in_order else self.end, default=None)
+        return max(self.end, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +99,16 @@ class Timeline(Drawn):
         Raises:
             ArgumentError: a span is listed under the wrong rank, or ends before it starts.
         """
-        tracks = []
-        for rank, row in enumerate(rows):
-            spans = list(row)
-            for span in spans:
-                if span.rank != rank:
-                    raise ArgumentError(
-                        f"{span.action} of rank {span.rank} is in row {rank}; pass one row for each rank"
-                    )
-            columns = [
-                [s.start_seconds for s in spans],
-                [s.end_seconds for s in spans],
-                [s.waited_seconds for s in spans],
-            ]
-            tracks.append(_track(Row([s.action for s in spans]), *columns))
-        return cls(tuple(tracks), in_turns and len(tracks) > 1)
+        ranks = [list(row) for row in rows]
+        for rank, span in ((rank, span) for rank, spans in enumerate(ranks) for span in spans):
+            if span.rank != rank:
+                raise ArgumentError(f"{span.action} of rank {span.rank} is in row {rank}; pass one row for each rank")
+        columns = [
+            ([s.start_seconds for s in spans], [s.end_seconds for s in spans], [s.waited_seconds for s in spans])
+            for spans in ranks
+        ]
+        made = cls.of_columns([Row([s.action for s in spans]) for spans in ranks], columns)
+        return replace(made, in_turns=in_turns and len(ranks) > 1)
 
     @classmethod
     def of_rows(
@@ -133,15 +123,16 @@ class Timeline(Drawn):
             ArgumentError: begin, ready and end are not in this order.
         """
         zero = min((of_rank[0][0] for of_rank in times if of_rank), default=0)
-        tracks = []
-        for row, of_rank in zip(rows, times, strict=True):
-            columns = [
+        columns = (
+            (
                 [(ready - zero) / 1e9 for _, ready, _ in of_rank],
                 [(end - zero) / 1e9 for _, _, end in of_rank],
                 [(ready - begin) / 1e9 for begin, ready, _ in of_rank],
-            ]
-            tracks.append(_track(row, *columns))
-        return cls(tuple(tracks), in_turns and len(tracks) > 1, crowded)
+            )
+            for of_rank in times
+        )
+        made = cls.of_columns(rows, columns)
+        return replace(made, in_turns=in_turns and len(rows) > 1, crowded=crowded)
 
     @classmethod
     def of_columns(cls, rows: Sequence[Row], times: Iterable[Sequence[Sequence[float]]]) -> Timeline:

@@ -153,7 +153,7 @@ def costs_by_stage(placement: Placement, costs: StageCost | Sequence[OfStage]) -
 
 
 def costs_of_actions(schedule: Schedule, costs: StageCost | Sequence[OfStage]) -> list[tuple[StageCost, ...]]:
-    """For each stage one cost, or one for each number of a microbatch (or slice).
+    """For each stage one cost, or one for each number of a microbatch.
 
     Raises:
         ArgumentError: there are too few or too many, or they do not agree on what the stage holds all the time.
@@ -161,10 +161,10 @@ def costs_of_actions(schedule: Schedule, costs: StageCost | Sequence[OfStage]) -
     found = []
     for stage, given in enumerate(costs_by_stage(schedule.placement, costs)):
         each = each_of(given)
-        if not isinstance(given, StageCost) and len(each) != schedule.numbers:
-            what = "microbatches" if schedule.slices == 1 else "slices"
+        if not isinstance(given, StageCost) and len(each) != schedule.microbatches:
             raise ArgumentError(
-                f"stage {stage} has {len(each)} costs for {schedule.numbers} {what}; pass one, or one for each"
+                f"stage {stage} has {len(each)} costs for {schedule.microbatches} microbatches; pass one, or one for "
+                "each"
             )
         for name in _HELD:
             if len({getattr(cost, name) for cost in each}) > 1:
@@ -190,21 +190,14 @@ def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:
     return link
 
 
-OF_MICROBATCH = (
-    "forward_seconds",
-    "backward_input_seconds",
-    "backward_weight_seconds",
-    "overlapped_seconds",
-    "activation_bytes",
-    "weight_gradient_bytes",
+_OF_STAGE = (
+    *("forward_seconds", "backward_input_seconds", "backward_weight_seconds", "overlapped_seconds"),
+    *("activation_bytes", "weight_gradient_bytes", "unsharded_bytes"),
 )
-"""The costs that are shared out when a stage's work is divided into parts."""
-
-OF_STAGE = (*OF_MICROBATCH, "unsharded_bytes")
-"""Those that are shared out when the stage itself is."""
+"""The costs that are shared out when a stage is divided."""
 
 
-def divided(cost: StageCost, by: float, names: Sequence[str] = OF_STAGE) -> StageCost:
-    """What each of `by` equal parts costs."""
-    shares = {name: value / by for name in names if (value := getattr(cost, name)) is not None}
+def divided(cost: StageCost, by: float) -> StageCost:
+    """What each of `by` equal parts of a stage costs."""
+    shares = {name: value / by for name in _OF_STAGE if (value := getattr(cost, name)) is not None}
     return replace(cost, **shares)

@@ -15,7 +15,7 @@ LARGE = 50_000
 """From this many nodes on it pays to load numba, which takes half a second."""
 
 NOT_RUN = -1.0
-"""Instead of the time when a node's output left: it has not run. Anything lower: the same, and a rank sleeps on it."""
+"""Instead of the time when a node ended: it has not run. Anything lower: the same, and a rank sleeps on it."""
 
 _loaded = False
 
@@ -40,27 +40,23 @@ def _compiled() -> Callable[..., int] | None:
 
 
 def run(
-    first: Any, need: Any, work: Any, seconds: Any, lag: Any, paired: Any, hold: Any, wire: Any, link: Any,
-    contended: bool, turns: Any, at: Any, free: Any, begin: Any, left: Any, starts: Any, ends: Any,
+    first: Any, need: Any, work: Any, seconds: Any, lag: Any, paired: Any, hold: Any,
+    turns: Any, at: Any, begin: Any, starts: Any, ends: Any,
 ) -> int:  # fmt: skip
     """Runs every rank ahead until it needs what has not run, and resumes it from the rank that runs that.
 
     Args:
         first: the first node of each rank, then the number of nodes.
         need: for each node, the node on another rank that it waits for, or -1.
-        work: for each node, its place in the next six:
+        work: for each node, its place in the next four:
         seconds: how long it takes.
         lag: from when the output of what it needs leaves until that arrives.
         paired: whether it overlaps with the next node: both start when both can, and its output leaves when both end.
         hold: how long that next node takes.
-        wire: how long its own output occupies a link.
-        link: which link that is, or -1.
-        contended: whether a link carries one message at a time. Otherwise `wire` is a part of `lag`.
         turns: room for a number for each rank; so is `at`.
-        free: when each link is free: 0 at first.
         begin: when each rank begins.
-        left: for each node, `NOT_RUN` at first, and then when its output left.
-        starts, ends: for each node; `ends` may be `left` unless links are contended.
+        starts: for each node.
+        ends: for each node, `NOT_RUN` at first.
 
     Returns:
         How many ranks have not finished: they wait for each other in a circle.
@@ -79,35 +75,27 @@ def run(
             entry = work[node]
             made = need[node]
             if made >= 0:
-                sent = left[made]
+                sent = ends[made]
                 if sent < 0:
-                    left[made] = NOT_RUN - 1 - rank
+                    ends[made] = NOT_RUN - 1 - rank
                     break
-                sent += lag[entry] if contended else lag[entry] + hold[work[made]]
+                sent += lag[entry] + hold[work[made]]
                 if sent > now:
                     now = sent
             if paired[entry]:
                 made = need[node + 1]
                 if made >= 0:
-                    sent = left[made]
+                    sent = ends[made]
                     if sent < 0:
-                        left[made] = NOT_RUN - 1 - rank
+                        ends[made] = NOT_RUN - 1 - rank
                         break
-                    sent += lag[work[node + 1]] if contended else lag[work[node + 1]] + hold[work[made]]
+                    sent += lag[work[node + 1]] + hold[work[made]]
                     if sent > now:
                         now = sent
             starts[node] = now
             now += seconds[entry]
-            woken = left[node]
+            woken = ends[node]
             ends[node] = now
-            if contended:
-                now_free = now + hold[entry]
-                if link[entry] >= 0:
-                    now_free = max(now_free, free[link[entry]]) + wire[entry]
-                    free[link[entry]] = now_free
-                left[node] = now_free
-            else:
-                left[node] = now
             if woken < NOT_RUN:
                 turns[waiting] = int(NOT_RUN - 1 - woken)
                 waiting += 1

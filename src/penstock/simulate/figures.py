@@ -10,7 +10,7 @@ from typing import Any
 from penstock._base.words import counted
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate.columns import Columns
+from penstock.simulate.computations import Columns
 from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, each_of
 from penstock.simulate.memory_use import Peaks, peaks
 from penstock.simulate.simulator import timed
@@ -46,10 +46,10 @@ class Figures:
     @cached_property
     def peak_activations(self) -> list[float]:
         """Each rank's peak, in units of one microbatch's activations on all of the rank's stages."""
-        placement, slices = self.schedule.placement, self.schedule.slices
-        costs = with_activations(placement, self.by_stage, slices)
+        placement = self.schedule.placement
+        costs = with_activations(placement, self.by_stage)
         held = peaks(self.schedule, costs, self.timeline)
-        units = units_of_memory(placement, costs, slices)
+        units = units_of_memory(placement, costs)
         return [one.activations / unit for one, unit in zip(held, units, strict=True)]
 
     @cached_property
@@ -73,7 +73,6 @@ class Figures:
             "ranks": self.schedule.ranks,
             "microbatches": self.schedule.microbatches,
             "chunks": chunks(self.schedule),
-            "slices": self.schedule.slices,
             "makespan": self.timeline.makespan_seconds,
             "span": self.timeline.span_seconds,
             "bubble_rate": self.timeline.bubble_rate,
@@ -93,12 +92,11 @@ def title(schedule: Schedule) -> str:
     """A one-line description of the schedule."""
     counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
     text = ", ".join(counted(count, what) for what, count in counts.items())
-    slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
     copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
-    return f"{schedule.name}: {text} a rank{slices}{copies}"
+    return f"{schedule.name}: {text} a rank{copies}"
 
 
-def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[OfStage]:
+def with_activations(placement: Placement, costs: Sequence[OfStage]) -> list[OfStage]:
     """Fills in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
     known = {
         rank
@@ -110,7 +108,7 @@ def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int
 
     def counted_ones(stage: OfStage) -> OfStage:
         if id(stage) not in known_ones:
-            made = [replace(c, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices) for c in each_of(stage)]
+            made = [replace(c, activation_bytes=1.0, weight_gradient_bytes=1.0) for c in each_of(stage)]
             known_ones[id(stage)] = made[0] if isinstance(stage, StageCost) else made
         return known_ones[id(stage)]
 
@@ -119,12 +117,12 @@ def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int
     ]
 
 
-def units_of_memory(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[float]:
+def units_of_memory(placement: Placement, costs: Sequence[OfStage]) -> list[float]:
     """For each rank, what one microbatch keeps on all its stages, on average. A microbatch goes through one copy of the
     model.
     """
     held = [0.0] * placement.ranks
     for rank, stage in zip(placement.rank_of, costs, strict=True):
         sizes = [cost.activation_bytes for cost in each_of(stage)]
-        held[rank] += (sizes[0] if len(sizes) == 1 else sum(sizes) / len(sizes)) * slices / placement.pipelines
+        held[rank] += (sizes[0] if len(sizes) == 1 else sum(sizes) / len(sizes)) / placement.pipelines
     return held

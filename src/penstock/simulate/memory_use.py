@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.schedule import Op, Row, Schedule, stages_with_backward
 from penstock.schedule.timeline import Timeline, Track
-from penstock.simulate.columns import IS_COMPUTE, Floats, Ints, column
+from penstock.simulate.computations import IS_COMPUTE, Floats, Ints, column
 from penstock.simulate.costs import OfStage, StageCost, costs_of_actions
 
 
@@ -102,7 +102,7 @@ def _courses(
 ) -> Iterator[tuple[_Held, tuple[Floats, Floats, Floats]]]:
     """For each rank what it holds all the time, and the last three columns of `Memory`."""
     by_stage = costs_of_actions(schedule, costs)
-    table = _changes(by_stage, stages_with_backward(schedule))
+    table = changes_of(by_stage, stages_with_backward(schedule))
     for stages, row, track in zip(schedule.placement.by_rank, schedule.rows, timeline.tracks, strict=False):
         held = [by_stage[stage][0] for stage in stages]
         constant = (
@@ -113,7 +113,7 @@ def _courses(
         yield constant, _course(table, *_with_gathers(row, track))
 
 
-def _changes(costs: Sequence[Sequence[StageCost]], kept: frozenset[int]) -> Floats:
+def changes_of(costs: Sequence[Sequence[StageCost]], kept: frozenset[int]) -> Floats:
     """What actions take at their start, and free at their end: by kind of memory, start or end, op, stage and number.
 
     What I frees may be negative. `kept`: the stages that keep activations for a backward.

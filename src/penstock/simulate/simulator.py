@@ -12,7 +12,7 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Dependencies, Schedule
 from penstock.schedule.order import runnable_order
 from penstock.schedule.timeline import Timeline, Track
-from penstock.simulate.columns import Columns, Floats, column
+from penstock.simulate.computations import Columns, Floats, column
 from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, costs_of_actions
 from penstock.simulate.earliest import NOT_RUN, loop, run
 from penstock.simulate.work import CostColumns, Work
@@ -23,7 +23,6 @@ def simulate(
     costs: StageCost | Sequence[OfStage],
     links: Links = NO_COST,
     *,
-    contended: bool = False,
     begin: Sequence[float] | None = None,
 ) -> Timeline:
     """The timeline of a schedule whose actions all start as soon as their rank and everything they wait for allow.
@@ -48,9 +47,8 @@ def simulate(
         schedule: with or without messages.
         costs: one for every stage, or one each; a stage's may be a sequence, with one for each microbatch. With several
             pipelines, for the stages of one, or of all.
-        links: one cost between any two ranks, or costs by (sending rank, receiving rank).
-        contended: a link carries one message at a time, in the order in which they were produced; otherwise any number.
-            Only the time that bandwidth takes is exclusive: the latencies of messages overlap.
+        links: one cost between any two ranks, or costs by (sending rank, receiving rank). A link carries any number of
+            messages at once.
         begin: when each rank begins, in seconds; by default all at 0.
 
     Raises:
@@ -58,7 +56,7 @@ def simulate(
             or more for each rank.
         ScheduleError: the schedule cannot be run.
     """
-    return timed(schedule, costs, links, contended=contended, begin=begin)[0]
+    return timed(schedule, costs, links, begin=begin)[0]
 
 
 def timed(
@@ -66,13 +64,12 @@ def timed(
     costs: StageCost | Sequence[OfStage],
     links: Links = NO_COST,
     *,
-    contended: bool = False,
     begin: Sequence[float] | None = None,
 ) -> tuple[Timeline, Columns]:
     """`simulate`, and the columns that it made, for `Waits.of`: in a large schedule, to make them takes a second."""
     by_stage = CostColumns.of(costs_of_actions(schedule, costs))
     columns = Columns.of(schedule)
-    return timed_columns(schedule, columns, by_stage, links, contended=contended, begin=begin), columns
+    return timed_columns(schedule, columns, by_stage, links, begin=begin), columns
 
 
 def timed_columns(
@@ -81,7 +78,6 @@ def timed_columns(
     costs: CostColumns,
     links: Links = NO_COST,
     *,
-    contended: bool = False,
     begin: Sequence[float] | None = None,
 ) -> Timeline:
     """`simulate` with the schedule's columns already made, and costs as columns, for those who simulate it often.
@@ -90,7 +86,7 @@ def timed_columns(
         ArgumentError, ScheduleError: as `simulate`.
     """
     begins = _begins(schedule, begin)
-    starts, ends = _run(columns, Work.of_columns(columns, costs, links), begins, contended) or (None, None)
+    starts, ends = _run(columns, Work.of_columns(columns, costs, links), begins) or (None, None)
     if starts is None or ends is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
         raise ScheduleError(
@@ -104,7 +100,7 @@ def timed_columns(
     end = [_array(ends[nodes]) for nodes in ranks]
     del ends
     waited = [_waited(*times) for times in zip(start, end, strict=True)]
-    return Timeline(tuple(Track(*of_rank, in_order=True) for of_rank in zip(rows, start, end, waited, strict=True)))
+    return Timeline(tuple(Track(*of_rank) for of_rank in zip(rows, start, end, waited, strict=True)))
 
 
 def _begins(schedule: Schedule, begin: Sequence[float] | None) -> Floats:
@@ -114,24 +110,17 @@ def _begins(schedule: Schedule, begin: Sequence[float] | None) -> Floats:
     return begins
 
 
-def _run(columns: Columns, work: Work, begins: Floats, contended: bool) -> tuple[Floats, Floats] | None:
+def _run(columns: Columns, work: Work, begins: Floats) -> tuple[Floats, Floats] | None:
     """When each node starts and ends; None if the ranks wait for each other in a circle."""
     nodes = int(columns.first[-1])
-    lag = work.latency if contended else work.lag
-    given = (columns.first, columns.need, work.of, work.seconds, lag, work.paired, work.hold, work.wire, work.link)
-    compiled = loop(nodes)
-    room = [np.zeros(size, kind) for size, kind in ((columns.ranks, int), (columns.ranks, int), (work.links, float))]
-    room.append(begins)
-    starts, left = np.empty(nodes), np.full(nodes, NOT_RUN)
-    ends = np.empty(nodes) if contended else left
-    if compiled is not None:
-        return (starts, ends) if not compiled(*given, contended, *room, left, starts, ends) else None
+    given = [columns.first, columns.need, work.of, work.seconds, work.lag, work.paired, work.hold]
+    given += [np.zeros(columns.ranks, int), np.zeros(columns.ranks, int), begins]
+    starts, ends = np.empty(nodes), np.full(nodes, NOT_RUN)
+    if (compiled := loop(nodes)) is not None:
+        return (starts, ends) if not compiled(*given, starts, ends) else None
     # Python reads and writes lists faster than numpy's arrays.
-    sent, begun = left.tolist(), starts.tolist()
-    ended = ends.tolist() if contended else sent
-    lists: list[Any] = [column.tolist() for column in given]
-    lists += [contended, *(one.tolist() for one in room), sent, begun, ended]
-    return (np.array(begun), np.array(ended)) if not run(*lists) else None
+    lists: list[Any] = [column.tolist() for column in (*given, starts, ends)]
+    return (np.array(lists[-2]), np.array(lists[-1])) if not run(*lists) else None
 
 
 def _array(times: Floats) -> array[float]:

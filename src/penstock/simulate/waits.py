@@ -15,7 +15,7 @@ import numpy as np
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Row, Schedule
 from penstock.schedule.timeline import Span, Timeline
-from penstock.simulate.columns import IS_COMPUTE, Columns, Floats, Ints, column
+from penstock.simulate.computations import IS_COMPUTE, Columns, Floats, Ints, column
 
 
 class Cause(Enum):

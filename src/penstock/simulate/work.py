@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Op
-from penstock.schedule.action import OPS
-from penstock.schedule.dependencies import NEEDS, Where
-from penstock.simulate.columns import Columns, Floats, Ints
+from penstock.simulate.computations import Columns, Floats, Ints
 from penstock.simulate.costs import BOUND, SECONDS_OF, LinkCost, Links, StageCost, cost_between
 
 
@@ -60,24 +58,16 @@ class Work:
     Attributes:
         of: for each node, its entry: its kind, or one of its own if it overlaps with another.
         seconds: how long it takes; for two that overlap, each one's share of the time that both take.
-        latency: of the message that it waits for.
-        lag: from when that message leaves until it arrives: `latency`, and the time that it occupies the link.
+        lag: from when the message that it waits for leaves until it arrives.
         paired: whether it overlaps with the next node.
         hold: how long that next node takes.
-        wire: how long its own message occupies a link.
-        link: which link that is; -1 if no other rank waits for it.
-        links: how many links there are.
     """
 
     of: Ints
     seconds: Floats
-    latency: Floats
     lag: Floats
     paired: NDArray[np.bool_]
     hold: Floats
-    wire: Floats
-    link: Ints
-    links: int
 
     @classmethod
     def of_columns(cls, columns: Columns, costs: CostColumns, links: Links) -> Work:
@@ -87,20 +77,9 @@ class Work:
             ArgumentError: a link in use has no cost.
         """
         width = costs.seconds.shape[2]
-        latency, wire_in, pairs = _arrivals(columns, costs.output_bytes, links)
-        wire, link = np.zeros_like(wire_in), np.full_like(wire_in, -1, int)
-        used = np.flatnonzero(columns.source >= 0)
-        numbers = {pair: number for number, pair in enumerate(np.unique(pairs[used]).tolist())}
-        for kind in used.tolist():
-            for maker in _makers(OPS[kind // columns.stages]):
-                made = maker.code * columns.stages + columns.source[kind]
-                wire[made], link[made] = wire_in[kind], numbers[pairs[kind]]
-        lag, nothing = (latency + wire_in).ravel(), np.zeros(wire.size)
-        plain = cls(
-            columns.kinds() if width == 1 else columns.kinds() * np.int64(width) + columns.numbers(),
-            costs.seconds.ravel(), latency.ravel(), lag, nothing.astype(bool), nothing, wire.ravel(), link.ravel(),
-            len(numbers),
-        )  # fmt: skip
+        lag = _lags(columns, costs.output_bytes, links).ravel()
+        of = columns.kinds() if width == 1 else columns.kinds() * np.int64(width) + columns.numbers()
+        plain = cls(of, costs.seconds.ravel(), lag, np.zeros(lag.size, bool), np.zeros(lag.size))
         return plain._with_overlaps(columns, costs.overlapped_seconds.ravel()) if len(columns.joined) else plain
 
     def _with_overlaps(self, columns: Columns, fused: Floats) -> Work:
@@ -126,15 +105,7 @@ class Work:
         hold = np.concatenate([self.hold, second, np.zeros(len(both))])
         paired = np.concatenate([self.paired, np.ones(len(both), bool), np.zeros(len(both), bool)])
         seconds = np.concatenate([self.seconds, first, second])
-        latency, lag, wire, link = (table[old] for table in (self.latency, self.lag, self.wire, self.link))
-        return Work(of, seconds, latency, lag, paired, hold, wire, link, self.links)
-
-
-def _makers(waiter: Op) -> Iterator[Op]:
-    """The ops that make what an op waits for on another rank."""
-    for need in NEEDS[waiter]:
-        if need.where in (Where.BELOW, Where.ABOVE):
-            yield from need.ops
+        return Work(of, seconds, self.lag[old], paired, hold)
 
 
 def _by_number(costs: Sequence[Sequence[StageCost]], name: str) -> Floats:
@@ -145,24 +116,20 @@ def _by_number(costs: Sequence[Sequence[StageCost]], name: str) -> Floats:
     return found
 
 
-def _arrivals(columns: Columns, size: Floats, links: Links) -> tuple[Floats, Floats, Ints]:
-    """For each kind of node that waits for another rank, and number: its message's latency and time on the wire. And
-    for each kind which link it takes (sending rank * ranks + receiving rank).
-
-    `size` is of each stage's output, by number.
+def _lags(columns: Columns, size: Floats, links: Links) -> Floats:
+    """For each kind of node that waits for another rank, and number: how long its message takes. `size` is of each
+    stage's output, by number.
     """
-    shape = len(columns.source), size.shape[1]
-    latency, wire, pairs = np.zeros(shape), np.zeros(shape), np.full(len(columns.source), -1)
+    lag = np.zeros((len(columns.source), size.shape[1]))
     used = np.flatnonzero(columns.source >= 0)
     stage, source = used % columns.stages, columns.source[used]
     # The same bytes cross a cut in both directions: the lower stage's output, or its gradient.
     crossing = size[np.minimum(stage, source)]
-    pairs[used] = columns.rank_of[source] * columns.ranks + columns.rank_of[stage]
-    for pair in np.unique(pairs[used]).tolist():
-        link = cost_between(links, *divmod(pair, columns.ranks))
-        on = np.full(len(used), True) if isinstance(links, LinkCost) else pairs[used] == pair
-        latency[used[on]] = link.latency_seconds
-        wire[used[on]] = crossing[on] / link.bytes_per_second
-        if isinstance(links, LinkCost):
-            break
-    return latency, wire, pairs
+    if isinstance(links, LinkCost):
+        lag[used] = links.latency_seconds + crossing / links.bytes_per_second
+        return lag
+    pairs = columns.rank_of[source] * columns.ranks + columns.rank_of[stage]
+    for pair in np.unique(pairs).tolist():
+        link, on = cost_between(links, *divmod(pair, columns.ranks)), pairs == pair
+        lag[used[on]] = link.latency_seconds + crossing[on] / link.bytes_per_second
+    return lag

@@ -1,7 +1,7 @@
 """Timelines in: the folder that a run leaves (`runs/`), and traces of others.
 
-`reading.py` takes files: Chrome's and Perfetto's traces, Kineto's among them (`chrome.py`), tables and lists
-(`columns.py`). Out come recordings of events (`event.py`), put on one clock (`clocks.py`), and a `Run`: which steps
+`files.py` takes files: Chrome's and Perfetto's traces, Kineto's among them (`chrome.py`), tables and lists
+(`tables.py`). Out come recordings of events (`event.py`), put on one clock (`clocks.py`), and a `Run`: which steps
 they show of which schedule (`measured.py`). `penstock.report.perfetto` writes them. Does not load torch.
 
 >>> from penstock.trace.names import read_name

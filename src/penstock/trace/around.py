@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule
-from penstock.simulate.columns import Floats
+from penstock.simulate.computations import Floats
 from penstock.trace.event import Event
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -127,7 +127,7 @@ def traced(schedule: Schedule, events: Iterable[Event], among: Mapping[str, Amon
     events = tuple(events)
     work, joint = _by_op(events)
     replicas = 1 + max((event.replica or 0 for event in events), default=0)
-    shape = (replicas, schedule.ranks, schedule.numbers)
+    shape = (replicas, schedule.ranks, schedule.microbatches)
     found = _around(joint, _extent(shape[:2], work.values()), among)
     durations = {
         FORWARD: _computed(shape, work, Op.F),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.simulate.columns import Columns, Floats
+from penstock.simulate.computations import Columns, Floats
 
 TOLERANCE = 0.01
 """The share of a median action by which a message may seem to arrive too early: traces round, and are late."""
@@ -69,7 +69,7 @@ def _usual(
     tolerance = tolerance_of(starts, ends)
     users = np.flatnonzero(columns.need >= 0)
     makers = columns.need[users]
-    rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
+    rank = columns.rank
     source, target = rank[makers], rank[users]
     seconds = (ends if with_waits else starts)[users] - ends[makers]
     busy = (starts - columns.before(ends))[users] <= tolerance  # right before

@@ -15,7 +15,7 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import Numbers, generators
 from penstock.schedule.timeline import Timeline, refuse_far_numbers
-from penstock.simulate.columns import Columns, Floats
+from penstock.simulate.computations import Columns, Floats
 from penstock.trace.around import KNOWN
 from penstock.trace.clocks import shifts, tolerance_of
 from penstock.trace.event import Event, Recording

@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.partition.chance import foreign
 from penstock.partition.chance.gate import Gate
 from penstock.partition.source import is_ours
-from penstock.partition.state.provenance import is_seeded
 from penstock.partition.units.units import intercepted
-from penstock.partition.watch.observer import argument_names
+from penstock.partition.watch.observer import argument_names, is_seeded
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 

@@ -14,9 +14,6 @@ from typing import Any
 from penstock.partition.run.loan import Snapshot
 from penstock.partition.state.library import OF_TORCH
 from penstock.partition.state.reach import Holder
-from penstock.runtime.features.context import MakeFeature, StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature
-from penstock.schedule import Action
 from penstock.verification.beside_reach import Place, held_by, places_beside, reach_of
 from penstock.verification.twins import Made
 
@@ -64,20 +61,6 @@ class States:
         for place, entries in self._states.pop(owner, ()):
             _put(place, entries)
         self._owner = owner
-
-    def by_rank(self) -> MakeFeature:
-        """A feature that enters the state of each stage's rank before it computes."""
-        return lambda stage: _Apart(self, stage)
-
-
-class _Apart(Feature):
-    def __init__(self, states: States, stage: StageContext) -> None:
-        self._states, self._rank = states, stage.binding.schedule.placement.rank_of[stage.index]
-
-    def around(self, action: Action) -> Context:
-        """Enters before the computation, and leaves the state in place until another rank computes."""
-        self._states.enter(self._rank)
-        return NOTHING
 
 
 def _put(place: Place, entries: Any) -> None:

@@ -31,7 +31,7 @@ from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.features.context import MakeFeature, StageContext
+from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.runtime.gradients.distribution import copy_into, whole
 from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
@@ -175,7 +175,7 @@ class Verification:
         options |= {"cuts": self.cuts[depth]} if depth in self.cuts else {}
         given = self.taken.get(m) or self.taken.setdefault(m, list(_batches(self.first, self.batches, cutting, m)))
         with States(self.mine) as states:
-            options["features"] = (*own, states.by_rank(), *([_noting(trails[0])] if trails else ()))
+            options["features"] = (*own, lambda stage: _Follows(states, trails[0] if trails else None, stage))
             with pipeline(self.mine.model, args, kwargs, **options, verify=False) as pipe:
                 rule, rank = Rule(pipe), pipe.world.rank
                 key = pipe.schedule.microbatches, rule.key
@@ -210,7 +210,8 @@ class Verification:
         for step, batch in enumerate(batches, 1):
             if step == len(batches):
                 _update(pipe, expected.updated)
-            _forget_gradients(pipe, batch)
+            for tensor in (*trained(pipe.named_parameters(), pipe).values(), *inputs_of(batch).values()):
+                tensor.grad = None
             follows = trails is not None and trails[0].step == step
             with trails[0].following(pipe.model, {}) if trails and follows else nullcontext():
                 result = pipe.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
@@ -251,11 +252,6 @@ def _measured_depth(options: Mapping[str, Any]) -> int:
     if ranks is None or given or any(value is not None for value in decided):
         return 0
     return order_of(options["schedule"], ranks, options.get("microbatches"), options.get("chunks")).placement.depth
-
-
-def _forget_gradients(pipe: Pipeline, batch: Microbatch) -> None:
-    for tensor in (*trained(pipe.named_parameters(), pipe).values(), *inputs_of(batch).values()):
-        tensor.grad = None
 
 
 def _update(pipe: Pipeline, values: Mapping[str, Tensor]) -> None:
@@ -353,19 +349,17 @@ def _given_to_all(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[
     return args, kwargs, next((label for _, label in line if label is not None), None)
 
 
-def _noting(trail: Trail) -> MakeFeature:
-    """A feature that notes which microbatch each stage computes."""
-    return lambda stage: _Noting(trail, stage)
+class _Follows(Feature):
+    """Enters the state of a stage's rank before each action, which stays until another rank computes, and notes it."""
 
-
-class _Noting(Feature):
-    def __init__(self, trail: Trail, stage: StageContext) -> None:
-        self._trail, self._stage = trail, stage.index
+    def __init__(self, states: States, trail: Trail | None, stage: StageContext) -> None:
+        self._states, self._trail, self._stage = states, trail, stage.index
+        self._rank = stage.binding.schedule.placement.rank_of[stage.index]
 
     def around(self, action: Action) -> Context:
-        """Notes the action before it begins."""
-        assert action.microbatch is not None
-        self._trail.begin(action.microbatch, self._stage, backward=action.op is not Op.F)
+        self._states.enter(self._rank)
+        if self._trail is not None and action.microbatch is not None:
+            self._trail.begin(action.microbatch, self._stage, backward=action.op is not Op.F)
         return NOTHING
 
 

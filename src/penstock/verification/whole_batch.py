@@ -40,18 +40,27 @@ _TOGETHER = (
 """What to do about samples that a loss or a model compares."""
 
 
+FLOATS = {torch.float64, torch.float32}
+
+
 @dataclass(frozen=True, slots=True)
 class _Ran:
     """The results of some microbatches: their losses make `loss`."""
 
     loss: float
+    dtype: torch.dtype
     largest: float
     outputs: list[Any]
+
+    @property
+    def rounding(self) -> float:
+        """What rounding may change of a double loss, or of one that casts: `logits.float()` in transformers."""
+        return 1e-6 if self.dtype is torch.float32 else 1e-7
 
     def is_close(self, other: _Ran) -> bool:
         """Whether two losses differ by no more than rounding, over the largest microbatch's."""
         dtypes = {leaf.dtype for leaf in leaf_tensors(other.outputs) if leaf.is_floating_point()}
-        tolerance = 1e-7 if dtypes <= {torch.float64} else 2e-5 if dtypes <= {torch.float64, torch.float32} else 2e-2
+        tolerance = self.rounding if dtypes <= {torch.float64} else 2e-5 if dtypes <= FLOATS else 2e-2
         return abs(self.loss - other.loss) <= tolerance * max(self.largest, other.largest)
 
 
@@ -119,7 +128,8 @@ class Whole:
         each = [*filter(math.isfinite, each)] or each
         if not depend and self.reduction == "mean" and abs(sum(each) - whole.loss) <= 1e-6 * abs(whole.loss):
             return "warning", "the loss is a sum over rows; pass reduction='sum'"
-        beyond = not min(each) * (1 - 1e-7) <= whole.loss <= max(each) * (1 + 1e-7)  # no weights make it of theirs
+        least, most = 1 - whole.rounding, 1 + whole.rounding
+        beyond = not min(each) * least <= whole.loss <= max(each) * most  # no weights make it of theirs
         compares = "in the loss samples depend on each other (pairs, a contrastive loss), and each has only its own"
         if depend is False and beyond:
             return "warning", f"the outputs agree, but {compares}: {_TOGETHER}"
@@ -205,7 +215,7 @@ class Whole:
         total = weighted_sum(losses, weighted)
         assert total is not None
         counted = [abs(float(loss)) for loss, weight in zip(losses, weighted, strict=True) if weight]
-        return _Ran(float(total), max(counted), outputs)
+        return _Ran(float(total), losses[0].dtype, max(counted), outputs)
 
 
 @contextmanager

@@ -61,24 +61,6 @@ def test_without_a_failed_rank_the_agent_is_named_and_after_a_signal_nobody(tmp_
     assert [stopped_by(number) for number in (2, 15)] == ["stopped by Ctrl-C", "stopped by SIGTERM"]
 
 
-def test_what_users_write_there_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "failures"
-    odd = [
-        b"\xff",
-        b"[" * 9999,
-        b"1",
-        b"{}",
-        b'{"folder": 1}',
-        b'{"rank": "0"}',
-        b'{"rank":0,"exitcode":1,"at_ns":"x"}',
-    ]
-    path.write_bytes(b"\n".join(odd) + b"\n")
-    RankFailure(1, -999, 5).write(str(path))
-    assert explain_end(FAILED, str(path), ["the agent"]).message == "rank 1 ended with exit status -999"
-    path.write_bytes(bytes(2 << 20))
-    assert explain_end(FAILED, str(path), ["the agent"]).message == "the agent ended with exit status 1"
-
-
 def test_what_a_rank_says_is_one_printable_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "failures"
     monkeypatch.setenv(FAILURES, str(path))

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.distributed import host_clock
 from penstock.errors import FabricError
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.network.fabric.emulation import clock, links, probe, signals, start_board
+from penstock.network.fabric.emulation import clock, links, probe, signals
 from penstock.network.fabric.emulation import trials as trials_module
 from penstock.network.fabric.emulation.collectives import Engine, Stepwise, wrong
 from penstock.network.fabric.emulation.host import _check, _follow, _parts, _warm_up
@@ -162,7 +163,7 @@ def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> A
     """Stamps of some trials that begin so long after the word, which goes over a board if a path is given."""
     margin, signals._MARGIN_NS = signals._MARGIN_NS, margin_ns
     if path is not None:
-        os.environ[start_board.VARIABLE] = path
+        os.environ[signals.BOARD] = path
     members = Members(rank, spec.hosts, None, None)
     try:
         trials = Trials(spec, _parts(spec, members, Wire()), members)
@@ -170,7 +171,7 @@ def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> A
         return np.stack([trials.one().stamps.numpy() for _ in range(3)])
     finally:
         signals._MARGIN_NS = margin
-        os.environ.pop(start_board.VARIABLE, None)
+        os.environ.pop(signals.BOARD, None)
 
 
 class _Ahead:
@@ -192,13 +193,10 @@ class _Ahead:
 
 def clocks(rank: int, ahead_ns: int, same_kernel: bool) -> dict[str, Any]:
     """The offset of a rank whose clock is as far ahead of rank 0's, for every rank in front of it."""
-    before = clock.kernel, clock.time
-    clock.kernel = lambda: "one" if same_kernel else f"kernel {rank}"
-    clock.time = _Ahead(rank * ahead_ns)  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_clock, "clock_name", lambda: "one" if same_kernel else f"kernel {rank}")
+        patch.setattr(host_clock, "now_ns", _Ahead(rank * ahead_ns).monotonic_ns)
         return asdict(clock.estimate())
-    finally:
-        clock.kernel, clock.time = before
 
 
 def on_other_clocks(rank: int, spec: Spec, ahead_ns: int, passes: float) -> tuple[int, int, Any, int]:
@@ -216,9 +214,10 @@ def on_other_clocks(rank: int, spec: Spec, ahead_ns: int, passes: float) -> tupl
 
     ahead = _Ahead(rank * ahead_ns)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (clock, signals, trials_module):
+        for module in (signals, trials_module):
             patch.setattr(module, "time", ahead)
-        patch.setattr(clock, "kernel", lambda: f"kernel {rank if ahead_ns else 0}")
+        patch.setattr(host_clock, "now_ns", ahead.monotonic_ns)
+        patch.setattr(host_clock, "clock_name", lambda: f"kernel {rank if ahead_ns else 0}")
         patch.setattr(clock, "estimate", counted)
         members = Members(rank, spec.hosts, None, None)
         began = time.monotonic_ns()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import fabric_jobs as jobs
 import numpy as np
@@ -16,9 +15,8 @@ import pytest
 from penstock.errors import FabricError
 from penstock.network.fabric.emulation import signals
 from penstock.network.fabric.emulation.joining import Members
-from penstock.network.fabric.emulation.signals import enough
+from penstock.network.fabric.emulation.signals import StartBoard, enough
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.emulation.start_board import VARIABLE, StartBoard
 from penstock.network.fabric.presets import preset
 from penstock.network.fabric.workload import Workload
 from scaffolding.ranks import Ranks
@@ -50,7 +48,7 @@ def test_words_come_in_order_and_whole(path: str) -> None:
 
     def listen() -> None:
         for _ in range(3):
-            heard.append(other.hear())
+            heard.append(other.wait())
             done.set()
 
     done = threading.Event()
@@ -58,7 +56,7 @@ def test_words_come_in_order_and_whole(path: str) -> None:
     listener.start()
     for word in ((1, 2, 3), (4, -5, 6), (7, 8, 2**40)):
         done.clear()
-        host.say(*word)
+        host.announce(*word)
         assert done.wait(10)
     listener.join()
     assert heard == [(1, 2, 3), (4, -5, 6), (7, 8, 2**40)]
@@ -79,20 +77,12 @@ def test_between_hosts_of_one_machine_no_word_goes_over_the_network(path: str, m
 def test_nobody_waits_for_a_host_that_has_ended_or_is_silent(path: str) -> None:
     StartBoard(path, writes=True, stall_seconds=10)
     with pytest.raises(FabricError, match=r"host 0 has not answered for 0\.2 s"):
-        StartBoard(path, writes=False, stall_seconds=0.2).hear()
-    imported = "from penstock.network.fabric.emulation.start_board import StartBoard"
+        StartBoard(path, writes=False, stall_seconds=0.2).wait()
+    imported = "from penstock.network.fabric.emulation.signals import StartBoard"
     code = f"{imported}; StartBoard({path!r}, writes=True, stall_seconds=1)"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(FabricError, match="host 0 has ended"):
-        StartBoard(path, writes=False, stall_seconds=10).hear()
-
-
-def test_only_who_starts_the_hosts_gives_them_a_board(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert StartBoard.of_environment(0, 1.0) is None
-    monkeypatch.setenv(VARIABLE, path)
-    assert isinstance(StartBoard.of_environment(0, 1.0), StartBoard)
-    assert Path(path).stat().st_size == 40
+        StartBoard(path, writes=False, stall_seconds=10).wait()
 
 
 def test_between_machines_nearly_all_words_would_have_been_in_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from math import ceil, log2
 from typing import Any, get_args
 
@@ -17,12 +18,12 @@ from penstock.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, generate, rooted
 from penstock.network.fabric.algorithms import tree as trees
 from penstock.network.fabric.algorithms.tree import double_tree
-from penstock.network.fabric.algorithms.volume import cost, moves_of, sent_slots
+from penstock.network.fabric.algorithms.volume import cost, moves_of, slots_by_port
 from penstock.network.fabric.steps import Collective, Move, StepList
 
 
 def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
-    return sent_slots(steps)[rank] * steps.slot_bytes(size_bytes, element_bytes)
+    return slots_by_port(chain.from_iterable(steps.rounds))[rank, True] * steps.slot_bytes(size_bytes, element_bytes)
 
 
 EVERY = [(collective, algorithm) for collective in get_args(Collective) for algorithm in algorithms(collective)]

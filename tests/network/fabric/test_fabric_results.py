@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms
-from penstock.network.fabric.forecast import forecast
-from penstock.network.fabric.models import HOSTS, LinkFit, predict
+from penstock.network.fabric.alpha_beta import LinkFit, predict
+from penstock.network.fabric.forecast import HOSTS, forecast
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
@@ -197,7 +197,7 @@ def test_the_link_is_fitted_from_the_sweep_and_foretells_4096_hosts() -> None:
 def test_results_and_predictions_are_of_one_fit() -> None:
     run = swept(LinkFit(1e-4, 8e-8), noise=0.1)
     found = results(run)
-    again = forecast(run.record, found, "all_reduce", [4096 * 4**7], HOSTS).to_dict()
+    again = forecast(run.record, found, "all_reduce", [4096 * 4**7], HOSTS)
     assert found["model"] == [json.loads(json.dumps(again))]
 
 

@@ -49,7 +49,7 @@ def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> No
 @given(times)
 def test_a_summary_is_in_order_and_inside_its_intervals(samples: list[float]) -> None:
     summary = Summary.of(samples)
-    figures = summary.to_dict()
+    figures = summary.figures
     known = [value for name, value in figures.items() if name != "mean" and value is not None]
     assert known == sorted(known)
     assert set(figures) == {"min", "p50", "p90", "p99", "p999", "max", "mean"}
@@ -65,7 +65,7 @@ def test_a_summary_is_in_order_and_inside_its_intervals(samples: list[float]) ->
 def test_of_nothing_nothing_is_known() -> None:
     summary = Summary.of([])
     assert summary.count == 0
-    assert set(summary.to_dict().values()) == {None}
+    assert set(summary.figures.values()) == {None}
     assert set(summary.intervals) == set(PERCENTILES)
     assert mean_interval([1, 2, 3, 4, 5]) is None
 
@@ -157,7 +157,7 @@ def test_dependent_trials_count_for_fewer() -> None:
     assert middle < tail < 2000 / 4, "what is in the tail forgets sooner"
     dependent = Summary.of(_series(draw, 400, 0.9))
     assert dependent.effective < 40
-    assert dependent.p99 is None, "as with fewer than 368 independent ones"
+    assert dependent.figures["p99"] is None, "as with fewer than 368 independent ones"
     assert Summary.of(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
 
 

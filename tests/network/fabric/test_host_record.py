@@ -7,7 +7,7 @@ import time
 import pytest
 
 from penstock.network import conditions as record
-from penstock.network.conditions import cpu_usage, environment
+from penstock.network.conditions import cpu_since, cpu_usage, environment
 from penstock.network.fabric.emulation.run_file import told_apart
 
 
@@ -44,12 +44,12 @@ def test_without_tc_and_interface_there_is_null(monkeypatch: pytest.MonkeyPatch)
 
 def test_processor_time_is_that_of_all_threads_and_waiting_is_not_work() -> None:
     before = cpu_usage()
-    while cpu_usage().cpu_seconds - before.cpu_seconds < 0.1:
+    while cpu_usage()["cpu_seconds"] - before["cpu_seconds"] < 0.1:
         sum(range(10_000))
     worked = cpu_usage()
     time.sleep(0.3)
     waited = cpu_usage()
-    used, idle = worked.since(before), waited.since(worked)
+    used, idle = cpu_since(before, worked), cpu_since(worked, waited)
     assert used["cpu_seconds"] is not None
     assert used["cpu_seconds"] >= 0.1
     assert idle["wall_seconds"] is not None
@@ -67,6 +67,6 @@ def test_processor_time_is_that_of_all_threads_and_waiting_is_not_work() -> None
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells")
 def test_a_machine_that_does_not_tell_gives_null(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_machine_time", lambda: None)
-    used = cpu_usage().since(cpu_usage())
+    used = cpu_since(cpu_usage())
     assert used["busy"] is None
     assert used["steal"] is None

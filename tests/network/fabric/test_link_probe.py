@@ -72,24 +72,20 @@ def test_a_paced_link_is_measured_at_its_pace(ranks2: Ranks) -> None:
 
 @pytest.mark.distributed
 def test_a_rate_above_the_shapers_is_our_error(ranks2: Ranks) -> None:
-    rates = {"up": [2000.0, 1000.0], "down": [1500.0, 3000.0]}  # over loopback, which is faster
-    said = ranks2.run(jobs.probed, replace(SPEC, network={"rates": rates}))
+    said = ranks2.run(jobs.probed, _spec("16kbit"))  # over loopback, which is faster
     assert said[0] == said[1]
     assert "Penstock measured the link from host 0 to host 1" in said[0]
     assert "although its shaper passes only 0.0 Mbit/s. This is a bug in Penstock" in said[0]
 
 
 def test_which_rate_is_the_shapers() -> None:
-    link = parse_link("up 100mbit down 20mbit")
-    own = {1: parse_link("up 50mbit down 40mbit")}
-    spec = replace(SPEC, network={"rates": Topology(link, own).rates(2)})
-    assert links.shaped_rate(spec, 0, 1) == 40 * 125e3
-    assert links.shaped_rate(spec, 1, 0) == 20 * 125e3
-    assert links.above_shaper(spec, (0, 1), Measured(0.0, 40.2 * 125e3)) is None
-    assert links.above_shaper(spec, (0, 1), Measured(0.0, 41 * 125e3)) is not None
-    assert links.above_shaper(spec, (0, 1), Measured(0.0, None)) is not None
-    assert links.shaped_rate(SPEC, 0, 1) is None
-    assert links.above_shaper(SPEC, (0, 1), Measured(0.0, None)) is None
+    ends = links.ends_of(_spec("up 100mbit down 20mbit", {"1": "up 50mbit down 40mbit"}), (0, 1))
+    assert ends is not None
+    for way, rate in (((0, 1), 40 * 125e3), ((1, 0), 20 * 125e3)):
+        assert links.above_shaper(way, Measured(0.0, 1.005 * rate), ends[way]) is None
+        assert links.above_shaper(way, Measured(0.0, 1.02 * rate), ends[way]) is not None
+        assert links.above_shaper(way, Measured(0.0, None), ends[way]) is not None
+    assert links.ends_of(SPEC, (0, 1)) is None
 
 
 def _spec(link: str, own: dict[str, str] | None = None) -> Spec:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,13 +58,30 @@ def set_first(held: Any) -> Any:
     return held
 
 
+@dataclass(slots=True)
+class Slots:
+    value: float = 1.0
+
+    def once(self) -> float:
+        return self.value
+
+    def thrice(self) -> float:
+        return 3 * self.value
+
+
+def set_value(held: Slots) -> Slots:
+    held.value = 3.0
+    return held
+
+
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], float]]] = {
-    "a long list": (lambda: [1.0] * 1000, set_first, first_of),
-    "a long set": (
-        lambda: {*range(99)},
-        lambda held: held.discard(0) or held.add(99) or held,
-        lambda held: 1.0 if 0 in held else 3.0,
-    ),
+    "a list": (lambda: [1.0] * 9, set_first, first_of),
+    "an array": (lambda: np.ones(9), set_first, first_of),
+    "a set": (lambda: {0, 1}, lambda held: held.discard(0) or held, lambda held: 1.0 if 0 in held else 3.0),
+    "slots": (Slots, set_value, Slots.once),
+    "a partial": (lambda: partial(float, 1.0), lambda _: partial(float, 3.0), lambda held: held()),
+    "a bound method": (lambda: Slots().once, lambda held: held.__self__.thrice, lambda held: held()),
+    "a method of another object": (lambda: Slots().once, lambda _: Slots(3.0).once, lambda held: held()),
     "a sign of zero": (lambda: 0.0, lambda _: -0.0, lambda held: 1.0 if math.copysign(1, held) > 0 else 3.0),
 }
 

@@ -56,6 +56,24 @@ class Decides(Chain):
         return x
 
 
+class Begins(Chain):
+    """A part of a model that counts anew in each call, by the name that the model uses for its own count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = 0
+        return super().forward(x)
+
+
+class DecidesAround(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.shared = Begins(), 0, SimpleNamespace(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) if self.calls < 9 else x
+
+
 class Follows(nn.Linear):
     """A block that decides by what its model counts."""
 
@@ -81,6 +99,7 @@ class CountsFor(Chain):
     ("kind", "place", "line"),
     [
         (Decides, "calls", "if self.calls > 10"),
+        (DecidesAround, "calls", "if self.calls < 9 else x"),
         (CountsFor, r"shared\.calls", "if self.shared.calls < 10"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,32 @@ def test_a_container_into_which_blocks_put_tensors_is_no_obstacle_to_the_loss(ki
     x, y = batch()
     make = lambda: seeded(lambda: nn.Sequential(*(Noting() for _ in range(4))))  # noqa: E731
     proven(make, x, y, ranks=2, microbatches=2, schedule="gpipe", exact=True)
+
+
+class ByName(dict[str, Tensor]):
+    """A dict by another name."""
+
+
+class Named(nn.Module):
+    def __init__(self, losses: Any, name: str) -> None:
+        super().__init__()
+        self.layer, self.losses, self.name = nn.Linear(WIDTH, WIDTH), losses, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.losses[self.name] = y.square().mean()
+        return y
+
+
+@pytest.mark.parametrize("kind", [ByName, Counter])
+def test_losses_in_a_container_of_a_class_derived_from_dict(kind: Callable[[], Any]) -> None:
+    def make() -> Any:
+        losses = kind()
+        model = nn.Sequential(*(Named(losses, name) for name in "abcd"))
+        return model, lambda output, target: F.mse_loss(output, target) + sum(losses.values())
+
+    x, y = batch()
+    proven(lambda: seeded(make), x, y, loss=None, ranks=2, microbatches=2, exact=True)
 
 
 def test_what_is_not_carried_raises_where_the_loss_uses_it() -> None:

@@ -261,29 +261,6 @@ def test_an_object_that_the_model_keeps_and_a_block_changes_is_refused() -> None
         Partitioner(model, 2, streams=NoStreams())((torch.randn(3, WIDTH),))
 
 
-class Lazy(nn.Module):
-    """Hands tensors on in a generator."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.last = last
-
-    def forward(self, given: Any) -> Any:
-        x = given if isinstance(given, Tensor) else sum(given)
-        y = self.linear(x)
-        return y if self.last else (y * k for k in (1, 2))
-
-
-def test_what_cannot_be_taken_apart_is_refused_where_a_cut_crosses_it_only() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(Lazy(last=False), Lazy(last=True)) for _ in range(2)))
-    case = Case(model, (torch.randn(3, WIDTH),), {}, torch.randn(3, WIDTH), nn.functional.mse_loss)
-    check(case, 2, cuts=["1"])
-    with pytest.raises(PartitionError, match=r"block '0\.0' returns a generator.*separates it from block '0\.1'"):
-        Partitioner(model, 2, ["0.1"], streams=NoStreams())(case.args)
-
-
 class Experts(nn.Module):
     """Runs once for real when it is recorded, and leaves its auxiliary loss in what it is given."""
 

@@ -17,22 +17,18 @@ from planted import even, recorded, timeline, twice
 from penstock.costs import Profile, UnitCost
 from penstock.errors import ArgumentError
 from penstock.plan.explain import Explanation, Predicted, explain, read_run, run_of
-from penstock.plan.explain.case import case_of
-from penstock.plan.explain.changes import Change, Trial, suggestions
-from penstock.plan.explain.factors import factors_of
-from penstock.plan.explain.schedules import FREE, Idea, Price, another
+from penstock.plan.explain.case import Change
+from penstock.plan.explain.changes import Trial, suggestions
+from penstock.plan.explain.schedules import FREE, Price, another
 from penstock.report import write_perfetto
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.simulate.columns import COMPUTE
+from penstock.simulate.computations import COMPUTE
 
 
 def trial_of(measured: Timeline, *, shared: bool = False, predicted: Predicted | None = None) -> Trial:
-    step = run_of(recorded(measured)).typical
-    factors = factors_of(step.replicas)
-    replay = case_of(step, factors.seconds)
-    return Trial(step, factors, replay, replay.step_seconds, predicted, shared)
+    return Trial.of(run_of(recorded(measured)).typical, predicted, shared=shared)
 
 
 def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Predicted:
@@ -60,16 +56,15 @@ def test_each_assumption_widens_an_interval(ends: list[Any], data: st.DataObject
     error = data.draw(st.floats(0.0, 0.2))
     widths = []
     for number in range(1, len(cases) + 1):
-        idea = Idea("schedule", "another", cases[:number])
-        change = trial.change(idea, error)
+        change = trial.tried(Change("schedule", "another", cases[:number]), error)
         low, high = change.gain - change.error, change.gain + change.error
-        for gain in trial.gains(idea):
+        for gain in trial.gains(change):
             assert low - 1e-9 <= gain - error
             assert gain + error <= high + 1e-9
         widths.append(change.error)
     assert widths == sorted(widths)
-    assert trial.change(Idea("cut", "x", cases, measured=False), error).gain == pytest.approx(
-        min(1.0, max(trial.gains(Idea("cut", "x", cases))) + error)
+    assert trial.tried(Change("cut", "x", cases, measured=False), error).gain == pytest.approx(
+        min(1.0, max(trial.gains(Change("cut", "x", cases))) + error)
     )
 
 
@@ -185,13 +180,10 @@ def test_a_gain_that_another_step_does_not_show_is_not_certain() -> None:
     slow, usual = timeline(lambda s, k: 2.0 if s == 2 else 1.0, twice), timeline(even, twice)
     both = recorded(usual, slow)
     step = run_of(both).typical
-    factors = factors_of(step.replicas)
-    replay = case_of(step, factors.seconds)
-    trial = Trial(step, factors, replay, replay.step_seconds)
+    trial = Trial.of(step)
     quiet = run_of(recorded(usual, usual)).typical
-    other = case_of(quiet, factors_of(quiet.replicas).seconds)
     shows = suggestions([trial, trial], 0.0)
-    hides = suggestions([trial, Trial(quiet, factors_of(quiet.replicas), other, other.step_seconds)], 0.0)
+    hides = suggestions([trial, Trial.of(quiet)], 0.0)
     assert shows[0].kind == "rank"
     assert not any(one.kind == "rank" for one in hides)
 

@@ -12,9 +12,7 @@ from planted import LINK, even, recorded, timeline, twice, without
 
 from penstock.errors import ArgumentError
 from penstock.plan.explain import Explanation, explain, run_of
-from penstock.plan.explain.case import case_of
 from penstock.plan.explain.changes import Trial, suggestions
-from penstock.plan.explain.factors import factors_of
 from penstock.plan.explain.where import Reason
 from penstock.schedule.timeline import Timeline
 
@@ -185,9 +183,7 @@ def test_nothing_is_accused_of_what_the_replay_may_have_wrong() -> None:
     """Ranks, too: only what brings more than the replay's error is told."""
     slow = timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice)
     step = run_of(recorded(timeline(even, twice), slow)).typical
-    factors = factors_of(step.replicas)
-    replay = case_of(step, factors.seconds)
-    trial = Trial(step, factors, replay, replay.step_seconds)
+    trial = Trial.of(step)
     gain = next(one.gain for one in suggestions([trial], 0.0) if one.kind == "rank")
     assert "rank" in [one.kind for one in suggestions([trial], 0.95 * gain)]
     assert "rank" not in [one.kind for one in suggestions([trial], 1.01 * gain)]

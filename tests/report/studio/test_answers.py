@@ -151,19 +151,3 @@ def test_too_long_a_walk_or_search_is_refused() -> None:
 def test_an_unknown_kind_of_file_is_refused() -> None:
     with pytest.raises(ArgumentError, match="expected csv"):
         answers.export(answers.named(Question(), "1f1b"), "exe")
-
-
-def test_slices_are_called_slices() -> None:
-    question = Question(schedules=("seq1f1b",), ranks=2, microbatches=2)
-    (walk,) = answers.walk(question)["walks"]
-    labels = {cell["label"] for cells in walk["ranks"] for cell in cells if "label" in cell}
-    assert {"F0.0", "F0.1", "F1.0"} <= labels
-    assert "F2" not in labels
-    (drawn,) = answers.simulate(question)["timeline"]["bands"]
-    assert drawn["slices"] == 2
-    trace = json.loads(answers.export(answers.named(question, "seq1f1b"), "perfetto")[2])
-    names = {one["name"] for one in trace["traceEvents"]}
-    assert any("slice 1 of microbatch 1" in name for name in names)
-    assert not any("microbatch 2" in name for name in names)
-    assert "activations held" in names
-    assert "microbatches held" not in names

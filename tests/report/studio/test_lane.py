@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from penstock.report.studio import answers, serve
+from penstock.report.studio import answers
 from penstock.report.studio.question import Question
 from penstock.report.studio.serve import Server
 from scaffolding.run_folders import a_run
@@ -103,30 +103,6 @@ def test_too_many_questions_are_refused_at_once(studio: Start, slow: Slow, tmp_p
     for thread, _ in waiting:
         thread.join()
     assert [found[0].status_code for _, found in waiting].count(200) == 8
-
-
-def test_idle_connections_keep_nobody_out(studio: Start, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[serve.Impatient] = []
-    again = serve.Impatient._look_again
-    monkeypatch.setattr(serve.Impatient, "_look_again", lambda one: (looked.append(one), again(one)))
-    link = studio().link
-    working, answer = asking(link, 2)
-    assert slow.begun.wait(30)
-    monkeypatch.setattr(serve, "_PATIENCE_SECONDS", 0.2)  # from here on: a busy machine may take longer to ask
-    (one,) = looked
-    one.loop.call_soon_threadsafe(one._close_if_idle)
-    address = urlsplit(link)
-    idle = [socket.create_connection((address.hostname, address.port)) for _ in range(3)]
-    idle[1].sendall(b"GET / HTTP/1.1\r\nHost: ")  # and never more
-    for each in idle:
-        each.settimeout(20)
-        with each:
-            assert each.recv(1) == b""  # closed
-    while looked.count(one) < 4 and working.is_alive():
-        time.sleep(0.01)
-    slow.let.set()
-    working.join()
-    assert answer[0].json() == {"ranks": 2}  # one that is answered is waited for
 
 
 WRONG = [

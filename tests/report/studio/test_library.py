@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,18 +12,15 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock._base import files
-from penstock.cli.runs import summaries
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
-from penstock.report.studio import background, library
+from penstock.report.studio import background
 from penstock.report.studio.app import Studio
 from penstock.report.studio.guard import Guard
 from penstock.report.studio.library import Library
 from penstock.schedule import generate, write_csv
 from penstock.simulate import StageCost, simulate
-from penstock.trace.runs import RankState, RunRead
-from penstock.trace.runs.summary import Summary
-from scaffolding.run_folders import a_run, says
+from scaffolding.run_folders import a_run
 
 SECRET = "the secret outside"
 
@@ -151,16 +147,6 @@ def test_a_pipe_is_not_waited_for(studio: TestClient, folder: Path) -> None:
     assert "pipe.json" not in studio.get("/api/library").text
 
 
-def test_large_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "MAX_BYTES", 100)
-    with pytest.raises(ArgumentError, match="is too large for the studio, which opens up to 0 MiB"):
-        Library(folder).path("trace.json")
-
-
-def test_a_folder_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
-    assert Library(tmp_path / "runs").entries() == []
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "penstock run"}', '{"choice": 1}', "[" * 100_000])
 def test_files_of_something_else_get_one_clear_error(studio: TestClient, folder: Path, text: str) -> None:
     (folder / "odd.json").write_text(text)
@@ -229,33 +215,3 @@ def test_a_damaged_run_spoils_no_other(studio: TestClient, folder: Path, file: s
         answer = studio.get(address, params={"name": "bad"})
         assert answer.status_code in (200, 400)
         assert answer.status_code == 200 or "\n" not in answer.json()["error"]
-
-
-def test_whatever_reading_a_run_raises_it_is_shown_as_damaged_and_the_others_stay(
-    studio: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("good", "bad"):
-        a_run(folder / name)
-    (folder / "loop").mkdir()
-    (folder / "loop" / "run.json").symlink_to("run.json")
-    of = Summary.of
-
-    def unexpected(run: RunRead, most_bytes: int | None = None) -> Summary:
-        if run.path.name == "bad":
-            raise RecursionError("too\ndeep")
-        return of(run, most_bytes)
-
-    monkeypatch.setattr(Summary, "of", unexpected)
-    damage = {one["name"]: one["damage"] for one in studio.get("/api/library").json()["entries"]}
-    assert damage == {
-        "good": "", "bad": "run 'bad' cannot be read: RecursionError: too deep", "trace.json": "", "deep/mine.csv": "",
-    }  # fmt: skip
-    found, damaged = summaries(folder)
-    assert ([run.path.name for run in found], len(damaged)) == (["good"], 1)
-
-
-@pytest.mark.parametrize("action", ["the building of the pipeline", "(0F7;7B3)OVERLAP_F_B", "0REDUCE_GRAD"])
-def test_what_a_rank_does_has_words_beside_actions(studio: TestClient, folder: Path, action: str) -> None:
-    says(a_run(folder / "run"), RankState(0, 0, (0,), "elsewhere", 7, step=9, action=action, since=time.time()))
-    states = studio.get("/api/live", params={"name": "run"}).json()["states"]
-    assert states[0]["doing"] == f"runs {action}"

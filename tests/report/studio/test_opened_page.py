@@ -25,7 +25,7 @@ from penstock.report.studio.library import Library
 from penstock.report.studio.opened import opened
 from penstock.report.studio.serve import Server
 from penstock.report.web.page import page as report_page
-from penstock.report.web.sources import shown
+from penstock.report.web.sources import contents_of
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 from scaffolding.run_folders import ABOUT, a_run, timeline
@@ -109,7 +109,7 @@ def client(folder: Path, token: str = "t") -> TestClient:
 def test_a_report_is_that_of_the_command_and_runs_nothing_else(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "gpt")
     answer = client(tmp_path).get("/report", params={"name": "gpt"})
-    assert answer.text == report_page(shown([folder])) == background.report(folder)
+    assert answer.text == report_page(contents_of([folder])) == background.report(folder)
     policy = answer.headers["content-security-policy"]
     scripts = next(part for part in policy.split(";") if "script-src" in part)
     assert scripts.count("'sha256-") == 1

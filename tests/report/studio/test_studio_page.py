@@ -97,20 +97,6 @@ def test_a_memory_limit_and_a_search(open_page: Any, studio: Start) -> None:
 
 
 @pytest.mark.long
-def test_numbers_do_not_wait_for_a_search(open_page: Any, studio: Start) -> None:
-    page = ready(open_page, studio())
-    page.route("**/api/search**", lambda route: None)  # one that never ends
-    page.check("#searched")
-    slide(page, "ranks", 2)
-    page.wait_for_function(
-        "(where) => Number(document.querySelector(where)?.dataset.value) === 27",
-        arg="tr[data-schedule='1f1b'] [data-figure=span]",
-    )
-    assert page.inner_text(".searching [role=status]") == "searching…"
-    page.unroute_all(behavior="ignoreErrors")
-
-
-@pytest.mark.long
 def test_what_numbers_do_not_allow_is_said(open_page: Any, studio: Start) -> None:
     server = studio()
     page = ready(open_page, server, "schedules=1f1b,chimera&ranks=3")
@@ -148,17 +134,6 @@ def test_words_are_right_in_every_slot(open_page: Any, studio: Start, name: str)
     page.keyboard.press("ArrowLeft")
     last = max(walk.slots for walk in walks.values()) - 1
     assert page.inner_text("#slot-number") == f"slot {last - 1} of 0 to {last}"
-
-
-@pytest.mark.long
-def test_what_a_file_cannot_say_is_said(open_page: Any, studio: Start) -> None:
-    page = ready(open_page, studio(), "schedules=chimera")
-    page.click("[data-files=chimera] [data-kind=csv]")
-    page.wait_for_selector("#trouble:not([hidden])")
-    with page.expect_download() as download:
-        page.click("[data-files=chimera] [data-kind=svg]")
-    assert download.value.suggested_filename == "chimera-p4-m8.svg"
-    page.wait_for_selector("#trouble[hidden]", state="attached")
 
 
 @pytest.mark.long
@@ -232,34 +207,3 @@ def test_a_token_opens_the_page_and_leaves_the_address(open_page: Any, studio: S
     other.evaluate("address => { location = address; }", server.link)  # into the page that is open
     other.reload()
     other.wait_for_selector("html[data-ready]")
-
-
-@pytest.mark.long
-def test_another_origin_gets_nothing(open_page: Any, studio: Start) -> None:
-    """Two studios are two origins."""
-    mine, other = studio(), studio()
-    page = ready(open_page, mine)
-    said = page.evaluate(
-        "async (address) => { try { return await (await fetch(address)).text(); } catch (it) { return `${it}`; } }",
-        f"{other.address}api/catalog",
-    )
-    assert "schedules" not in said
-    page.errors.clear()  # the browser says that it refused
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", ["wide", "phone"])
-def test_nothing_is_cut_off(open_page: Any, studio: Start, size: str, dark: bool) -> None:
-    server = studio()
-    for view in ("ranks=8&searched=0.1", "view=walk&slot=3", "view=runs"):
-        page = ready(open_page, server, view, size=size, dark=dark)
-        page.wait_for_timeout(300)
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
-        cut = page.evaluate(
-            "[...document.querySelectorAll('button, label, h1, h2, h3, th, output')].filter(one => one.offsetParent"
-            " && !one.closest('.wide') && one.scrollWidth > one.clientWidth + 1"
-            " && getComputedStyle(one).display !== 'inline')"
-            ".map(one => one.textContent)"
-        )
-        assert not cut, (view, cut)

@@ -72,10 +72,6 @@ def assert_runs_as_unsplit(model: nn.Module, *masks: Any) -> None:
         assert len(list(pipe.session.steps.bound_schedules)) == 2  # one for training, one for all masks
 
 
-def test_a_mask_for_every_sample() -> None:
-    assert_runs_as_unsplit(Net(), causal())
-
-
 def test_a_mask_for_each_sample_is_cut_and_a_new_one_needs_no_new_recording() -> None:
     assert_runs_as_unsplit(Net(), padded(LENGTHS), padded(LENGTHS.flip(0)))
 
@@ -104,40 +100,22 @@ def test_masks_are_followed_in_the_models_own_forward() -> None:
     assert_runs_as_unsplit(Opened(), padded(LENGTHS), padded(LENGTHS.flip(0)))
 
 
-class Mask:
-    def __init__(self, lengths: Tensor) -> None:
-        self.lengths = lengths
-
-    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return k < self.lengths[b]
-
-
-MASKS: dict[str, Callable[[Tensor], Any]] = {
-    "closure": lambda lengths: and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < lengths[b]),
-    "object": Mask,
-}
-
-
 class Makes(Net):
     """Makes its mask in its own forward."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         for block in self.blocks[:2]:
             x = block(x)
         lengths = lengths + (x[:, 0, 0] > 0)  # known only while it runs
-        mask = create_block_mask(MASKS[self.kind](lengths), len(x), None, LENGTH, LENGTH, device="cpu")
+        function = and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < lengths[b])
+        mask = create_block_mask(function, len(x), None, LENGTH, LENGTH, device="cpu")
         for block in self.blocks[2:]:
             x = block(x, mask)
         return x
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_a_mask_made_in_the_models_own_forward_follows_each_microbatch(kind: str) -> None:
-    assert_runs_as_unsplit(Makes(kind), LENGTHS, LENGTHS.flip(0))
+def test_a_mask_made_in_the_models_own_forward_follows_each_microbatch() -> None:
+    assert_runs_as_unsplit(Makes(), LENGTHS, LENGTHS.flip(0))
 
 
 def test_a_mask_function_with_another_default_is_another_function() -> None:
@@ -163,13 +141,6 @@ class Maps(nn.Module):
 def test_vmap_in_the_models_own_forward_trains() -> None:
     x, options = torch.randn(6, WIDTH), {"ranks": 2, "microbatches": 3, "whole_batch": False}
     proven(Maps(), x, x, **options)
-
-
-def test_plain_calls_work_afterwards() -> None:
-    q = torch.randn(2, 2, LENGTH, 8)
-    before = flex_attention(q, q, q)
-    assert_runs_as_unsplit(Net())
-    assert torch.equal(flex_attention(q, q, q), before)
 
 
 def test_a_mask_for_other_samples_is_refused() -> None:

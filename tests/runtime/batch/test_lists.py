@@ -248,19 +248,6 @@ class Pictured(nn.Module):
         return output
 
 
-@pytest.mark.parametrize(("rows", "alike"), [(1, False), (3, True), (4, False)])
-def test_pictures_alone_are_asked_for(rows: int, alike: bool) -> None:
-    """Their channels look like a batch, and the model fails far from here."""
-    model, images, y = Pictured(), [random(3, 6, 7 if alike else 5 + n) for n in range(rows)], random(rows, 2)
-    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": min(rows, 2)}
-    with pytest.raises(ShapeError, match=rf"\[0\]\[0\] is a list of {rows} tensors like \[3, 6, \d\]: is each one row"):
-        pipeline(model, (images,), **options)
-    with pipeline(model, (images,), **options, batch_dims={"args": [0]}) as pipe:
-        for there in {rows, max(1, rows - 1)}:
-            loss = pipe.step(images[:there], target=y[:there]).loss
-            torch.testing.assert_close(loss, squared_error(model(images[:there]), y[:there]).detach())
-
-
 def test_features_that_look_like_pictures_are_cut_as_stated() -> None:
     model, features, y = Pictured(), [random(3, 4, 3), random(3, 4, 3)], random(3, 2)
     model.forward = lambda images: model.last(model.first(sum(images).mean(1)))  # type: ignore[method-assign]

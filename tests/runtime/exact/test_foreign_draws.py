@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor, nn
 
 from penstock import pipeline, verify
-from penstock._base.trees import flatten
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from scaffolding.models import Layers, squared_error
@@ -270,16 +269,3 @@ def test_spec_augment_and_layer_drop() -> None:
     model.freeze_feature_encoder()
     inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
     verify(model, (), kwargs=inputs, ranks=4, microbatches=2).check()
-
-
-def test_a_drawn_number_holds_no_tensors() -> None:
-    """What stands for a number knows the recording, whose tensors are no arguments of a call that takes the number."""
-
-    class Looks(Layers):
-        def forward(self, x: Tensor) -> Tensor:
-            number = random.random()
-            assert flatten((number, x)).leaves[0] is number
-            return self.layers[1](self.layers[0](x) * number)
-
-    with pipeline(Looks(7, 2), (torch.randn(4, 7),), ranks=2, microbatches=2, seed=SEED, loss=squared_error) as pipe:
-        assert len(pipe.cuts) == 1

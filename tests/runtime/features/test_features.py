@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock import pipeline, verify
 from penstock.errors import ArgumentError
-from penstock.runtime.execute import assembly
+from penstock.runtime.features import registry
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Features, Start
 from penstock.runtime.features.recompute import RecomputedStage
@@ -82,7 +82,7 @@ class EverySecond(RecomputedStage):
 
 
 def test_a_kind_of_recomputation_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(assembly.RECOMPUTE, "every_second", EverySecond.of)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.RECOMPUTE, "every_second", EverySecond.of)  # type: ignore[arg-type]
     x, y = batch()
     EverySecond.ran_again.clear()
     report = verify(

@@ -4,7 +4,6 @@ or the step is refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,24 +24,6 @@ def around(*blocks: nn.Module) -> nn.Module:
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
-
-
-def as_one_device(
-    make: Callable[[], nn.Module],
-    *,
-    between: Callable[[nn.Module, int], object] = lambda model, step: None,
-    steps: int = 2,
-    **options: Any,
-) -> None:
-    """Two steps give the gradients of plain torch."""
-    (mine, its), (x, y) = (seeded(make), seeded(make)), batch()
-    with pipeline(mine, (x,), loss=F.mse_loss, ranks=2, microbatches=4, **options) as pipe:
-        for step in range(steps):
-            between(mine, step)
-            between(its, step)
-            pipe.step(x, target=y)
-            step_by_hand(its, (x,), y, F.mse_loss, 4)
-            assert_same_gradients(mine, its)
 
 
 # -- buffers beside deferred batch norms ------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ def _everything_goes() -> Iterator[None]:
 
 CASES = [
     ("gpipe", 4, 1, "never"),
-    ("1f1b", 4, 1, "always"),
     ("interleaved-1f1b", 2, 2, 2),
     ("zb-v", 2, 2, "except_last"),
 ]

@@ -17,9 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline
-from penstock.runtime.features.recompute import KEPT_FORWARDS
 from penstock.schedule import Op, generate, split_backward
-from penstock.schedule.kept import run_again
 from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
 from scaffolding.models import squared_error
 from scaffolding.proofs import proven
@@ -27,10 +25,8 @@ from scaffolding.small import batch, mlp, training_runners
 
 CASES: list[Any] = [
     ("gpipe", 4, 1, {0: "always", 1: 2, 3: "except_last"}),
-    ("1f1b", 2, 1, "except_last"),
     ("interleaved-1f1b", 2, 2, 1),
     ("zb-h1", 2, 1, "always"),
-    ("zb-v", 2, 2, 2),
 ]
 MICROBATCHES = 5
 
@@ -191,33 +187,6 @@ def test_inputs_that_are_updated_in_place_after_they_were_kept(policy: Any) -> N
     proven(Overwritten(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy, exact=True)
 
 
-class Remembering(Adding):
-    """Leaves what it made in the container that it is given."""
-
-    def forward(self, x: Tensor, memory: list[Tensor]) -> Tensor:  # type: ignore[override]
-        y = x + torch.tanh(x * self.bias + memory[0])
-        memory[0] = memory[0] * 0.5 + y
-        return y
-
-
-class Memory(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Remembering() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        memory = [x * 0]
-        for layer in self.layers:
-            x = layer(x, memory)
-        return x
-
-
-def test_a_list_of_one_tensor_is_as_it_was_when_a_layer_runs_again() -> None:
-    torch.manual_seed(0)
-    x, y = batch()
-    proven(Memory(), x, y, schedule="gpipe", ranks=2, microbatches=2, recompute=1)
-
-
 def test_the_first_run_takes_the_kernels_of_training() -> None:
     """Under no_grad a frozen transformer layer takes a fast path, with other bits."""
     torch.manual_seed(0)
@@ -323,19 +292,6 @@ def test_how_often_each_layer_runs() -> None:
     assert runs(3) == [8, 4, 4, 8] * 2
     assert runs({1: 2}) == [4] * 4 + [8, 4] * 2
     assert runs("always", "1f1b") == [8] * 4 + [4] * 4  # on the last stage each backward follows its forward at once
-
-
-def test_which_microbatches_are_run_again() -> None:
-    for name, ranks in (("gpipe", 3), ("1f1b", 3), ("zb-h1", 3), ("interleaved-1f1b", 2), ("chimera", 2)):
-        schedule = generate(name, ranks, 6)
-        for rank, row in enumerate(schedule.rows):
-            for stage in schedule.placement.stages_on(rank):
-                own = {a.microbatch for a in row if a.stage == stage and a.op is Op.F}
-                text = " ".join(str(a) for a in row)
-                at_once = {k for k in own for op in ("B", "I") if f"{stage}F{k} {stage}{op}{k}" in text}
-                assert run_again(KEPT_FORWARDS["always"], row, stage) == own - at_once
-                last = [a.microbatch for a in row if a.stage == stage and a.op is Op.F][-1]
-                assert run_again(KEPT_FORWARDS["except_last"], row, stage) == own - at_once - {last}
 
 
 class Live:
@@ -445,26 +401,6 @@ def test_what_cannot_be_run_again_is_refused() -> None:
     options: dict[str, Any] = {"loss": squared_error, "schedule": "gpipe", "microbatches": 3}
     with pytest.raises(PartitionError, match=r"recompute: .*stage 0 updates parameter 'layer.weight' in place"):
         pipeline(Renorms(), (x,), recompute="always", **options)
-
-
-class Descends(nn.Module):
-    """A step down an energy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        energy = self.drop(torch.tanh(self.linear(x))).square().sum()
-        return x - torch.autograd.grad(energy, x, create_graph=True)[0]
-
-
-def test_layers_that_call_autograd_themselves() -> None:
-    x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(0)
-    options: Any = {"ranks": 2, "schedule": "gpipe", "microbatches": 4, "recompute": "always", "whole_batch": False}
-    proven([Descends() for _ in range(4)], x, y, **options)
 
 
 class Weight(nn.Module):

@@ -141,35 +141,8 @@ def test_dtypes_and_strides_are_kept() -> None:
             assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
 
 
-def test_a_step_in_which_no_stage_goes_back_leaves_gradients_alone() -> None:
-    held, made = reducers([[torch.zeros(2)]] * 2)
-    step(made, held, [[torch.ones(2)], [torch.ones(2)]])
-    for reducer in made:
-        reducer.set_aside()
-    for reducer in made:
-        reducer.finish()
-    for (parameter,) in held:
-        assert torch.equal(parameter.grad, torch.full((2,), 2.0))
-
-
 def test_the_position_names_the_others() -> None:
     _, made = reducers([[torch.zeros(1)]] * 3)
     assert [reducer.position for reducer in made] == [
         Position("REDUCE_GRAD0", peers) for peers in ((1, 2), (0, 2), (0, 1))
     ]
-
-
-def test_a_rank_without_gradients_adds_zeros_in_the_dtype_of_the_others() -> None:
-    held, made = reducers([[torch.zeros(3).bfloat16()], [torch.zeros(3).bfloat16()]])
-    for mine in held:
-        mine[0].grad_dtype = torch.float32
-    term = torch.tensor([1.0, 1 + 2.0**-20, -3.0])
-    buffers: list[torch.dtype] = []
-    for reducer in made:
-        given = reducer._reduce
-        reducer._reduce = lambda tensors, given=given: buffers.extend(t.dtype for t in tensors) or given(tensors)
-    step(made, held, [[None], [term]])
-    assert buffers == [torch.float32] * 2
-    for mine in held:
-        assert mine[0].grad is not None
-        assert torch.equal(mine[0].grad, term)

@@ -220,11 +220,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | N
         noise(2, 7, 33),
         33 * 31 / (33 * 31 + 31),
     ),
-    "a weight that is not contiguous": (
-        lambda: Forward(lambda m, x: F.linear(x, m.w), w=nn.Parameter(torch.randn(33, 31).t())),
-        noise(7, 33),
-        ALL,
-    ),
     "what is updated in place": (
         lambda: nn.Sequential(nn.Linear(33, 31), nn.ReLU(inplace=True), nn.Linear(31, 31), nn.SELU(inplace=True)),
         noise(2, 7, 33, gives=False),
@@ -240,11 +235,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | N
         lambda: Forward(lambda m, x: F.conv1d(x, m.w, m.b) + m.b[:, None], w=parameter(5, 3, 2), b=parameter(5)),
         noise(2, 3, 9),
         0.0,
-    ),
-    "a frozen weight": (
-        lambda: nn.Sequential(nn.Linear(33, 31).requires_grad_(False), nn.Linear(31, 29, bias=False)),
-        noise(7, 33),
-        ALL,
     ),
     "a use that cannot be seen": (
         lambda: Forward(lambda m, x: OwnProduct.apply(m.v(F.linear(x, m.w)), m.w),  # type: ignore[no-untyped-call]
@@ -277,18 +267,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | N
         noise(7, 33),
         ALL,
     ),
-    "autocast, a convolution whose bias waits too": (
-        lambda: Forward(lambda m, x: autocast(m.a, x), a=nn.Conv2d(4, 6, 3)), noise(3, 4, 9, 9), ALL
-    ),
     "autocast, products by every name": (
         lambda: Forward(lambda m, x: autocast(lambda y: torch.addmm(y[0], y @ m.a, m.b.t()).mm(m.c), x),
                         a=parameter(33, 33), b=parameter(33, 33), c=parameter(33, 5)),
-        noise(7, 33),
-        ALL,
-    ),
-    "autocast, parts of one matrix": (
-        lambda: Forward(lambda m, x: autocast(lambda y: sum(F.linear(y, w) for w in m.a.weight.chunk(3)), x),
-                        a=nn.Linear(33, 33, bias=False)),
         noise(7, 33),
         ALL,
     ),
@@ -302,14 +283,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | N
                         a=nn.Linear(33, 33, bias=False)),
         noise(7, 33),
         0.0,
-    ),
-    "autocast, two uses that are cast each by itself": (
-        lambda: Forward(lambda m, x: autocast(m.a, autocast(m.a, x)), a=nn.Linear(33, 33, bias=False)),
-        noise(7, 33),
-        0.0,
-    ),
-    "autocast, two uses, one outside": (
-        lambda: Forward(lambda m, x: autocast(m.a, m.a(x)), a=nn.Linear(33, 33, bias=False)), noise(7, 33), ALL
     ),
     "recomputation": (
         lambda: Forward(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)), a=nn.Linear(33, 33, bias=False),
@@ -335,7 +308,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | N
         tokens(19, 3, 5),
         ALL,
     ),
-    "no parameters": (nn.Tanh, noise(7, 33), 0.0),
 }  # fmt: skip
 
 

@@ -54,6 +54,7 @@ class Device:
         aliases: other names by which it is found.
         reports: what it calls itself begins with one of these.
         type: the type of torch's device ("cuda").
+        processors: streaming multiprocessors, among which products are divided; 0: not known.
 
     Raises:
         ArgumentError: a figure is not a number above 0, or a dtype is unknown.
@@ -70,6 +71,7 @@ class Device:
     aliases: tuple[str, ...] = ()
     reports: tuple[str, ...] = field(default=(), repr=False)
     type: str = "cuda"
+    processors: int = 0
 
     def __post_init__(self) -> None:
         if unknown := [dtype for dtype in self.flops_per_second if dtype not in DTYPES]:
@@ -140,7 +142,19 @@ def _read(path: Path) -> dict[str, Device]:
     return {key: _device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
 
 
-_KEYS = ("name", "tflops", "memory_gb", "bandwidth_gbps", "link", "network", "sources", "aliases", "reports", "type")
+_KEYS = (
+    "name",
+    "tflops",
+    "memory_gb",
+    "bandwidth_gbps",
+    "link",
+    "network",
+    "sources",
+    "aliases",
+    "reports",
+    "type",
+    "processors",
+)
 
 
 def _device(key: str, table: Any, where: str) -> Device:
@@ -159,6 +173,7 @@ def _device(key: str, table: Any, where: str) -> Device:
             tuple(table.get("aliases", ())),
             tuple(table.get("reports", ())),
             str(table.get("type", "cuda")),
+            int(table.get("processors", 0)),
         )
     except ArgumentError:
         raise

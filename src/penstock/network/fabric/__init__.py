@@ -1,15 +1,15 @@
 """Emulate the network traffic of a training job, and measure how long each collective takes, tail latency included.
 
->>> from penstock.network.fabric.terms import closed_form
+>>> from penstock.network.fabric.algorithms import closed_form
 >>> closed_form("all_reduce", "ring", ranks=4).bytes_factor
 1.5
 
-workload.py, presets.py   what a job sends in one step; units.py: human-readable sizes
+workload.py, presets.py   what a job sends in one step
 steps.py                  a collective as rounds of messages; algorithms/: ring, trees, halving and doubling, ...
 emulation/                runs workloads on hosts, through torch.distributed
 samples.py                every sample of a run, on disk; times.py: per-trial times from the samples
 statistics.py             percentiles with confidence intervals
-terms.py, models.py       closed-form costs and alpha-beta fits; forecast.py: predictions for more hosts
-results.py                the results of a run; compare.py, differences.py: whether two runs differ
+alpha_beta.py             fits of costs by closed form; forecast.py: predictions for more hosts
+results.py                the results of a run; compare.py, hypothesis_tests.py: whether two runs differ
 views/, chakra.py         text, tables, plots and a page; traces for other simulators
 """

@@ -87,30 +87,29 @@ def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]
 
 
 def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]) -> Iterator[Node]:
-    """Yields the nodes of one rank, each depending on the one before it."""
+    """Yields the nodes of one rank, each depending on the one before it; a transfer's do not depend on each other."""
     number = 0
     before: tuple[int, ...] = ()
-
-    def node(name: str, kind: int, seconds: float, attributes: dict[str, int | str] | None = None) -> Node:
+    for name, seconds, parts in _steps(workload, rank, hosts, groups):
         micros = math.ceil(round(seconds * 1e9) / 1000)
-        return Node(number, name, kind, before, micros, {"is_cpu_op": False, **(attributes or {})})
+        for kind, attributes in parts:
+            yield Node(number, name, kind, before, micros, {"is_cpu_op": False, **attributes})
+            number += 1
+        before = tuple(range(number - len(parts), number))
 
+
+def _steps(
+    workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]
+) -> Iterator[tuple[str, float, list[tuple[int, dict[str, int | str]]]]]:
+    """Yields what a rank does one after another: name, seconds, and the types and attributes of its nodes."""
     for tag, transfer in enumerate(workload.transfers):
         ranks = transfer.ranks or tuple(range(hosts))
-        if rank not in ranks:
-            continue
-        seconds = transfer.compute_of(rank)
-        if seconds:
-            yield node(f"compute before {transfer.name}", COMP_NODE, seconds)
-            before, number = (number,), number + 1
-        made = _communication(transfer, ranks, rank, tag, groups)
-        first = number
-        for kind, attributes in made:  # these do not depend on each other
-            yield node(transfer.name, kind, 0, attributes)
-            number += 1
-        before = tuple(range(first, number))
+        if rank in ranks:
+            if seconds := transfer.compute_of(rank):
+                yield f"compute before {transfer.name}", seconds, [(COMP_NODE, {})]
+            yield transfer.name, 0.0, _communication(transfer, ranks, rank, tag, groups)
     if workload.compute_seconds:
-        yield node("compute after the last transfer", COMP_NODE, workload.compute_seconds)
+        yield "compute after the last transfer", workload.compute_seconds, [(COMP_NODE, {})]
 
 
 def _communication(
@@ -140,15 +139,9 @@ def _communication(
 # -- Protocol Buffers encoding ----------------------------------------------------------------------------------------
 
 _VALUE_FIELD = {
-    "comm_size": 9,
-    "comm_type": 9,
-    "comm_src": 7,
-    "comm_dst": 7,
-    "comm_tag": 7,
-    "root": 7,
-    "pg_name": 29,
+    "comm_size": 9, "comm_type": 9, "comm_src": 7, "comm_dst": 7, "comm_tag": 7, "root": 7, "pg_name": 29,
     "is_cpu_op": 27,
-}
+}  # fmt: skip
 """The AttributeProto field of each attribute (int64_val, int32_val, string_val, bool_val).
 
 ASTRA-sim's first reader looks in no other field.

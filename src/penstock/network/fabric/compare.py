@@ -4,98 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.network.fabric.autocorrelation import correlation_time
-from penstock.network.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
-from penstock.network.fabric.grouped import Group, groups
+from penstock.network.fabric.grouping import Group, groups
+from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.statistics import Interval, Summary, fewest
+from penstock.network.fabric.statistics import Summary, fewest
 from penstock.network.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step, stalled
 from penstock.network.fabric.workload import Workload
-
-Verdict = Literal["differs", "no difference shown", "too few samples"]
 
 LEVEL = 0.05
 FEWEST = 8
 """The fewest samples per run for which the normal approximation holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How the completion times of one transfer, or of the whole step, differ between run A and run B.
-
-    For a group of similar transfers (see `grouped`), percentiles cover all of them, and the tests use each trial's
-    mean.
-
-    Attributes:
-        name, bytes, collective: the transfer's; the whole step is named "step".
-        algorithms, trials, p50_s, p99_s: for A and for B; a percentile is None if there are too few samples.
-        ratio: how many times as long B takes: the median of the ratios of every sample of B to every sample of A
-            (Hodges and Lehmann). Half of the ratios lie above it; it is not exactly the ratio of the medians.
-        ratio_interval: its 95% confidence interval, not corrected for the number of transfers.
-        p_values: of the tests of `median` (Mann-Whitney), `shape` (Kolmogorov-Smirnov) and `tail` (Fisher's exact test
-            on the slowest 1%, or 10%), corrected with Holm's method over all tests of the comparison. None if there are
-            too few samples.
-        verdict: "differs" if any p-value is below 5%; `differs_in` names the tests.
-    """
-
-    name: str
-    bytes: int
-    collective: str
-    algorithms: tuple[str, str]
-    trials: tuple[int, int]
-    p50_s: tuple[float | None, float | None]
-    p99_s: tuple[float | None, float | None]
-    p_values: dict[str, float | None]
-    ratio: float | None = None
-    ratio_interval: Interval | None = None
-    verdict: Verdict = "too few samples"
-    differs_in: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The result of comparing two runs.
-
-    Attributes:
-        transfers: those that both runs have, in A's order.
-        step: the whole step, if both runs have the same transfers and hosts.
-        only_in_a, only_in_b: the names of the other transfers.
-        other_settings: other differences between the runs, by name: (in A, in B).
-    """
-
-    transfers: tuple[Difference, ...]
-    step: Difference | None
-    only_in_a: tuple[str, ...]
-    only_in_b: tuple[str, ...]
-    other_settings: dict[str, tuple[Any, Any]]
-
-    @property
-    def differs(self) -> bool:
-        """Whether any transfer, or the step, differs."""
-        return any(one.verdict == "differs" for one in (*self.transfers, *([self.step] if self.step else [])))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dict that can be serialized as JSON."""
-        return asdict(self) | {"differs": self.differs}
-
-
-def compare(a: Run, b: Run) -> Comparison:
+def compare(a: Run, b: Run) -> dict[str, Any]:
     """Compares two runs transfer by transfer, matching them by name, size and collective.
 
     The result describes these two runs only: it includes anything else that changed between them, such as the time of
     day or other tenants of the network. Several alternating runs of each kind are stronger evidence.
 
+    Returns what `penstock fabric compare --json` prints, besides the warnings:
+        transfers: those that both runs have, in A's order, and step: the whole step, if both runs have the same
+            transfers and hosts; else None. See `_tested`.
+        only_in_a, only_in_b: the names of the other transfers.
+        other_settings: other differences between the runs, by name: (in A, in B).
+        differs: whether any transfer, or the step, differs.
+
     Raises:
         ArgumentError: the runs have no transfer in common.
     """
     loads = [Workload.from_dict(run.record["workload"]) for run in (a, b)]
-    keys = [{_key(load, group): group for group in groups(load)} for load in loads]
+    keys: list[dict[tuple[str, int, str, str], Group]] = []  # by what groups of two runs match
+    for load in loads:
+        firsts = [(load.transfers[group.places[0]], group) for group in groups(load)]
+        keys.append({(group.name, one.bytes, one.collective, one.kind): group for one, group in firsts})
     common = [key for key in keys[0] if key in keys[1]]
     if not common:
         names = [", ".join(f"{name} of {size} bytes ({what})" for name, size, what, _ in list(one)[:3]) for one in keys]
@@ -106,7 +53,11 @@ def compare(a: Run, b: Run) -> Comparison:
     found = []
     for key in common:
         both = keys[0][key], keys[1][key]
-        series = [_completion(run, load, group) for run, load, group in zip((a, b), loads, both, strict=True)]
+        times = [
+            [TransferTimes.of(run, load, place).completion for place in group.places]
+            for run, load, group in zip((a, b), loads, both, strict=True)
+        ]
+        series = [np.stack(one, axis=1) for one in times]  # [trial, transfer]
         algorithms = (algorithm_of(a.record, both[0].places[0]), algorithm_of(b.record, both[1].places[0]))
         found.append(_tested(*key[:3], algorithms, series))
     same = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)
@@ -115,73 +66,67 @@ def compare(a: Run, b: Run) -> Comparison:
         series = [measured_step(run, load)[:, None] for run, load in zip((a, b), loads, strict=True)]
         asked = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
         found.append(_tested("step", sum(one.bytes for one in loads[0].transfers), "all", asked, series))
-    judged = _judged(found)
+    _judge(found)
     ours, others = _settings(a), _settings(b)
-    return Comparison(
-        transfers=tuple(judged[: len(common)]),
-        step=judged[-1] if whole else None,
-        only_in_a=tuple(name for name, *_ in keys[0] if (name, *_) not in keys[1]),
-        only_in_b=tuple(name for name, *_ in keys[1] if (name, *_) not in keys[0]),
-        other_settings={key: (ours[key], others[key]) for key in ours if ours[key] != others.get(key, ours[key])},
-    )
-
-
-def _key(load: Workload, group: Group) -> tuple[str, int, str, str]:
-    """Returns the key by which groups of two runs match."""
-    first = load.transfers[group.places[0]]
-    return group.name, first.bytes, first.collective, first.kind
-
-
-def _completion(run: Run, load: Workload, group: Group) -> Samples:
-    """Returns completion times, shape [trial, transfer]."""
-    return np.stack([TransferTimes.of(run, load, place).completion for place in group.places], axis=1)
+    return {
+        "transfers": found[: len(common)],
+        "step": found[-1] if whole else None,
+        "only_in_a": [name for name, *_ in keys[0] if (name, *_) not in keys[1]],
+        "only_in_b": [name for name, *_ in keys[1] if (name, *_) not in keys[0]],
+        "other_settings": {key: (ours[key], others[key]) for key in ours if ours[key] != others.get(key, ours[key])},
+        "differs": any(one["verdict"] == "differs" for one in found),
+    }
 
 
 def _tested(
     name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
-) -> Difference:
-    """Describes two series, each of shape [trial, transfer], with the p-values of the tests for which there are enough
-    samples, not corrected yet."""
-    first, second = (Summary.of(one) for one in series)
-    made = Difference(
-        name=name,
-        bytes=size,
-        collective=collective,
-        algorithms=algorithms,
-        trials=(first.count, second.count),
-        p50_s=(first.p50, second.p50),
-        p99_s=(first.p99, second.p99),
-        p_values=dict.fromkeys(("median", "shape", "tail")),
-    )
-    if min(made.trials) < FEWEST:
+) -> dict[str, Any]:
+    """Describes how the completion times of one transfer, or of the whole step, differ between run A and run B.
+
+    For a group of similar transfers (see `grouping`), percentiles cover all of them, and the tests use each trial's
+    mean. Without enough samples, a figure is None.
+
+    Returns, besides what was given:
+        trials, p50_s, p99_s: for A and for B.
+        ratio: how many times as long B takes: the median of the ratios of every sample of B to every sample of A
+            (Hodges and Lehmann). Half of the ratios lie above it; it is not exactly the ratio of the medians.
+        ratio_interval: its 95% confidence interval, not corrected for the number of transfers.
+        p_values: of the tests of `median` (Mann-Whitney), `shape` (Kolmogorov-Smirnov) and `tail` (Fisher's exact test
+            on the slowest 1%, or 10%), which `_judge` corrects; it also adds a `verdict`.
+    """
+    both = [Summary.of(one) for one in series]
+    made: dict[str, Any] = {"name": name, "bytes": size, "collective": collective, "algorithms": algorithms}
+    made |= {"trials": [one.count for one in both], "p50_s": [one.p50 for one in both]}
+    made |= {"p99_s": [one.figures["p99"] for one in both], "p_values": dict.fromkeys(("median", "shape", "tail"))}
+    made |= {"ratio": None, "ratio_interval": None}
+    if min(made["trials"]) < FEWEST:
         return made
     a, b = (one.mean(1) for one in series)
     times = correlation_time(a), correlation_time(b)
     worth = len(a) / times[0], len(b) / times[1]
     # Dependence between samples increases the variance of a difference by this factor.
     inflation = sum((times[0] / len(a), times[1] / len(b))) / (1 / len(a) + 1 / len(b))
-    ps: dict[str, float | None] = {
-        "median": mann_whitney(a, b, inflation).p,
-        "shape": kolmogorov_smirnov(a, b, worth).p,
-        "tail": next((tails(a, b, q).p for q in (0.99, 0.9) if min(worth) >= fewest(q)), None),
+    made["p_values"] = {
+        "median": mann_whitney(a, b, inflation),
+        "shape": kolmogorov_smirnov(a, b, worth),
+        "tail": next((tails(a, b, q) for q in (0.99, 0.9) if min(worth) >= fewest(q)), None),
     }
     # Ratios of times are differences of their logarithms. The floor is there because a clock may measure 0.
     middle, (low, high) = shift(np.log(np.maximum(a, 1e-9)), np.log(np.maximum(b, 1e-9)), inflation)
-    return replace(made, ratio=math.exp(middle), ratio_interval=(math.exp(low), math.exp(high)), p_values=ps)
+    return {**made, "ratio": math.exp(middle), "ratio_interval": (math.exp(low), math.exp(high))}
 
 
-def _judged(found: Sequence[Difference]) -> list[Difference]:
-    """Corrects p-values over all tests, and adds verdicts."""
-    keys = [(place, name) for place, one in enumerate(found) for name, p in one.p_values.items() if p is not None]
-    corrected = dict(zip(keys, holm([found[place].p_values[name] or 0.0 for place, name in keys]), strict=True))
-    made = []
-    for place, one in enumerate(found):
-        ps = {name: corrected.get((place, name)) for name in one.p_values}
-        where = tuple(name for name, p in ps.items() if p is not None and p < LEVEL)
-        enough = any(p is not None for p in ps.values())
-        verdict: Verdict = "too few samples" if not enough else "differs" if where else "no difference shown"
-        made.append(replace(one, p_values=ps, verdict=verdict, differs_in=where))
-    return made
+def _judge(found: Sequence[dict[str, Any]]) -> None:
+    """Corrects p-values with Holm's method over all tests. Adds a verdict, "differs" if any is below 5%, and in
+    `differs_in` which."""
+    tests = [(one["p_values"], name) for one in found for name, p in one["p_values"].items() if p is not None]
+    corrected = holm([ps[name] for ps, name in tests])
+    for (ps, name), p in zip(tests, corrected, strict=True):
+        ps[name] = p
+    for one in found:
+        ps = {name: p for name, p in one["p_values"].items() if p is not None}
+        one["differs_in"] = [name for name, p in ps.items() if p < LEVEL]
+        one["verdict"] = "differs" if one["differs_in"] else "no difference shown" if ps else "too few samples"
 
 
 _KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")

@@ -6,194 +6,121 @@ cost of one step of its algorithm on this system, software included. Otherwise t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
-from penstock.network.fabric.algorithms import algorithms, generate
+from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
 from penstock.network.fabric.algorithms.volume import is_even
-from penstock.network.fabric.models import (
-    HOSTS,
-    LinkFit,
-    Prediction,
-    crossovers,
-    fit,
-    predictions,
-    record_links,
-    slowest_of,
-)
+from penstock.network.fabric.alpha_beta import LinkFit, combined, crossovers, fit, predict, record_links
 from penstock.network.fabric.statistics import fewest
-from penstock.network.fabric.terms import busbw_factor, closed_form
 from penstock.network.fabric.times import iterations_of, rate_key
 from penstock.schedule.placement import MAX_RANKS
+
+HOSTS = tuple(2**power for power in range(1, 13))
+"""The numbers of hosts to predict for, if none are given."""
 
 FEWEST_SIZES = 3
 """With fewer sizes of a collective, the residuals of a fit mean nothing."""
 
 
-class Point(NamedTuple):
-    """A measured size: the median of its completion times, and what the fit says."""
-
-    bytes: int
-    ranks: int
-    measured_seconds: float
-    fitted_seconds: float
-
-    @property
-    def residual(self) -> float:
-        """The error as a fraction of the measured time; positive where the collective took longer than the fit says."""
-        return (self.measured_seconds - self.fitted_seconds) / self.measured_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """The link as one collective of a run sees it.
-
-    Attributes:
-        algorithm: the one the run used; empty if the run has no such collective.
-        form: the algorithm whose closed form was fitted; for the engine's own collectives, our default algorithm.
-        held: True if the times alone implied a faster link than was measured, and beta was held at the measured value.
-        lack: why the times could not be fitted; empty if they were.
-    """
-
-    collective: str
-    algorithm: str
-    form: str
-    link: LinkFit
-    points: tuple[Point, ...]
-    held: bool = False
-    lack: str = ""
-
-    @property
-    def source(self) -> str:
-        """The "times" of the run's transfers, or the "links" measured before its trials."""
-        return "links" if self.lack else "times"
-
-    @property
-    def largest_residual(self) -> float:
-        """The largest absolute residual; 0 if no size was measured."""
-        return max((abs(point.residual) for point in self.points), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dict that can be serialized as JSON."""
-        beta = self.link.beta_seconds_per_byte
-        return {
-            "collective": self.collective,
-            "algorithm": self.algorithm or None,
-            "form": self.form,
-            "source": self.source,
-            "alpha_seconds": self.link.alpha_seconds,
-            "beta_seconds_per_byte": beta,
-            "bytes_per_second": 1 / beta if beta else None,
-            "held_to_links": self.held,
-            "r2": self.link.r2 if self.source == "times" else None,
-            "largest_residual": self.largest_residual if self.points else None,
-            "sizes": [
-                dict(zip(("bytes", "ranks", "measured_s", "fitted_s"), one, strict=True)) | {"residual": one.residual}
-                for one in self.points
-            ],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a run predicts for one collective.
-
-    Attributes:
-        rows: ordered by size, then by number of hosts.
-        crossovers: for each number of hosts, the sizes from which each algorithm is the fastest.
-    """
-
-    fitted: Fitted
-    rows: tuple[Prediction, ...]
-    crossovers: dict[int, list[tuple[float, str]]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dict that can be serialized as JSON."""
-        return {
-            "fit": self.fitted.to_dict(),
-            "predictions": [
-                {
-                    "hosts": row.ranks,
-                    "bytes": row.bytes,
-                    "seconds": row.seconds,
-                    "best": row.best,
-                    "busbw_GBps": row.bus_bytes_per_second / 1e9 if math.isfinite(row.bus_bytes_per_second) else None,
-                }
-                for row in self.rows
-            ],
-            "crossovers": [
-                {"hosts": hosts, "from": [{"bytes": size, "algorithm": name} for size, name in found]}
-                for hosts, found in self.crossovers.items()
-            ],
-        }
-
-
 def forecast(
     record: dict[str, Any], results: dict[str, Any], collective: str, sizes: Sequence[int], hosts: Sequence[int]
-) -> Forecast:
+) -> dict[str, Any]:
     """Predicts the times of a collective from a run's record and results.
+
+    Returns an entry of `penstock fabric predict --json`: `fit` (see `_fit`), `predictions` by size and number of hosts,
+    and `crossovers`, the sizes from which each algorithm is the fastest.
 
     Raises:
         ArgumentError: there is neither a sweep nor a measured link to fit, or a number is out of range.
     """
     if not all(2 <= n <= MAX_RANKS for n in hosts):
         raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
-    fitted = _fitted(record, results, collective)
-    if isinstance(fitted, str):
-        raise ArgumentError(f"{fitted}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
-    return _carried(fitted, sizes, hosts)
+    return _extrapolated(_fit(record, results, collective), sizes, hosts)
 
 
-def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forecast]:
+def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
     for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
-        fitted = _fitted(record, results, collective)
-        if not isinstance(fitted, str) and not fitted.lack:
-            yield _carried(fitted, [max(point.bytes for point in fitted.points)], HOSTS)
+        try:
+            found = _fit(record, results, collective)
+        except ArgumentError:
+            continue
+        if found["source"] == "times":
+            yield _extrapolated(found, [max(point["bytes"] for point in found["sizes"])], HOSTS)
 
 
-def _carried(fitted: Fitted, sizes: Sequence[int], hosts: Sequence[int]) -> Forecast:
+def _extrapolated(found: dict[str, Any], sizes: Sequence[int], hosts: Sequence[int]) -> dict[str, Any]:
     """Extrapolates a fit to other sizes and host counts."""
-    link, collective = fitted.link, fitted.collective
+    link, collective = LinkFit(found["alpha_seconds"], found["beta_seconds_per_byte"]), found["collective"]
     numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
-    rows = [row for size in sizes for row in predictions(link, collective, size, numbers)]
-    return Forecast(fitted, tuple(rows), {n: crossovers(link, collective, n) for n in numbers})
+    rows = []
+    for size in sizes:
+        for n in numbers:
+            seconds = {name: predict(link, collective, name, n, size) for name in algorithms(collective)}
+            best = min(seconds, key=seconds.__getitem__)
+            rate = size * busbw_factor(collective, n) / seconds[best] / 1e9 if seconds[best] else None
+            rows.append({"hosts": n, "bytes": size, "seconds": seconds, "best": best, "busbw_GBps": rate})
+    fastest = [
+        {"hosts": n, "from": [{"bytes": size, "algorithm": name} for size, name in crossovers(link, collective, n)]}
+        for n in numbers
+    ]
+    return {"fit": found, "predictions": rows, "crossovers": fastest}
 
 
-def _fitted(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted | str:
-    """Fits the link to a collective's median times, no faster than measured. With too few sizes, the slowest measured
-    link stands in, which a collective must wait for; if none was measured, returns what is lacking."""
+def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> dict[str, Any]:
+    """Fits the link to a collective's median times, no faster than measured.
+
+    With too few sizes, the slowest measured link stands in, which a collective must wait for. Then `source` is "links"
+    instead of "times", and `lack` says why. `form` is the algorithm whose closed form was fitted. `held_to_links`: the
+    times alone implied a faster link than was measured. A residual is a fraction of the measured time, positive where
+    the collective took longer than the fit says. Raises ArgumentError if there is no measured link either.
+    """
     # Uneven collectives have no closed form.
     rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
     algorithm = rows[0]["algorithm"] if rows else ""
     form = _form(collective, algorithm)
     medians = [(one["bytes"], len(one["ranks"]), one[rate_key(collective)]["p50"]) for one in rows]
     timed = [(size, ranks, median, closed_form(collective, form, ranks)) for size, ranks, median in medians if median]
-    lack, held = "", False
+    sizes, lack, held = len({size for size, *_ in timed}), "", False
     if not rows:
         lack = f"the run has no {collective} to fit"
-    elif len({size for size, *_ in timed}) < FEWEST_SIZES:
+    elif sizes < FEWEST_SIZES and len(rows) == len(timed):
+        lack = f"{counted(sizes, 'size')} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
+    elif sizes < FEWEST_SIZES:
         lack = f"{results['trials']} trials are too few for a median (it needs {fewest(0.5)})"
-        if len(rows) == len(timed):
-            sizes = counted(len({size for size, *_ in timed}), "size")
-            lack = f"{sizes} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
     if lack:
-        links = [link for _, link in record_links(record)]
-        if not links:
-            return lack
-        link = slowest_of(links)
+        link = combined(link for _, link in record_links(record))
+        if link is None:
+            raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
     else:
         points = [(size, median, terms) for size, _, median, terms in timed]
         link, measured = fit(points), _limiting(record, rows, form)
         held = measured is not None and link.beta_seconds_per_byte < measured.beta_seconds_per_byte
         if measured is not None and held:
             link = fit(points, measured.beta_seconds_per_byte)
-    shown = tuple(Point(size, ranks, median, link.seconds(terms, size)) for size, ranks, median, terms in timed)
-    return Fitted(collective, algorithm, form, link, shown, held, lack)
+    shown = []
+    for size, ranks, median, terms in timed:
+        fitted = link.seconds(terms, size)
+        one = {"bytes": size, "ranks": ranks, "measured_s": median, "fitted_s": fitted}
+        shown.append({**one, "residual": (median - fitted) / median})
+    beta = link.beta_seconds_per_byte
+    return {
+        "collective": collective,
+        "algorithm": algorithm or None,
+        "form": form,
+        "source": "links" if lack else "times",
+        "lack": lack or None,
+        "alpha_seconds": link.alpha_seconds,
+        "beta_seconds_per_byte": beta,
+        "bytes_per_second": 1 / beta if beta else None,
+        "held_to_links": held,
+        "r2": None if lack else link.r2,
+        "largest_residual": max((abs(one["residual"]) for one in shown), default=None),
+        "sizes": shown,
+    }
 
 
 def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
@@ -203,12 +130,9 @@ def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str)
     fastest does, because slow links may have little to carry.
     """
     among = {rank for one in rows for rank in one["ranks"]}
-    links = [link for ends, link in record_links(record) if among.issuperset(ends)]
     sizes = {(one["collective"], len(one["ranks"])) for one in rows}
     most = max if all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes) else min
-    if not links:
-        return None
-    return LinkFit(most(one.alpha_seconds for one in links), most(one.beta_seconds_per_byte for one in links))
+    return combined((link for ends, link in record_links(record) if among.issuperset(ends)), most)
 
 
 def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:

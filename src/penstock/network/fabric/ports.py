@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.network.fabric.models import LinkFit
+from penstock.network.fabric.alpha_beta import LinkFit
 from penstock.network.link import Link
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology

@@ -11,8 +11,8 @@ from typing_extensions import TypedDict  # pydantic takes typing's only from Pyt
 
 from penstock._base.files import STRICT
 from penstock.network import MAX_HOSTS
-from penstock.network.director import Happened
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
+from penstock.network.scenario import Happened
 
 _MAX_HOSTS = 10_000
 """Of a run whose folder is read, of torchrun or of `--hosts`."""

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from penstock.network.fabric.algorithms import busbw_factor
+from penstock.network.fabric.alpha_beta import record_links
 from penstock.network.fabric.autocorrelation import effective_counts
 from penstock.network.fabric.forecast import forecasts, network_seconds
-from penstock.network.fabric.grouped import Group, groups
-from penstock.network.fabric.models import record_links
+from penstock.network.fabric.grouping import Group, groups
 from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import Summary, fewest, outliers, saturation
-from penstock.network.fabric.terms import busbw_factor
 from penstock.network.fabric.times import (
     TransferTimes,
     algorithm_of,
@@ -38,7 +38,7 @@ def results(run: Run) -> dict[str, Any]:
     95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for any
     algorithm on these links (see `ports`) over the median; None if the bound is unknown. `step` has the same figures
     for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
-    similar transfers together (see `grouped`), and under `times` how often a step has them; tables and plots show
+    similar transfers together (see `grouping`), and under `times` how often a step has them; tables and plots show
     these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
     `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """
@@ -88,7 +88,7 @@ def results(run: Run) -> dict[str, Any]:
             **{key: record.get(key) for key in ("warmup", "steady", "clock", "network", "switch", "happened")},
         },
     }
-    return made | {"model": [one.to_dict() for one in forecasts(record, made)]}
+    return made | {"model": list(forecasts(record, made))}
 
 
 def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
@@ -114,6 +114,8 @@ def _entry(
     summary = Summary.of(completion)
     waiting = Summary.of(np.stack([one.transfer for one in times], axis=1))
     median = (waiting if rate_key(first.collective) == "transfer_s" else summary).p50
+    per_rank = _per_rank(times)
+    slowest = max(per_rank, key=lambda one: int(one["trials_slowest"]), default=None)
     factor = busbw_factor(first.collective, len(times[0].ranks), first.shares)
     return {
         "name": name,
@@ -133,8 +135,8 @@ def _entry(
         "bound_s": bound,
         "ideal_percent": 100 * bound / median if bound is not None and median else None,
         "outliers": sorted({int(place) // len(times) for place in outliers(completion)}),
-        "per_rank": (per_rank := _per_rank(times)),
-        "slowest_rank": _slowest(per_rank),
+        "per_rank": per_rank,
+        "slowest_rank": slowest and {key: slowest[key] for key in ("rank", "trials_slowest")},
     }
 
 
@@ -162,8 +164,8 @@ def _times(name: str, summary: Summary) -> dict[str, Any]:
         "intervals": {key: found and list(found) for key, found in summary.intervals.items()},
     }
     if name == "time":
-        return {"time_s": summary.to_dict(), **intervals}
-    return {f"{name}_s": summary.to_dict(), **{f"{name}_{key}": found for key, found in intervals.items()}}
+        return {"time_s": summary.figures, **intervals}
+    return {f"{name}_s": summary.figures, **{f"{name}_{key}": found for key, found in intervals.items()}}
 
 
 def _rates(size: int, bus_bytes: float, median: float | None) -> dict[str, float | None]:
@@ -190,12 +192,6 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
             for entry, one in zip(found, durations, strict=True):
                 entry[name] = float(np.quantile(one, q))
     return found
-
-
-def _slowest(per_rank: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the rank that was slowest most often; None without trials."""
-    most = max(per_rank, key=lambda one: int(one["trials_slowest"]), default=None)
-    return most and {"rank": most["rank"], "trials_slowest": most["trials_slowest"]}
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -37,23 +37,22 @@ class Summary:
     Attributes:
         count: the number of samples, or of rows of several samples.
         effective: how many independent samples they are worth, at the percentile where they are worth least.
-        p50, p90, p99, p999: interpolated linearly between order statistics, as in numpy and pandas; None if
-            `quantile_interval` has no bound, which means below 6, 36, 368 and 3,688 independent samples.
+        figures: min, p50, p90, p99, p999, max and mean. Percentiles are interpolated linearly between order statistics,
+            as in numpy and pandas; None if `quantile_interval` has no bound, which means below 6, 36, 368 and 3,688
+            independent samples.
         mean_interval: see `mean_interval`; clipped at 0 if no sample is negative, because times never are.
         intervals: each percentile's interval by name; None where the percentile is None.
     """
 
     count: int
     effective: float
-    min: float | None
-    p50: float | None
-    p90: float | None
-    p99: float | None
-    p999: float | None
-    max: float | None
-    mean: float | None
+    figures: dict[str, float | None]
     mean_interval: Interval | None
-    intervals: dict[str, Interval | None] = field(default_factory=dict)
+    intervals: dict[str, Interval | None]
+
+    @property
+    def p50(self) -> float | None:
+        return self.figures["p50"]
 
     @classmethod
     def of(cls, samples: ArrayLike) -> Summary:
@@ -67,29 +66,20 @@ class Summary:
         rows = values.reshape(len(values), -1).mean(1) if values.size else np.empty(0)
         count = len(rows)
         if not count:
-            nothing: dict[str, Interval | None] = dict.fromkeys(PERCENTILES)
-            return cls(0, 0.0, None, None, None, None, None, None, None, None, nothing)
+            nothing: dict[str, None] = dict.fromkeys(("min", *PERCENTILES, "max", "mean"))
+            return cls(0, 0.0, {**nothing}, None, dict.fromkeys(PERCENTILES))
         ordered = np.sort(values, axis=None)
         effective, mean = effective_counts(rows, tuple(PERCENTILES.values())), mean_interval(rows)
-        intervals: dict[str, Interval | None] = {}
-        points: dict[str, float | None] = {}
-        for (name, q), worth in zip(PERCENTILES.items(), effective, strict=True):
-            intervals[name] = found = quantile_interval(ordered, q, worth)
-            points[name] = None if found is None else float(np.quantile(ordered, q))
+        pairs = zip(PERCENTILES.items(), effective, strict=True)
+        intervals = {name: quantile_interval(ordered, q, worth) for (name, q), worth in pairs}
+        found = {name: intervals[name] and float(np.quantile(ordered, q)) for name, q in PERCENTILES.items()}
         return cls(
-            count=count,
-            effective=min(effective),
-            min=float(ordered[0]),
-            max=float(ordered[-1]),
-            mean=float(rows.mean()),
-            mean_interval=mean and (max(mean[0], 0.0) if ordered[0] >= 0 else mean[0], mean[1]),
-            intervals=intervals,
-            **points,
+            count,
+            min(effective),
+            {"min": float(ordered[0]), **found, "max": float(ordered[-1]), "mean": float(rows.mean())},
+            mean and (max(mean[0], 0.0) if ordered[0] >= 0 else mean[0], mean[1]),
+            intervals,
         )
-
-    def to_dict(self) -> dict[str, float | None]:
-        """Returns min, p50, p90, p99, p999, max and mean."""
-        return {name: getattr(self, name) for name in ("min", *PERCENTILES, "max", "mean")}
 
 
 @lru_cache(maxsize=256)

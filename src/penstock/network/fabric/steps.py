@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from penstock.errors import ArgumentError
-
 Collective = Literal[
     "all_reduce",
     "all_gather",
@@ -71,9 +69,6 @@ class StepList:
         output: the first slot of the result, which is stored in order from there.
         shares: for an uneven all_to_all, the number of chunks that go to each rank; empty if all get the same number.
         rounds: the messages of each round.
-
-    Raises:
-        ArgumentError: a rank or slot is out of range, or a rank sends to itself.
     """
 
     collective: Collective
@@ -84,15 +79,6 @@ class StepList:
     rounds: tuple[tuple[Move, ...], ...]
     output: int = 0
     shares: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for number, moves in enumerate(self.rounds):
-            for move in moves:
-                if not (0 <= move.source < self.ranks and 0 <= move.target < self.ranks) or move.source == move.target:
-                    raise ArgumentError(f"round {number}: {move} is not between two of {self.ranks} ranks")
-                last = max(move.first, move.into) + move.count
-                if move.count < 1 or min(move.first, move.into) < 0 or last > self.slots:
-                    raise ArgumentError(f"round {number}: {move} is not within {self.slots} slots")
 
     def slot_bytes(self, size_bytes: int, element_bytes: int = 1) -> int:
         """Returns the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 from penstock._base.files import STRICT, validate
 from penstock.errors import ArgumentError
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.units import size_text
+from penstock.network.quantities import size_text
 
 BYTES = {
     "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
@@ -215,11 +215,8 @@ def dtype_of(text: str) -> str:
 
 def op_of(text: str, dtype: str) -> Op:
     """Looks up a reduction op by name. Raises ArgumentError if it is unknown or not defined for this type."""
-    for op in OPS:
-        if op == text:
-            break
-    else:
+    if text not in OPS:
         raise ArgumentError(f"there is no op {text!r}: pass one of {', '.join(OPS)}")
-    if op == "avg" and "float" not in dtype:
+    if text == "avg" and "float" not in dtype:
         raise ArgumentError(f"{dtype} cannot hold an average: pass --op sum, or a dtype like float32")
-    return op
+    return text

@@ -71,9 +71,9 @@ class Served:
         self._seed = setup.order.topology.seed
         self._background = Background(self.tables, (), self._seed)
         self._decided = Decided(self.tables, setup.order.topology)
-        self.obey(Order(background=setup.order.background))
+        self.handle(Order(background=setup.order.background))
 
-    def obey(self, order: Order) -> dict[str, Any]:
+    def handle(self, order: Order) -> dict[str, Any]:
         """Carries out an order and returns the answer."""
         t = self.tables
         hosts = t.meets.shape[0]
@@ -95,7 +95,7 @@ class Served:
         found["stalls"] += self._over
         return found | {"unread": [device.count() for device in self._unread]}
 
-    def turn(self) -> None:
+    def forward(self) -> None:
         """Forwards frames for a while."""
         t = self.tables
         loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
@@ -133,13 +133,13 @@ def main() -> int:
     gc.freeze()  # otherwise a collection of everything imported would delay frames
     maker.send({"ready": True, "priority": priority()})
     while True:
-        served.turn()
+        served.forward()
         while maker.poll():
             try:
                 order = maker.recv()
             except (EOFError, ConnectionResetError):
                 return 0
-            maker.send(served.obey(order))
+            maker.send(served.handle(order))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import socket
 import struct
 from pathlib import Path
 
-from penstock.network.inside import within
+from penstock.network.namespaces import within
 
 DEVICE = Path("/dev/net/tun")
 _DROPPED_OUT = 11  # a column of /proc/net/dev

@@ -75,14 +75,13 @@ class _Merger:
             facts=self.facts,
             inputs={self.new[node]: place for node, place in base.inputs.items()},
             outputs=tuple(self.new[node] for node in base.outputs),
-            calls=self._renumbered(base.calls),
-            entered=self._renumbered(base.entered),
+            entered={name: self._renumbered(calls) for name, calls in base.entered.items()},
             notes=(*base.notes, note) if count else base.notes,
             asks=(),
         )
 
-    def _renumbered(self, calls: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self.numbers.get(i, len(self.facts)) for i in each) for name, each in calls.items()}
+    def _renumbered(self, calls: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.numbers.get(index, len(self.facts)) for index in calls)
 
     def _outputs(self, number: int) -> tuple[fx.Node, ...]:
         """The values of a region that are used after it."""

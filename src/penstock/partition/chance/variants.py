@@ -38,7 +38,7 @@ class Variant:
     def of(cls, recording: Recording, answers: Sequence[bool]) -> Variant:
         if len(recording.asks) != len(answers):
             raise UnlikeError(
-                "how often it asks depends on the answers" + (f" ({len(answers)} times, or {len(recording.asks)})")
+                f"how often it asks depends on the answers ({len(answers)} times, or {len(recording.asks)})"
             )
         limits = [ask.index for ask in recording.asks]
         segments: list[list[fx.Node]] = [[] for _ in range(len(limits) + 1)]
@@ -172,13 +172,13 @@ def _start_of_region(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], spare: 
 
 
 def _check_alike(mine: fx.Node, fact: Fact, theirs: fx.Node, other: Fact, number: int) -> None:
-    alike = (mine.op, mine.target) == (theirs.op, theirs.target)
-    if not alike or (fact.kind, fact.scope, fact.draws) != (other.kind, other.scope, other.draws):
+    one, two = (mine.op, mine.target, fact.kind, fact.scope), (theirs.op, theirs.target, other.kind, other.scope)
+    if one != two:
         raise UnlikeError(f"one way calls {theirs.name!r} where the other calls {mine.name!r}", number)
-    if fact.modes != other.modes:
-        raise UnlikeError(f"{mine.name!r} runs under another mode", number)
-    if _layout(fact) != _layout(other):
-        raise UnlikeError(f"{mine.name!r} has another shape, stride or dtype", number)
+    if (fact.draws, fact.modes, _layout(fact)) != (other.draws, other.modes, _layout(other)):
+        raise UnlikeError(
+            f"{mine.name!r} has another shape, stride or dtype, draws otherwise, or runs under another mode", number
+        )
     if other.takes_gradient and not fact.takes_gradient:
         raise UnlikeError(f"{mine.name!r} takes a gradient only where something is left out", number)
 
@@ -204,20 +204,14 @@ def _arguments(mine: Any, theirs: Any, base: Recording, other: Recording) -> Ite
     elif isinstance(mine, dict) and isinstance(theirs, dict) and list(mine) == list(theirs):
         yield from _arguments(tuple(mine.values()), tuple(theirs.values()), base, other)
     elif isinstance(mine, slice) and isinstance(theirs, slice):
-        yield from _arguments(_parts(mine), _parts(theirs), base, other)
+        one, two = ((each.start, each.stop, each.step) for each in (mine, theirs))
+        yield from _arguments(one, two, base, other)
     elif type(mine) is not type(theirs) or not (mine is theirs or mine == theirs):
         raise UnlikeError(f"one way passes {reprlib.repr(theirs)} where the other passes {reprlib.repr(mine)}")
 
 
-def _parts(value: slice) -> tuple[Any, ...]:
-    return value.start, value.stop, value.step
-
-
 def _is_same_object(mine: fx.Node, theirs: fx.Node, base: Recording, other: Recording) -> bool:
-    if mine.op != theirs.op:
-        return False
-    one, two = str(mine.target), str(theirs.target)
-    if one in base.constants and two in other.constants:
-        a, b = base.constants[one], other.constants[two]
-        return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
-    return one == two
+    a, b = (each.constants.get(str(node.target)) for node, each in ((mine, base), (theirs, other)))
+    if a is None or b is None:
+        return (mine.op, mine.target) == (theirs.op, theirs.target)
+    return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))

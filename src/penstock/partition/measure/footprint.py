@@ -1,7 +1,7 @@
 """What one microbatch does and takes on a stage while it is there, by running the stage's code and backward on fake
 tensors.
 
-Nothing is computed, and no memory is taken. `Counting` counts what kernels do as they would on a CPU, whatever device
+Nothing is computed, and no memory is taken. `Watching` counts what kernels do as they would on a CPU, whatever device
 the tensors are for: so scaled attention is one kernel, as fused ones are, and what would be fused by a compiler is not.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +26,10 @@ from penstock._base.trees import flatten
 from penstock.costs import Operations
 from penstock.costs.hardware import Operation
 from penstock.partition.run.loan import untouched_generators
-from penstock.partition.state.provenance import tensors_of
 from penstock.partition.state.reach import Reach
 from penstock.partition.watch.observer import argument_names
 from penstock.partition.watch.work import Operation as Call
-from penstock.partition.watch.work import group_of, operations_of
+from penstock.partition.watch.work import group_of, operations_of, tensors_of
 
 _LSTM_VALUES = 9.3, 6.1
 """What `nn.LSTM` keeps on the CPU for each value of its result, and besides for each value of what is wider, its input
@@ -78,7 +76,13 @@ def on_fakes(
     reach = Reach(module)
     try:
         with untouched_generators(), quiet(), fake_mode(), _OnHost(), torch.enable_grad():
-            return _run(module, inputs, with_loss, Counting() if counts else None)
+            found, forward, backward = _run(module, inputs, with_loss=with_loss, counts=counts)
+            if not counts:
+                return found
+            partly = backward if any(meta.requires_grad for meta in inputs) else ()
+            if partly and any(parameter.requires_grad for parameter in module.parameters()):
+                *_, partly = _run(module, inputs, counts=True, of_inputs=True)
+            return replace(found, operations=Operations(forward, backward, partly))
     finally:
         reach.restore()
 
@@ -94,64 +98,60 @@ def usual_loss(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [nn.functional.log_softmax(output, -1).select(-1, 0).mean() for output in trained]
 
 
-def _run(module: nn.Module, inputs: Sequence[TensorMeta], with_loss: bool, forward: Counting | None) -> Footprint:
+def ends_of(values: Sequence[Tensor]) -> tuple[list[GradientEdge], Callable[[], list[Tensor]]]:
+    """Where a backward from these values begins, and what makes a gradient of ones for each. Keeps no value."""
+    trained = [value for value in values if value.requires_grad]
+    sizes = [
+        (tuple(value.shape), sorted(range(value.dim()), key=value.stride, reverse=True), value.dtype, value.device)
+        for value in trained
+    ]
+
+    def ones() -> list[Tensor]:
+        made = (torch.empty_permuted(shape, order, dtype=dtype, device=at) for shape, order, dtype, at in sizes)
+        return [gradient.fill_(1) for gradient in made]
+
+    return [get_gradient_edge(value) for value in trained], ones
+
+
+def _run(
+    module: nn.Module,
+    inputs: Sequence[TensorMeta],
+    *,
+    with_loss: bool = False,
+    counts: bool = False,
+    of_inputs: bool = False,
+) -> tuple[Footprint, tuple[Operation, ...], tuple[Operation, ...]]:
+    """Bytes, and what the forward and the backward do. `of_inputs`: of these alone, gradients are made."""
     held = {name: _like(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     for tensor in held.values():
         if tensor.requires_grad:  # so that backward adds to it, as in any microbatch but the first
             tensor.grad = torch.empty_like(tensor)
-    known = [*held.values(), *(t.grad for t in held.values() if t.grad is not None)]
-    leaves = [_made(meta).requires_grad_() if meta.requires_grad else None for meta in inputs]
-    with Allocations([*known, *(leaf for leaf in leaves if leaf is not None)]) as seen:
-        # a copy of a leaf may be updated in place, and stands for what arrives
-        pairs = zip(leaves, inputs, strict=True)
-        given = tuple(_made(meta) if leaf is None else leaf.clone() for leaf, meta in pairs)
-        with nullcontext() if forward is None else forward:
-            outputs: list[Tensor] = list(functional_call(module, dict(held), given))
+    leaves = [_made(meta).requires_grad_(meta.requires_grad) for meta in inputs]
+    known = [*held.values(), *(t.grad for t in held.values() if t.grad is not None), *leaves]
+    with Watching(known) as seen:
+        given = [leaf.clone() for leaf in leaves]  # which may be updated in place
+        seen.counts = counts
+        outputs: list[Tensor] = list(functional_call(module, dict(held), tuple(given)))
+        seen.counts = False
         entered, left = ([storage_of(value) for value in values] for values in (given, outputs))
-        del given
-        if with_loss:
-            outputs = usual_loss(outputs)
-        in_forward, roots, grads = seen.peak, list[GradientEdge](), list[tuple[Any, ...]]()
-        for output in outputs:
-            if output.requires_grad:
-                roots.append(get_gradient_edge(output))
-                grads.append((tuple(output.shape), output.stride(), output.dtype))
-        del output
+        given.clear()
+        edges, ones = ends_of(usual_loss(outputs) if with_loss else outputs)
         outputs.clear()
+        in_forward, forward = seen.peak, seen.counted()
         kept = seen.peak = seen.now
-        of_inputs, of_outputs = (tuple(map(seen.living_bytes, storages)) for storages in (entered, left))
-        seeds = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in grads]
-        backward = None if forward is None else Counting()
-        with nullcontext() if backward is None else backward:
-            if roots:
-                torch.autograd.backward(roots, seeds)
-        found = Footprint(kept, max(in_forward, seen.peak) - kept, of_inputs, of_outputs)
-    if forward is None or backward is None:
-        return found
-    wanted, partly = [leaf for leaf in leaves if leaf is not None], backward.found
-    if not wanted or any(tensor.requires_grad for tensor in held.values()):
-        partly = _input_gradient(module, held, inputs, wanted) if wanted else ()
-    return replace(found, operations=Operations(forward.found, backward.found, partly))
+        kept_inputs, kept_outputs = (tuple(map(seen.living_bytes, storages)) for storages in (entered, left))
+        gradients = ones()
+        seen.counts = counts
+        if edges and of_inputs:
+            torch.autograd.grad(edges, [one for one in leaves if one.requires_grad], gradients, allow_unused=True)
+        elif edges:
+            torch.autograd.backward(edges, gradients)
+        seen.counts = False
+        return Footprint(kept, max(in_forward, seen.peak) - kept, kept_inputs, kept_outputs), forward, seen.counted()
 
 
-def _input_gradient(
-    module: nn.Module, held: Mapping[str, Tensor], inputs: Sequence[TensorMeta], wanted: Sequence[Tensor]
-) -> tuple[Operation, ...]:
-    """What a backward does that computes the gradients of these inputs alone."""
-    leaves, counting = iter(wanted), Counting()
-    outputs = functional_call(
-        module, dict(held), tuple(next(leaves).clone() if m.requires_grad else _made(m) for m in inputs)
-    )
-    roots = [output for output in outputs if output.requires_grad]
-    seeds = [torch.ones_like(root) for root in roots]
-    with counting:
-        if roots:
-            torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-    return counting.found
-
-
-class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that operators make, while they live.
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that operators make, while they live, and while it `counts`, what kernels do.
 
     Args:
         known: tensors whose memory does not count.
@@ -160,11 +160,16 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self.counts = False
         self._living: dict[int, Any] = {storage_of(tensor): None for tensor in known}
         self._sizes: dict[int, int] = {}
+        self._operations: Counter[tuple[int, int, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if self.counts and isinstance(func, torch._ops.OpOverload) and group_of(func) != "free":
+            self._operations[_counted(Call(func, args, kwargs, made))] += 1
         for tensor in flatten(made).leaves:
             if isinstance(tensor, Tensor) and storage_of(tensor) not in self._living:
                 self._count(tensor, size_of(tensor))
@@ -172,6 +177,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             wider = max(1.0, args[0].shape[-1] / made[0].shape[-1])
             self._count(made[3], int((_LSTM_VALUES[0] + _LSTM_VALUES[1] * wider) * size_of(made[0])))
         return made
+
+    def counted(self) -> tuple[Operation, ...]:
+        """What ran since it was last asked, the same operations together."""
+        found = tuple(Operation(*what, count) for what, count in self._operations.items())
+        self._operations.clear()
+        return found
 
     def living_bytes(self, storage: int) -> int:
         """What a tensor's memory takes; 0 if it does not count, or is freed."""
@@ -213,26 +224,6 @@ def _made(meta: TensorMeta) -> Tensor:
 
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
 """Operators that do not read the tensor that they update."""
-
-
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of every kernel while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._found: Counter[tuple[int, int, str]] = Counter()
-
-    @property
-    def found(self) -> tuple[Operation, ...]:
-        """What ran, the same operations together."""
-        return tuple(Operation(*what, count) for what, count in self._found.items())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if isinstance(func, torch._ops.OpOverload) and group_of(func) != "free":
-            self._found[_counted(Call(func, args, kwargs, result))] += 1
-        return result
 
 
 def _counted(call: Call) -> tuple[int, int, str]:

@@ -1,7 +1,7 @@
 """Measures every unit of a recording: a profile, within a budget of seconds.
 
 Each unit gets what the units before it made of made-up inputs (integers are the example's own). In a round, a
-microbatch goes through all units (`in_sequence`); if that does not fit into time or memory, one unit of each kind is
+microbatch goes through all units (`_in_sequence`); if that does not fit into time or memory, one unit of each kind is
 run, in turn. Either way a busy moment of the machine does not fall on one unit alone. A unit that runs again and again
 finds its weights and code in the caches; in a step it does not, since other units ran since.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,22 +22,10 @@ from penstock._base.trees import flatten
 from penstock._base.words import in_a_line
 from penstock.costs import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate
-from penstock.partition.measure.costs import (
-    NoStreams,
-    UnmeasurableError,
-    cut_finely,
-    first_of_kind,
-    profile_of,
-    shared_bytes,
-    unit_costs,
-    with_times,
-)
-from penstock.partition.measure.footprint import Footprint
-from penstock.partition.measure.running import Backward, Passing, RunningUnit, Splits
+from penstock.partition.measure.running import Backward, RunningUnit, Splits
+from penstock.partition.measure.units import Units, UnmeasurableError
 from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import untouched_generators
-from penstock.partition.stages.split import CutRecording
-from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.state.reach import Reach
 
 BUDGET_SECONDS = 1.0
@@ -49,143 +37,84 @@ MAX_ROUNDS = 21
 ROUNDS = (Backward.WHOLE, Backward.INPUTS, Backward.SPLIT)
 """In turn, so that a busy moment of the machine does not fall on one of them alone."""
 
+MAX_BYTES = 1 << 30
+"""What copies of all weights, their gradients and a microbatch's activations may take. Units of larger models fill the
+caches by themselves."""
+
+LEAST_ROUNDS = 4
+"""The time must suffice for so many rounds, the first of which is not timed."""
+
+Values = dict[tuple[int, str], Tensor]
+"""What units pass on, by the unit that made it and its name."""
+
 
 def measure(
     recording: Recording,
     model: nn.Module,
-    units: Sequence[Candidate],
+    places: Sequence[Candidate],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    budget_seconds: float = BUDGET_SECONDS,
+    budget_seconds: float | None = BUDGET_SECONDS,
     splits: Splits | None = None,
     *,
     memory: bool = False,
 ) -> Profile:
-    """The profile of a recording's units. Changes nothing of the model, nor any random generator.
+    """What each unit of a recording costs. Changes nothing of the model, nor any random generator.
 
     Args:
-        units: the candidates for cuts; those at which no cut is possible join the one before.
+        places: the candidates for cuts; those at which no cut is possible join the one before.
         args, kwargs: what was recorded.
+        budget_seconds: how long to measure; None: nothing is run, so that weights may be on the meta device.
         splits: makes what splits backwards, which are then measured too.
-        memory: whether to measure what a forward and a backward take, too: runs more, without the clock.
+        memory: whether to find out what units take of memory, and what one of each kind does.
 
     Raises:
         UnmeasurableError: parameters are on the meta device, or a unit raises.
     """
+    units, runs = Units.of(recording, model, places), 0
+    costs, unknown = units.with_memory(counts=True) if memory else (units.costs, {})
+    if budget_seconds is not None:
+        costs, runs = _timed(units, costs, args, kwargs, budget_seconds, splits, memory=memory)
+        if unknown:
+            costs = [replace(cost, operations=None) for cost in costs]
+    elif unknown:
+        error = next(iter(unknown.values()))
+        raise UnmeasurableError(f"running its units on fake tensors fails ({in_a_line(error)})") from error
+    return units.profile(costs, args, kwargs, runs)
+
+
+def _timed(
+    units: Units,
+    costs: Sequence[UnitCost],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    budget_seconds: float,
+    splits: Splits | None,
+    *,
+    memory: bool,
+) -> tuple[list[UnitCost], int]:
+    """The costs with times, and how often the whole backward was timed. `memory`: what forwards and backwards really
+    take counts, too: they run once more, without the clock."""
+    recording = units.split.recording
     if any(tensor.is_meta for tensor in recording.held.values()) or recording.device.type == "meta":
         raise UnmeasurableError("its weights are on the meta device")
-    kept, split = cut_finely(recording, model, units)
-    held = [tensor for tensor in recording.held.values() if isinstance(tensor, nn.Parameter)]
-    written = {id(recording.held[name]) for name in split.updated}
-    first_of = first_of_kind(split)
-
-    def made(stage: Stage, inputs: Sequence[Tensor]) -> RunningUnit:
-        unsure = {id(p) for p in stage.parameters.values()} if stage.depends_on_values else set()
-        return RunningUnit(stage, inputs, held, written | unsure, recording.device, splits)
-
-    def first(stage: Stage, inputs: Sequence[Tensor]) -> RunningUnit:
-        running = made(stage, inputs)
-        running.first()
-        return running
-
-    reach = Reach(model)
+    reach = Reach(units.model)
     with torch.enable_grad(), untouched_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step says the same
         try:
-            given = _made_up(recording, args, kwargs)
-            found = _first_runs(split, first_of, {**given}, first)
-            runs = _measured(split, given, found, first_of, made, budget_seconds)
-            saved = [found[like].saved for like in first_of]
-            costs = [
-                replace(with_times(cost, found[like].times()), activation_bytes=own.kept, shared_bytes=size)
-                for cost, like, own, size in zip(
-                    unit_costs(kept, split, first_of), first_of, saved, shared_bytes(split, saved), strict=True
-                )
-            ]
-            if memory:
-                costs = _with_taken(costs, [found[like] for like in first_of])
+            measuring = _Measuring(units, _made_up(recording, args, kwargs), splits)
+            runs = measuring.rounds(budget_seconds)
+            found = [measuring.kinds[first].timed(cost) for cost, first in zip(costs, units.first_of_kind, strict=True)]
+            shared = units.shared_bytes({first: unit.saved for first, unit in measuring.kinds.items()})
+            found = [replace(cost, shared_bytes=size) for cost, size in zip(found, shared, strict=True)]
+            return measuring.with_memory(found) if memory else found, runs
         except Exception as error:
             raise UnmeasurableError(f"running its units fails ({in_a_line(error)})") from error
         finally:
             reach.restore()
-    return profile_of(recording, model, costs, args, kwargs, runs)
 
 
-def _first_runs(
-    split: CutRecording, first_of: Sequence[int], values: dict[tuple[int, str], Tensor], run: Make
-) -> dict[int, RunningUnit]:
-    """Runs one unit of each kind, in order, on what earlier ones made."""
-    runs: dict[int, RunningUnit] = {}
-    for index, (plan, like) in enumerate(zip(split.plans, first_of, strict=True)):
-        if like == index:
-            inputs = [values[i.source, i.name] for i in plan.inputs]
-            runs[index] = run(build_stage(split, plan, index, NoStreams()), inputs)
-        values |= {(index, o.name): made for o, made in zip(plan.outputs, runs[like].outputs, strict=True)}
-    return runs
-
-
-def _with_taken(costs: Sequence[UnitCost], units: Sequence[RunningUnit]) -> list[UnitCost]:
-    """The units with what they really take, where that is more than what autograd says that it keeps."""
-    taken: dict[tuple[int, bool], Footprint | None] = {}
-    late: dict[int, int | None] = {}
-    changed = []
-    for index, (cost, unit) in enumerate(zip(costs, units, strict=True)):
-        is_last = index == len(costs) - 1
-        own, whole = (
-            taken[key] if (key := (id(unit), loss)) in taken else taken.setdefault(key, unit.taken(with_loss=loss))
-            for loss in (False, is_last)
-        )
-        waits = late[id(unit)] if id(unit) in late else late.setdefault(id(unit), unit.waiting_bytes())
-        cost = replace(cost, weight_gradient_bytes=waits)
-        changed.append(cost if own is None or whole is None else _at_least(cost, own, whole))
-    return changed
-
-
-def _at_least(cost: UnitCost, own: Footprint, whole: Footprint) -> UnitCost:
-    """`own`: of the unit; `whole`: with the loss, if one follows."""
-    kept, loss = max(cost.activation_bytes, own.kept), max(whole.kept - own.kept, 0)
-    working = max(whole.kept + whole.working - kept - loss, 0)
-    return replace(cost, activation_bytes=kept, loss_bytes=loss, working_bytes=working)
-
-
-def _measured(
-    split: CutRecording,
-    given: Mapping[tuple[int, str], Tensor],
-    kinds: Mapping[int, RunningUnit],
-    first_of: Sequence[int],
-    made: Make,
-    budget_seconds: float,
-) -> int:
-    """Runs all units again and again until the budget is used up. Returns how often the whole backward was timed."""
-
-    def each_kind(backward: Backward) -> None:
-        for unit in kinds.values():
-            unit.run(backward)
-
-    until = time.perf_counter() + budget_seconds
-    each_kind(Backward.WHOLE)
-    alone = sum(unit.runs.seconds for unit in kinds.values())
-    through = in_sequence(split, given, kinds, first_of, made, until)
-    if through is not None:
-        return _rounds(through, until, 0, 0.0)
-    return 1 + _rounds(each_kind, until, 1, alone)
-
-
-def _rounds(one: Round, until: float, first: int, longest: float) -> int:
-    """Runs rounds, from that number on, as long as time is left. Returns how often the whole backward was timed."""
-    runs = 0
-    for number in range(first, MAX_ROUNDS):
-        start = time.perf_counter()
-        if number and start + longest > until:
-            break
-        backward = ROUNDS[number % len(ROUNDS)]
-        one(backward)
-        runs += backward is Backward.WHOLE
-        longest = max(longest, time.perf_counter() - start)
-    return runs
-
-
-def _made_up(recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[tuple[int, str], Tensor]:
+def _made_up(recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
     """The model's inputs. Fractions, which a recording does not know, are drawn: garbage may take longer to compute."""
     leaves = flatten((tuple(args), dict(kwargs))).leaves
     generator = torch.Generator().manual_seed(0)
@@ -199,81 +128,112 @@ def _made_up(recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any
     return found
 
 
-MAX_BYTES = 1 << 30
-"""What copies of all weights, their gradients and a microbatch's activations may take. Units of larger models fill the
-caches by themselves."""
-
-LEAST_ROUNDS = 4
-"""The time must suffice for so many rounds, the first of which is not timed."""
-
-Make = Callable[[Stage, Sequence[Tensor]], RunningUnit]
-"""Makes a unit that can be run, with copies of its own."""
-
-
-Round = Callable[[Backward], None]
-"""Runs and times all units, with such backwards."""
-
-
-def in_sequence(
-    split: CutRecording,
-    given: Mapping[tuple[int, str], Tensor],
-    kinds: Mapping[int, RunningUnit],
-    kind_of: Sequence[int],
-    made: Make,
-    until: float,
-) -> Round | None:
-    """What runs such a round. It has run once: memory is allocated. None if that takes too much time or memory, or
-    raises. Times go to the units of `kinds`, which then have no others.
+class _Measuring:
+    """The units of a recording while they are measured. To make it runs one of each kind, on what earlier ones made.
 
     Args:
         given: the model's inputs.
-        kinds: one unit of each kind, which was timed, by the number of its stage.
-        kind_of: for each stage, that number.
-        until: when everything has to be done, by `time.perf_counter`.
+
+    Attributes:
+        kinds: one unit of each kind, by its number.
     """
-    like = [kinds[kind] for kind in kind_of]
-    left = until - time.perf_counter()
-    if LEAST_ROUNDS * sum(unit.runs.seconds for unit in like) > left:
-        return None
-    if sum(unit.held_bytes + unit.saved.kept for unit in like) > MAX_BYTES:
-        return None
-    units = []
-    for index, kind in enumerate(kind_of):
-        if index != kind and time.perf_counter() > until - left / 2:
+
+    def __init__(self, units: Units, given: Values, splits: Splits | None) -> None:
+        self._units, self._given, self._splits = units, given, splits
+        recording = units.split.recording
+        self._held = [tensor for tensor in recording.held.values() if isinstance(tensor, nn.Parameter)]
+        self._written = {id(recording.held[name]) for name in units.split.updated}
+        self.kinds: dict[int, RunningUnit] = {}
+        values = {**given}
+        for index, (plan, first) in enumerate(zip(units.split.plans, units.first_of_kind, strict=True)):
+            if first == index:
+                self.kinds[index] = self._unit(index, [values[i.source, i.name] for i in plan.inputs])
+                self.kinds[index].first()
+            values |= zip(((index, o.name) for o in plan.outputs), self.kinds[first].outputs, strict=True)
+
+    def _unit(self, index: int, inputs: Sequence[Tensor]) -> RunningUnit:
+        stage = self._units.stage(index)
+        unsure = {id(p) for p in stage.parameters.values()} if stage.depends_on_values else set()
+        device = self._units.split.recording.device
+        return RunningUnit(stage, inputs, self._held, self._written | unsure, device, self._splits)
+
+    def rounds(self, budget_seconds: float) -> int:
+        """Runs all units until the budget is used up. Returns how often the whole backward was timed."""
+        until = time.perf_counter() + budget_seconds
+        for unit in self.kinds.values():
+            unit.run()
+        number, longest = 1, sum(unit.seconds for unit in self.kinds.values())
+        sequence = self._in_sequence(until)
+        if sequence is not None:
+            number, longest = 0, 0.0
+        while number < MAX_ROUNDS:
+            start = time.perf_counter()
+            if number and start + longest > until:
+                break
+            backward = ROUNDS[number % len(ROUNDS)]
+            if sequence is not None:
+                self._through(sequence, backward)
+            else:
+                for unit in self.kinds.values():
+                    unit.run(backward)
+            number, longest = number + 1, max(longest, time.perf_counter() - start)
+        return -(-number // len(ROUNDS))
+
+    def _in_sequence(self, until: float) -> list[RunningUnit] | None:
+        """All units, once a microbatch has gone through them: memory is allocated. Alike ones note their times
+        together, and have noted none. None if that takes too much time or memory, or raises; `until`: when everything
+        has to be done, by `time.perf_counter`.
+        """
+        first_of_kind = self._units.first_of_kind
+        alike = [self.kinds[first] for first in first_of_kind]
+        left = until - time.perf_counter()
+        if LEAST_ROUNDS * sum(unit.seconds for unit in alike) > left:
             return None
-        units.append(kinds[kind] if index == kind else _another(split, index, kinds[kind], made))
-    runs = [unit.runs for unit in like]
+        if sum(unit.held_bytes + unit.saved.kept for unit in alike) > MAX_BYTES:
+            return None
+        found = []
+        for index, (first, unit) in enumerate(zip(first_of_kind, alike, strict=True)):
+            if index != first:
+                if time.perf_counter() > until - left / 2:
+                    return None
+                like, unit = unit, self._unit(index, unit.inputs)
+                unit.learn()
+                unit.runs = like.runs
+            found.append(unit)
+        try:
+            self._through(found, Backward.WHOLE)
+        except Exception:  # on what others made a unit may raise, unlike on what it was first run on
+            return None
+        for unit in self.kinds.values():
+            unit.runs.clear()
+        return found
 
-    def round_(backward: Backward) -> None:
-        for noted, passing in zip(runs, _through(split, given, units, backward), strict=True):
-            passing.note(noted)
+    def _through(self, units: Sequence[RunningUnit], backward: Backward) -> None:
+        """One microbatch through all units and back, then back again for what a split backward has left."""
+        values, steps = {**self._given}, []
+        for index, (plan, unit) in enumerate(zip(self._units.split.plans, units, strict=True)):
+            steps.append(unit.step([values[i.source, i.name] for i in plan.inputs], backward))
+            values |= zip(((index, o.name) for o in plan.outputs), next(steps[-1]), strict=True)
+        for step in (*reversed(steps), *reversed(steps)):
+            next(step)
+        units[0].clock.settle()
+        for step in steps:
+            next(step, None)
 
-    try:
-        _through(split, given, units, Backward.WHOLE)
-    except Exception:  # on what others made a unit may raise, unlike on what it was first run on
-        return None
-    for unit in kinds.values():
-        unit.runs.clear()
-    return round_
+    def with_memory(self, costs: Sequence[UnitCost]) -> list[UnitCost]:
+        """The costs with what units really take, where that is more than what autograd keeps, or fake tensors show."""
 
-
-def _another(split: CutRecording, index: int, like: RunningUnit, made: Make) -> RunningUnit:
-    another = made(build_stage(split, split.plans[index], index, NoStreams()), like.inputs)
-    another.learn()
-    return another
-
-
-def _through(
-    split: CutRecording, given: Mapping[tuple[int, str], Tensor], units: Sequence[RunningUnit], backward: Backward
-) -> list[Passing]:
-    """One microbatch through all units and back, then back again for what a split backward has left."""
-    values, passings = {**given}, list[Passing]()
-    for index, (plan, unit) in enumerate(zip(split.plans, units, strict=True)):
-        passings.append(unit.forward([values[i.source, i.name] for i in plan.inputs], backward))
-        values |= {(index, o.name): value for o, value in zip(plan.outputs, passings[-1].outputs, strict=True)}
-    for passing in reversed(passings):
-        passing.backward()
-    for passing in reversed(passings):
-        passing.weights()
-    units[0].clock.settle()
-    return passings
+        own = {first: unit.taken() for first, unit in self.kinds.items()}
+        waiting = {first: unit.waiting_bytes() for first, unit in self.kinds.items()}
+        with_loss = self.kinds[self._units.first_of_kind[-1]].taken(with_loss=True)
+        found = []
+        for index, (cost, first) in enumerate(zip(costs, self._units.first_of_kind, strict=True)):
+            kept, alone = cost.activation_bytes, own[first]
+            whole = with_loss if index == len(costs) - 1 else alone
+            if alone is not None and whole is not None:
+                kept, loss = max(kept, alone.kept), max(whole.kept - alone.kept, 0)
+                working = max(whole.kept + whole.working - kept - loss, 0)
+                more = max(cost.working_bytes, working), max(cost.loss_bytes, loss)
+                cost = replace(cost, working_bytes=more[0], loss_bytes=more[1])
+            found.append(replace(cost, activation_bytes=kept, weight_gradient_bytes=waiting[first]))
+        return found

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import copy
-import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, islice
+from statistics import median, quantiles
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.profiler import record_function
 
 from penstock._base.compat import cpu_allocations, size_of, storage_of
+from penstock.costs import SPLIT_SECONDS, UnitCost
 from penstock.errors import PartitionError
 from penstock.partition.measure.clock import Clock
-from penstock.partition.measure.costs import SplitTimes, Times
-from penstock.partition.measure.footprint import Footprint, usual_loss
+from penstock.partition.measure.footprint import Footprint, ends_of, usual_loss
 from penstock.partition.stages.stage import Stage
 
-BACKWARD_BEGINS = "penstock: backward begins"
+LATER_PARTS = "penstock: later parts begin"
 
 
 class Backward(Enum):
@@ -53,28 +54,11 @@ class Splitting(Protocol):
 Splits = Callable[[Callable[[], Mapping[str, nn.Parameter]], nn.Module, torch.device], Splitting]
 """Makes one for a module with these parameters, by name."""
 
+Step = Iterator[Sequence[Tensor]]
+"""A microbatch on its way through one unit: each `next` runs a part of it. See `RunningUnit.step`."""
 
-@dataclass
-class Runs:
-    """The times of a unit's runs, in seconds."""
-
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    input_gradient: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
-    split_forward: list[float] = field(default_factory=list)
-    split_input_gradient: list[float] = field(default_factory=list)
-    split_weight_gradient: list[float] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """The last forward and whole backward."""
-        return sum(each[-1] for each in (self.forward, self.backward) if each)
-
-    def clear(self) -> None:
-        """Forgets them."""
-        for each in fields(self):
-            getattr(self, each.name).clear()
+PARTS = 3
+"""Of a step, before its times are noted."""
 
 
 class RunningUnit:
@@ -88,10 +72,11 @@ class RunningUnit:
         splits: makes what splits its backward; None: that is not measured.
 
     Attributes:
+        inputs: what it runs on by itself.
         outputs: what the first run returned.
         saved: what autograd kept of the first run for its backward, besides parameters and buffers.
         held_bytes: its parameters and their gradients.
-        runs: what it took.
+        runs: the seconds of the parts of each run, by how the backward ran.
         clock: of its device.
     """
 
@@ -104,7 +89,7 @@ class RunningUnit:
         device: torch.device,
         splits: Splits | None = None,
     ) -> None:
-        self._inputs = [(value, i.meta.requires_grad) for value, i in zip(inputs, stage.meta.inputs, strict=True)]
+        self.inputs, self._needs = inputs, [i.meta.requires_grad for i in stage.meta.inputs]
         mine = {id(parameter) for parameter in stage.parameters.values()}
         memo: dict[int, Any] = {
             id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad)
@@ -112,32 +97,59 @@ class RunningUnit:
             if id(p) not in written and id(p) not in mine
         }
         self._module = copy.deepcopy(stage.module, memo).to(device)
-        self._trained = [p for p in self._module.parameters() if p.requires_grad]
-        self._splits = splits
+        parameters = list(self._module.parameters())
+        self._trains, self._passes_on = any(p.requires_grad for p in parameters), any(self._needs)
+        self._splits = splits is not None
         self._splitting: Splitting | None = None
-        if splits is not None and self._trained:
+        if splits is not None and self._trains:
             self._splitting = splits(lambda: dict(self._module.named_parameters()), self._module, device)
-        self.runs = Runs()
-        self.clock = Clock(device)
-        self._device = device
-        self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in self._module.parameters())
-        self.outputs: Sequence[Tensor] = ()
+        self.runs: dict[Backward, list[tuple[float, ...]]] = defaultdict(list)
+        self.clock, self._device = Clock(device), device
+        self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in parameters)
         self.saved = Footprint(0, 0)
+        self.outputs: Sequence[Tensor] = ()
 
-    @property
-    def inputs(self) -> list[Tensor]:
-        """What it runs on by itself."""
-        return [value for value, _ in self._inputs]
+    def step(self, inputs: Sequence[Tensor], backward: Backward = Backward.WHOLE, *, with_loss: bool = False) -> Step:
+        """A microbatch: its forward, which gives the results without their graph; its backward, of a split one the
+        first part; what that left. Each is timed, and noted when the step is asked to go on after these three: first
+        the device has to settle. A backward that has one part only runs whole. `with_loss`: `usual_loss` follows.
+        """
+        splitting = self._splitting if backward is Backward.SPLIT else None
+        if splitting is None and not (backward is Backward.INPUTS and self._trains and self._passes_on):
+            backward = Backward.WHOLE
+        leaves, given = self._entering(inputs)
+        marks = [self.clock.mark()]
+        with nullcontext() if splitting is None else splitting.forward(0):
+            made = list(self._module(*given))
+        if splitting is not None:
+            splitting.learn(ends_of(made)[0])
+        marks.append(self.clock.mark())
+        edges, ones = ends_of(usual_loss(made) if with_loss else made)
+        given.clear()
+        yield [made.pop(0).detach() for _ in range(len(made))]  # and keeps none itself
+        gradients = ones()
+        marks.append(self.clock.mark())
+        if backward is Backward.INPUTS:
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            torch.autograd.grad(edges, wanted, gradients, allow_unused=True)
+        elif edges:
+            with nullcontext() if splitting is None else splitting.input_gradients(0):
+                torch.autograd.backward(edges, gradients)
+        marks.append(self.clock.mark())
+        del leaves, edges, gradients
+        yield ()
+        if splitting is not None:
+            marks.append(self.clock.mark())
+            splitting.weight_gradients(0)
+            marks.append(self.clock.mark())
+        yield ()
+        pairs = zip(marks[::2], marks[1::2], strict=True)
+        self.runs[backward].append(tuple(self.clock.seconds(start, end) for start, end in pairs))
 
-    @property
-    def splits(self) -> bool:
-        """Whether its backward has both an I and a W."""
-        return bool(self._trained) and self.passes_gradient_on
-
-    @property
-    def passes_gradient_on(self) -> bool:
-        """Whether any of its inputs takes a gradient."""
-        return any(needs for _, needs in self._inputs)
+    def _entering(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Fresh leaves of these values, and copies of them, which a forward may update in place."""
+        leaves = [value.detach().requires_grad_(needs) for value, needs in zip(inputs, self._needs, strict=True)]
+        return leaves, [leaf.clone() for leaf in leaves]
 
     def first(self) -> None:
         """The run that is not timed: memory is allocated, kernels are chosen."""
@@ -147,216 +159,100 @@ class RunningUnit:
             sizes[storage_of(tensor)] = size_of(tensor)
             return tensor
 
+        _, given = self._entering(self.inputs)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            given = entering(self._inputs)[1]
             made: Sequence[Tensor] = self._module(*given)
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             sizes.pop(storage_of(tensor), None)
         of_inputs, of_outputs = (tuple(sizes.get(storage_of(each), 0) for each in values) for values in (given, made))
         self.saved = Footprint(sum(sizes.values()), 0, of_inputs, of_outputs)
         self.outputs = [value.detach() for value in made]
-        roots, seeds = seeded(made)
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        edges, ones = ends_of(made)
+        if edges:
+            torch.autograd.backward(edges, ones())
         self.learn()
         self.clock.settle()
 
-    def taken(self, *, with_loss: bool = False) -> Footprint | None:
-        """What a run really takes, untimed, besides parameters and their gradients; None if nothing says.
-
-        `with_loss`: whether `usual_loss` follows.
-        """
-        edges, grads = list[GradientEdge](), list[tuple[Any, ...]]()
-
-        def forward() -> None:
-            made = self._module(*entering(self._inputs)[1])
-            for value in usual_loss(made) if with_loss else made:
-                if value.requires_grad:
-                    edges.append(get_gradient_edge(value))
-                    grads.append((tuple(value.shape), value.stride(), value.dtype))
-
-        def backward() -> None:
-            if edges:
-                made = [torch.empty_strided(*size, dtype=dtype, device=self._device) for *size, dtype in grads]
-                torch.autograd.backward(edges, [seed.fill_(1) for seed in made])
-
-        return _really_taken(self._device, forward, backward)
-
-    def waiting_bytes(self) -> int | None:
-        """What the first part of a split backward leaves for the second; None if that is not measured."""
-        if self._splits is None:
-            return None
-        if self._splitting is None:
-            return 0  # all is done in the first part
-        passing: list[Passing] = []
-
-        def first_part() -> None:
-            passing.append(self.forward(self.inputs, Backward.SPLIT))
-            passing[0].backward()
-
-        def second_part() -> None:
-            passing[0].weights()
-
-        found = _really_taken(self._device, first_part, second_part)
-        return None if found is None else found.kept
-
     def learn(self) -> None:
         """Runs a first split backward, which shows what can be put off. Comes before any that is timed."""
-        if self._splitting is None:
-            return
-        try:
-            one = self.forward(self.inputs, Backward.SPLIT)
-            one.backward()
-            one.weights()
-        except PartitionError:  # its backward is not split in a pipeline either
-            self._splitting = None
+        if self._splitting is not None:
+            try:
+                _go_on(self.step(self.inputs, Backward.SPLIT), PARTS)
+            except PartitionError:  # its backward is not split in a pipeline either
+                self._splitting = None
 
     def run(self, backward: Backward = Backward.WHOLE) -> None:
         """Times the forward and such a backward."""
-        one = self.forward(self.inputs, backward)
-        one.backward()
-        one.weights()
+        step = self.step(self.inputs, backward)
+        _go_on(step, PARTS)
         self.clock.settle()
-        one.note(self.runs)
+        next(step, None)
 
-    def forward(self, inputs: Sequence[Tensor], backward: Backward = Backward.WHOLE) -> Passing:
-        """Runs the forward on such inputs, between two marks. A backward that has one part only will run whole."""
-        splitting = self._splitting if backward is Backward.SPLIT else None
-        if splitting is None and not (backward is Backward.INPUTS and self.splits):
-            backward = Backward.WHOLE
-        needs = [needs for _, needs in self._inputs]
-        leaves, given = entering(zip(inputs, needs, strict=True))
-        start = self.clock.mark()
-        with nullcontext() if splitting is None else splitting.forward(0):
-            made = self._module(*given)
-        if splitting is not None:
-            splitting.learn([get_gradient_edge(value) for value in made if value.requires_grad])
-        return Passing(self.clock, leaves, made, [start, self.clock.mark()], backward, splitting)
+    def taken(self, *, with_loss: bool = False) -> Footprint | None:
+        """What a run really takes, untimed, besides parameters and their gradients; None if nothing says."""
+        return _really_taken(self._device, self.step(self.inputs, with_loss=with_loss), 1)
 
-    def times(self) -> Times:
-        """The medians. I of a unit that has no W is its whole backward."""
-        runs = self.runs
-        forward, backward = statistics.median(runs.forward), statistics.median(runs.backward)
-        if not self.splits:
-            input_gradient = backward if self.passes_gradient_on else 0.0
-        elif runs.input_gradient:
-            input_gradient = min(statistics.median(runs.input_gradient), backward)
-        else:
-            input_gradient = backward / 2
-        whole = [one + other for one, other in zip(runs.forward, runs.backward, strict=True)]
-        quarters = statistics.quantiles(whole, n=4, method="inclusive") if len(whole) > 1 else [0.0, 0.0, 0.0]
-        middle = forward + backward
-        spread = (quarters[2] - quarters[0]) / middle if middle else 0.0
-        again = statistics.median(runs.again) if runs.again else None
-        return Times(forward, input_gradient, backward - input_gradient, spread, again, self._split_times())
-
-    def _split_times(self) -> SplitTimes | None:
-        """None if no run was split."""
-        runs = self.runs
-        if not runs.split_forward:
-            return None
-        columns = runs.split_forward, runs.split_input_gradient, runs.split_weight_gradient
-        return SplitTimes(*map(statistics.median, columns))
-
-
-class Passing:
-    """A microbatch on its way through one unit: the forward has run.
-
-    Args:
-        leaves: what went in.
-        made: what came out.
-        marks: before and after the forward.
-        way: how the backward will run.
-        splitting: what splits it.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        leaves: Sequence[Tensor],
-        made: Sequence[Tensor],
-        marks: list[Any],
-        way: Backward,
-        splitting: Splitting | None,
-    ) -> None:
-        self._clock, self._leaves, self._made, self._marks = clock, leaves, made, marks
-        self._way, self._splitting = way, splitting
+    def waiting_bytes(self) -> int | None:
+        """What the first part of a split backward leaves for the second; None if that is not measured."""
+        if self._splitting is None:
+            return 0 if self._splits else None  # all is done in the first part
+        found = _really_taken(self._device, self.step(self.inputs, Backward.SPLIT), 2)
+        return None if found is None else found.kept
 
     @property
-    def outputs(self) -> list[Tensor]:
-        """What came out, without its graph."""
-        return [value.detach() for value in self._made]
+    def seconds(self) -> float:
+        """The last forward and whole backward."""
+        return sum(self.runs[Backward.WHOLE][-1])
 
-    def backward(self) -> None:
-        """Runs the backward between two marks, and frees what it needed; of a split one, the first part."""
-        roots, seeds = seeded(self._made)
-        self._marks.append(self._clock.mark())
-        if self._way is Backward.INPUTS:
-            wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
-            torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-        elif roots:
-            with nullcontext() if self._splitting is None else self._splitting.input_gradients(0):
-                torch.autograd.backward(roots, seeds)
-        self._marks.append(self._clock.mark())
-        self._leaves, self._made = (), ()
+    def medians(self, backward: Backward) -> list[float]:
+        """The seconds of each part of a run; none if no backward ran so."""
+        return [*map(median, zip(*self.runs[backward], strict=True))]
 
-    def weights(self) -> None:
-        """Runs the second part of a split backward, between two marks."""
-        if self._splitting is not None:
-            self._marks.append(self._clock.mark())
-            self._splitting.weight_gradients(0)
-            self._marks.append(self._clock.mark())
-
-    def note(self, runs: Runs) -> None:
-        """Notes the times, once the device has settled."""
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
-        took = [self._clock.seconds(start, end) for start, end in pairs]
-        columns = {
-            Backward.WHOLE: (runs.forward, runs.backward),
-            Backward.INPUTS: (runs.again, runs.input_gradient),
-            Backward.SPLIT: (runs.split_forward, runs.split_input_gradient, runs.split_weight_gradient),
-        }[self._way]
-        for column, seconds in zip(columns, took, strict=True):
-            column.append(seconds)
+    def timed(self, cost: UnitCost) -> UnitCost:
+        """The cost with the medians of its times. I of a unit that has no W is its whole backward."""
+        forward, whole = self.medians(Backward.WHOLE)
+        again, inputs = self.medians(Backward.INPUTS) or (None, whole / 2)
+        if not (self._trains and self._passes_on):
+            inputs = whole if self._passes_on else 0.0
+        totals = [sum(run) for run in self.runs[Backward.WHOLE]]
+        low, _, high = quantiles(totals, n=4, method="inclusive") if len(totals) > 1 else (0.0, 0.0, 0.0)
+        apart: dict[str, Any] = dict(zip(SPLIT_SECONDS, self.medians(Backward.SPLIT), strict=False))
+        return replace(
+            cost,
+            forward_seconds=forward,
+            input_gradient_seconds=min(inputs, whole),
+            weight_gradient_seconds=whole - min(inputs, whole),
+            spread=(high - low) / (forward + whole) if forward + whole else 0.0,
+            recompute_seconds=again,
+            activation_bytes=self.saved.kept,
+            **apart,
+        )
 
 
-def entering(inputs: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Fresh leaves of these values, each of which takes a gradient or not, and copies of them, which a forward may
-    update in place."""
-    leaves = [value.detach().requires_grad_(needs) for value, needs in inputs]
-    return leaves, [leaf.clone() for leaf in leaves]
+def _go_on(step: Step, parts: int) -> None:
+    for _ in islice(step, parts):
+        pass
 
 
-def seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The results that take a gradient, and a gradient for each."""
-    roots = [value for value in made if value.requires_grad]
-    return roots, [torch.ones_like(value) for value in roots]
-
-
-def _really_taken(
-    device: torch.device, forward: Callable[[], object], backward: Callable[[], object]
-) -> Footprint | None:
-    """What both take of memory, kernels' own buffers included, as the allocator counts it; None if it does not say."""
+def _really_taken(device: torch.device, step: Step, first: int) -> Footprint | None:
+    """What a step takes of memory, kernels' own buffers included, as the allocator counts it: after so many parts, and
+    besides that at most; None if it does not say."""
     if device.type == "cuda":
-        return _on_cuda(device, forward, backward)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _go_on(step, first)
+        kept = torch.cuda.memory_allocated(device) - before
+        _go_on(step, PARTS - first)
+        return Footprint(kept, torch.cuda.max_memory_allocated(device) - before - kept)
 
     def both() -> None:
-        forward()
-        with record_function(BACKWARD_BEGINS):
-            backward()
+        _go_on(step, first)
+        with record_function(LATER_PARTS):
+            _go_on(step, PARTS - first)
 
     seen = cpu_allocations(both) if device.type == "cpu" else None
-    if seen is None or (BACKWARD_BEGINS, 0) not in seen:
+    if seen is None or (LATER_PARTS, 0) not in seen:
         return None
     held = [0, *accumulate(size for _, size in seen)]
-    kept = held[seen.index((BACKWARD_BEGINS, 0))]
+    kept = held[seen.index((LATER_PARTS, 0))]
     return Footprint(kept, max(held) - kept)
-
-
-def _on_cuda(device: torch.device, forward: Callable[[], object], backward: Callable[[], object]) -> Footprint:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    forward()
-    kept = torch.cuda.memory_allocated(device) - before
-    backward()
-    return Footprint(kept, torch.cuda.max_memory_allocated(device) - before - kept)

@@ -9,96 +9,69 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from types import FunctionType
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
-from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, has_global_backward_hooks, quiet
+from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, generator_of, has_global_backward_hooks, quiet
 from penstock._base.marks import calling_at_marks
 from penstock._base.trees import Flat, flatten, unflatten
 from penstock.errors import PartitionError
-from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
-from penstock.partition.recorder.recorder import Recorder
-from penstock.partition.recording.calls import EntryModes
+from penstock.partition.recorder.recorder import Attempt, Recorder
 from penstock.partition.recording.guards import is_readable
 from penstock.partition.recording.recording import Constant, Recording
-from penstock.partition.run.known_values import Restart
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.source import raising_line
-from penstock.partition.state.carried_over import carried
-from penstock.partition.state.left_behind import Left, gather
+from penstock.partition.state.left_behind import Left
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.remembered import Remembered, draws_alone
+from penstock.partition.state.remembered import draws_alone
 from penstock.partition.units.chain import Chain
-from penstock.partition.units.units import Grain, Learned, Opening, Unit, canonical_names, intercepted
-from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path, leaves_of, tensors_in
+from penstock.partition.units.units import Grain, Learned, intercepted
+from penstock.partition.values.objects import OfNode, hides_tensors, holds_tensors, input_path, leaves_of
+from penstock.partition.watch.observer import SEED
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One attempt to record `model(*args, **kwargs)`.
-
-    Attributes:
-        units: the modules that run as a whole, by their `id`.
-        opening, grain: what led to these units.
-    """
-
-    model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    units: dict[int, Unit]
-    opening: Opening
-    grain: Grain
-
-    def way(self, choices: Mapping[int, bool]) -> Recording:
-        """Records the path that the forward takes if its random branches get these answers."""
-        fake_calls = frozenset[int]()
-        while True:
-            try:
-                return _record(self, choices, fake_calls)
-            except Restart as restart:
-                fake_calls = restart.fake_calls  # each path numbers its calls from 0
+def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
+    """Records the path that the forward takes if its random branches get these answers."""
+    unknown = frozenset[int]()
+    while True:
+        try:
+            return _record(attempt, choices, unknown)
+        except Learned as learned:
+            if learned.unknown is None:
+                raise
+            unknown = learned.unknown  # each path numbers its calls from 0
 
 
-def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset[int]) -> Recording:
-    """Runs the forward once.
-
-    Args:
-        fake_calls: the numbers of calls whose results are treated as unknown.
-    """
-    model, units, opening = attempt.model, attempt.units, attempt.opening
+def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[int]) -> Recording:
+    """Runs the forward once."""
+    model = attempt.model
     given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
-    device = _device_of(given, model)
-    names = canonical_names(model)
-    mode, snapshot, reach = fake_mode(), Snapshot(model), None
+    snapshot, reach = Snapshot(model), None
     try:
         with untouched_generators(), ExitStack() as stack:
-            _refuse_backward_hooks(model, units)
-            loan = Loan(model, mode, device)
+            device = _device_of(given, model)
+            for generator in (torch.default_generator, generator_of(device)):
+                generator.manual_seed(SEED)
+            _refuse_backward_hooks(model, attempt.units)
+            loan = Loan(model, fake_mode(), device)
             reach = Reach(model)
-            recorder = Recorder(
-                *(model, units, loan, EntryModes(device), names, mode, fake_calls, reach, choices, opening),
-                taken=attempt.grain.taken,
-            )
-            provenance = recorder.observer.provenance
-            stack.callback(provenance.restore)
-            inputs = _inputs(recorder, mode, given)
+            recorder = Recorder(attempt, loan, reach, choices, unknown)
+            stack.callback(recorder.observer.restore)
+            inputs = _inputs(recorder, given)
             with _staying_whole(recorder):
-                result = _run_checked(recorder, mode, inputs, given.structure, attempt.grain.functions)
-                _check_leftovers(snapshot, loan, recorder, names)
-                left = gather(
-                    *(reach, recorder.is_seen, loan.names, provenance, attempt.grain, units.values(), recorder.real)
-                )
-                recording = _finish(recorder, loan, result, left, attempt.grain)
-                _check_stateless(recorder)
+                result = _run_checked(recorder, inputs, given.structure, attempt.grain)
+                _check_leftovers(snapshot, recorder)
+                left = recorder.side_channels.left(recorder.is_seen, attempt.grain, recorder.real)
+                recording = _finish(recorder, result, left, attempt.grain)
+                recorder.side_channels.check_stateless()
                 return recording
     finally:
         if reach is not None:
@@ -113,29 +86,30 @@ def _device_of(given: Flat, model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*inputs, *held)), torch.device("cpu"))
 
 
-def _run_checked(
-    recorder: Recorder, mode: Any, inputs: list[Any], structure: Any, functions: frozenset[FunctionType]
-) -> Any:
+def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, grain: Grain) -> Any:
     """Runs the forward, and checks that no block read or changed anything behind the recording's back."""
     try:
-        with recorder.chance.replaced(functions):
-            result = _run(recorder, mode, inputs, structure)
-    except (PartitionError, Learned) as error:
-        if not (isinstance(error, Learned) and (error.stays is not None or error.function is not None)):
+        with recorder.chance.replaced(grain.functions):
+            result = _run(recorder, inputs, structure)
+    except Learned as learned:
+        if learned.opened or learned.whole or learned.exposed is not None:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
+        raise
+    except PartitionError:
+        recorder.side_channels.check_units(recorder.on_memory)
         raise
     recorder.side_channels.check_units(recorder.on_memory)
     return result
 
 
-def _inputs(recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
+def _inputs(recorder: Recorder, given: Flat) -> list[Any]:
     """The leaves of (args, kwargs) with fakes for tensors whose values are treated as unknown."""
     inputs = list(given.leaves)
     for index, leaf in enumerate(given.leaves):
         if isinstance(leaf, Tensor):
             inputs[index] = leaf.clone() if is_readable(leaf) else None
             if inputs[index] is None or not recorder.known.assume(inputs[index], index):
-                inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
+                inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, recorder.loan.mode, leaf.device)
             recorder.add_input(_input_name(recorder.model, given.paths[index]), inputs[index], index)
         elif hides_tensors(leaf):
             raise PartitionError(
@@ -144,23 +118,6 @@ def _inputs(recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
                 "objects of tensors"
             )
     return inputs
-
-
-def _check_stateless(recorder: Recorder) -> None:
-    """Raises Obstacle if code outside of units changes an attribute by which its next call decides, or computes."""
-    whole = {id(module) for unit in recorder.units.values() for module in unit.module.modules()}
-    attributes = carried({type(module) for module in recorder.model.modules() if id(module) not in whole})
-    for place, key, value in recorder.side_channels.set_outside():
-        one, made = attributes.get(key), recorder.observer.provenance
-        state = [t for t in tensors_in(value) if made.maker(t) is not None and not made.is_steady(made.root(t))]
-        if one is not None and place.attributes and (state or (one.counts and type(value) in (int, float))):
-            raise Obstacle(
-                f"the forward changes {place.name(key)!r}, which it reads at {one.read_at}, and so behaves differently "
-                "the next time, which a recording cannot follow",
-                "",
-                otherwise="Take such state as an input of the model and return it with the result; count steps in the "
-                "training loop, and set there, between steps, what depends on the count (model.frozen = True)",
-            )
 
 
 @contextmanager
@@ -179,13 +136,13 @@ def _staying_whole(recorder: Recorder) -> Iterator[None]:
         raise
 
 
-def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> Any:
+def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
     args, kwargs = unflatten(inputs, structure)
-    observer = recorder.observer
+    mode, observer = recorder.loan.mode, recorder.observer
     modules = [u.module for u in recorder.units.values()]
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
-            with _without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
+            with _without_validation(), intercepted(modules, recorder.call_unit), recorder:
                 with mapped_functions(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -218,15 +175,9 @@ def _module(recorder: Recorder) -> str:
     return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
 
 
-def _remembered_by(recorder: Recorder) -> tuple[Remembered, ...]:
-    """What the recorded forward carries over to the next forward."""
-    found = [draws_alone(unit) for _, unit in recorder.seeds.users.values()]
-    return *recorder.side_channels.remembered.values(), *found
-
-
-def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:
+def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
     """Refuses buffers that were replaced; notes tensors and numbers that the forward leaves in attributes."""
-    for name, new in loan.rebound():
+    for name, new in recorder.loan.rebound():
         if _is_cache(recorder, name, new):
             continue
         raise PartitionError(
@@ -236,8 +187,9 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
         )
     inside = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
     for module, attribute, value in snapshot.changed():
-        path = f"{names[id(module)]}.{attribute}".lstrip(".")
-        if id(module) not in inside and (name := recorder.opening.around(names[id(module)])):
+        scope = recorder.module_names[id(module)]
+        path = f"{scope}.{attribute}".lstrip(".")
+        if id(module) not in inside and (name := recorder.opening.around(scope)):
             raise Learned(stays=name)
         if id(module) not in inside and not attribute.startswith("_") and attribute != "training":
             if holds_tensors(value, fake_only=True):
@@ -251,7 +203,7 @@ def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
     path, _, field = name.rpartition(".")
     module = recorder.model.get_submodule(path)
     saved = field not in module._non_persistent_buffers_set
-    return value is not None and not saved and recorder.observer.provenance.is_fixed(value)
+    return value is not None and not saved and recorder.observer.is_fixed(value)
 
 
 def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) -> Iterator[int | Constant]:
@@ -259,8 +211,8 @@ def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) 
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
             yield outputs.setdefault(recorder.node_of(leaf), len(outputs))
-        elif (drawn := node_of_drawn(leaf)) is not None:
-            recorder.chance.refuse(f"a random number, {drawn.name!r}, as the model's result{path},")
+        elif isinstance(leaf, OfNode):
+            recorder.chance.refuse(f"a random number, {leaf.node.name!r}, as the model's result{path},")
         elif hides_tensors(leaf, fake_only=True):
             raise PartitionError(
                 f"the model's result{path} is a {type(leaf).__name__}, which holds tensors that cannot be taken out of "
@@ -279,8 +231,8 @@ def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
     return {name: tuple(positions) for name, positions in called.items()}
 
 
-def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Left], grain: Grain) -> Recording:
-    flat = flatten(result)
+def _finish(recorder: Recorder, result: Any, left: Collection[Left], grain: Grain) -> Recording:
+    loan, flat = recorder.loan, flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _calls(recorder)
     if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.read), None)) is not None:
@@ -294,6 +246,7 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Left], g
     carried = [entry.recorded(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
     texts = frozenset(entry.text for entry in left if entry.small)
+    alone = [draws_alone(unit) for _, unit in recorder.observer.generators.values()]
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     return Recording(
         graph=recorder.graph,
@@ -305,9 +258,8 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Left], g
         constants=recorder.constants,
         blocks=frozenset(u.name for u in recorder.units.values() if u.block),
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
-        memory=dict(recorder.observer.provenance.held),
+        memory=dict(recorder.observer.held),
         drawing=dict(sorted(recorder.drawing.items())),
-        calls={name: entered.get(name, ()) for name in sorted(recorder.drawing)},
         entered=entered,
         device=recorder.entry.device,
         guards=tuple(replace(guard, is_free=n in free) for n, guard in enumerate(recorder.guards)),
@@ -317,8 +269,8 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Left], g
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
-        touched=frozenset(recorder.observer.provenance.touched),
-        remembered=_remembered_by(recorder),
+        touched=frozenset(recorder.observer.touched),
+        remembered=(*recorder.side_channels.remembered.values(), *alone),
     )
 
 
@@ -335,21 +287,13 @@ def _input_name(model: nn.Module, path: str) -> str:
 
 
 @contextmanager
-def _without_validation(made: Callable[[], None]) -> Iterator[None]:
-    """Keeps distributions from checking arguments, which reads values, unless told to. Calls `made` instead."""
-    checks, own = Distribution._validate_args, Distribution.__init__
-
-    def noting(self: Distribution, *args: Any, **kwargs: Any) -> None:
-        if checks:
-            made()
-        own(self, *args, **kwargs)
-
+def _without_validation() -> Iterator[None]:
+    """Keeps distributions from checking arguments, which reads values, unless told to."""
+    checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
-    Distribution.__init__ = noting  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Distribution.__init__ = own  # type: ignore[method-assign]
         Distribution.set_default_validate_args(checks)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,8 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.chance.branches import with_branches
 from penstock.partition.obstacle import Obstacle
-from penstock.partition.recorder.attempt import Attempt
+from penstock.partition.recorder.attempt import record_path
+from penstock.partition.recorder.recorder import Attempt
 from penstock.partition.recording.recording import Recording
 from penstock.partition.state.left_behind import EVERY
 from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Learned, Opening, find_units
@@ -40,13 +42,13 @@ def record(
     without: Grain | None = None  # to go back to if opening more modules does not help
     while True:
         units = find_units(model, leaves, grain, opening.names)
-        attempt = Attempt(model, args, kwargs, units, opening, grain)
+        way = partial(record_path, Attempt(model, args, kwargs, units, opening, grain))
         try:
-            found = attempt.way({})
+            found = way({})
             if found.asks and any(entry.is_carried for entry in found.left):
                 grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
                 continue  # a randomly skipped module leaves no value to carry
-            return replace(with_branches(found, attempt.way) if found.asks else found, opening=opening)
+            return replace(with_branches(found, way) if found.asks else found, opening=opening)
         except Learned as learned:
             if learned.stays is not None:
                 opening = opening.without(_alike(model, learned.stays, opening.tried))

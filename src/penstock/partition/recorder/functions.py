@@ -5,15 +5,15 @@ One of them is torch's older checkpoint, which is treated as the newer one, whos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from types import BuiltinMethodType, MethodType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from penstock._base.compat import flex_attention
@@ -21,18 +21,16 @@ from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recording.calls import called
-from penstock.partition.recording.facts import Fact
 
 
 @contextmanager
 def autograd_functions(recorder: Recorder) -> Iterator[None]:
     """Sends `Function.apply` to the recorder, so that a custom function is one call."""
-    own = torch.autograd.Function.__dict__["apply"]
-    reentrant = Reentrant(recorder)
+    own, older = torch.autograd.Function.__dict__["apply"], OlderCheckpoints(recorder)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction and not recorder.is_paused:
-            return reentrant.run(*args)
+            return older.run(*args)
         return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
 
     bound = list(_bound(own, recorder))
@@ -41,7 +39,7 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
         names[name] = MethodType(apply, method.__self__)
     try:
         yield
-        reentrant.check()
+        older.check()
     finally:
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
         for names, name, method in bound:
@@ -80,57 +78,43 @@ def _is_apply(method: Any, own: Any) -> bool:
     return isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and method == own.__get__(None, cls)
 
 
-class _Checkpoint(NamedTuple):
-    """A line that calls a checkpoint, and the nodes of its calls."""
+class OlderCheckpoints:
+    """torch's older checkpoints (`use_reentrant=True`, its default), recorded as the newer one.
 
-    line: str
-    nodes: frozenset[fx.Node]
-
-
-class Reentrant:
-    """The older checkpoints of a recording (`use_reentrant=True`, torch's default), recorded as the newer one.
-
-    Both compute the same values. But the older one trains nothing if none of its arguments requires a gradient, and it
-    adds each checkpoint's gradients to `.grad` separately, so the terms of a parameter that is also used elsewhere come
-    in another order.
+    Both compute the same values. But the older one trains nothing if none of its arguments requires a gradient, and
+    adds its gradients to `.grad` separately, so the terms of a weight that is also used elsewhere come in another
+    order.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._checkpoints: list[_Checkpoint] = []
+        self._ran: list[tuple[str, range]] = []  # each one's line, and the numbers of its calls
 
     def run(self, function: Any, preserves_generators: bool, *args: Any) -> Any:
         """Runs an older checkpoint, as `CheckpointFunction.apply` would."""
-        line, before = source.current_line(), len(self._recorder.facts)
-        if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserves_generators)
-        else:
+        if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():
-                result = function(*args)
-        nodes = frozenset(islice(self._recorder.facts, before, None))
-        self._checkpoints.append(_Checkpoint(line, nodes))
+                return function(*args)
+        line, first = source.current_line(), self._recorder.observer.position
+        result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserves_generators)
+        self._ran.append((line, range(first, self._recorder.observer.position)))
         return result
 
     def check(self) -> None:
-        """Raises PartitionError for what would differ from plain torch. Call this when the forward has ended."""
-        if not self._checkpoints:
-            return
-        facts, parameters = self._recorder.facts, self._recorder.loan.names
-        users: dict[int, set[fx.Node]] = {}
-        for node, fact in facts.items():
+        """Raises PartitionError for weights that are also used elsewhere. Call this when the forward has ended."""
+        loan, facts, uses = self._recorder.loan, self._recorder.facts, defaultdict[str, set[int]](set)
+        for node, fact in facts.items() if self._ran else ():
+            modules, at = map(self._recorder.model.get_submodule, fact.units), {fact.index}
+            held: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
             if fact.kind == "parameter":
-                users.setdefault(id(self._recorder.loan.fakes[str(node.target)]), set()).update(node.users)
-            for parameter in self._trained(fact):
-                users.setdefault(id(parameter), set()).add(node)
-        for one in self._checkpoints:
-            for key, nodes in users.items():
-                if nodes & one.nodes and not nodes <= one.nodes:
+                held, at = [loan.fakes[str(node.target)]], {facts[user].index for user in node.users}
+            for name in (loan.names[id(tensor)] for tensor in held if tensor.requires_grad):
+                uses[name] |= at
+        for line, calls in self._ran:
+            for name, at in uses.items():
+                if not at.isdisjoint(calls) and not at.issubset(calls):
                     raise PartitionError(
-                        f"{parameters[key]!r} is used in the torch.utils.checkpoint at {one.line} and outside of "
-                        "it, and use_reentrant=True, its default, adds up such gradients in an order of its own. Pass "
-                        "it use_reentrant=False"
+                        f"{name!r} is used in the torch.utils.checkpoint at {line} and outside of it, and "
+                        "use_reentrant=True, its default, adds up such gradients in an order of its own. Pass it "
+                        "use_reentrant=False"
                     )
-
-    def _trained(self, fact: Fact) -> Iterable[Tensor]:
-        modules = [self._recorder.model.get_submodule(name) for name in fact.units]
-        return (p for module in modules for p in module.parameters() if p.requires_grad)

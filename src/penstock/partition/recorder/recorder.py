@@ -7,9 +7,9 @@ memory each call wrote and whether it drew random numbers. `record` sets all thi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from types import FunctionType
@@ -20,34 +20,47 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock._base.closures import apart
-from penstock._base.compat import DATA_DEPENDENT, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.compat import DATA_DEPENDENT, quiet, storage_of, unset_fake_temporarily
 from penstock._base.marks import cut
 from penstock._base.trees import flatten, leaf_tensors
 from penstock._base.words import in_ranges
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.obstacle import Obstacle
+from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
-from penstock.partition.recording.calls import EntryModes
-from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard, ancestors, make_guard
 from penstock.partition.recording.result_checks import Returned
-from penstock.partition.run.known_values import KnownValues
+from penstock.partition.run.known_values import CallResult, KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
-from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.state.left_behind import attributes_of, taken
-from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
-from penstock.partition.units.units import Call, Learned, Opening, Unit
+from penstock.partition.units.units import Call, Grain, Learned, Opening, Unit
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.values.passed import Passed
-from penstock.partition.watch.observer import Observer, Seeds
+from penstock.partition.watch.observer import Call as Running
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to record `model(*args, **kwargs)`.
+
+    Attributes:
+        units: the modules that run as a whole, by their `id`.
+        opening, grain: what led to these units.
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    units: dict[int, Unit]
+    opening: Opening
+    grain: Grain
 
 
 class Recorder(Writer, TorchFunctionMode):
@@ -58,29 +71,11 @@ class Recorder(Writer, TorchFunctionMode):
     )
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: dict[int, Unit],
-        loan: Loan,
-        entry: EntryModes,
-        names: dict[int, str],
-        mode: FakeTensorMode,
-        fake_calls: frozenset[int],
-        reach: Reach,
-        choices: Mapping[int, bool],
-        opening: Opening,
-        *,
-        taken: Collection[str] = (),
+        self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool], unknown: frozenset[int]
     ) -> None:
-        self.seeds = Seeds()
-        observer = Observer(names, self.seeds)
-        observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
-        side_channels = SideChannels(model, units, reach, observer)
-        super().__init__(model, loan, entry, names, opening, observer, side_channels)
-        self.units, self.reach = units, reach
-        self.known = KnownValues(self.observer, mode, fake_calls)
-        self.chance = Chance(self, choices)
+        super().__init__(attempt.model, attempt.units, loan, reach, attempt.opening)
+        self.known = KnownValues(self.observer, loan.mode, unknown)
+        self.chance = Chance(self, self.known, self.call, choices)
         self.notes: list[str] = []
         self.guards: list[Guard] = []
         self.sized: dict[fx.Node, int] = {}  # values whose shapes depend on those of inputs -> their guards
@@ -89,18 +84,17 @@ class Recorder(Writer, TorchFunctionMode):
         self.read: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
-        self.taken = set(taken)  # names of attributes that are read after the calls of such units
+        self.taken = {*attempt.grain.taken}  # names of attributes that are read after the calls of such units
         self._why_real: dict[str, list[str]] = {}  # reason -> their names
-        self.returned = Returned(opening)
+        self.returned = Returned(attempt.opening)
         self._thread = threading.get_ident()
-        self._paused = False
         self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.is_paused:
             if func == SET_DATA and id(args[0]) in self.loan.names:
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
@@ -112,20 +106,16 @@ class Recorder(Writer, TorchFunctionMode):
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is torch.ops.higher_order.cond:  # which trains only as `torch.cond` calls it
             function = torch.cond
-        # Functions that only run later, such as hooks, are refused if they hold tensors.
+        # Hooks, which only run later, are refused.
         given = flatten((args, kwargs)).leaves if calls.name_of(function) not in calls.REFUSED else ()
         if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in given):
             function, args, kwargs = calls.called, apart((function, *args)), apart(kwargs)
-        is_answer, answer = self.chance.read(function, args)
-        if is_answer:
+        if (answer := self.chance.read(function, args)) is not None:
             return answer
-        with self._pause():
+        with self.pause():
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 self._shapes_read(args, kwargs)
                 return function(*args, **kwargs)
-            seen = self._seen.get(id(args[0])) if function is Tensor.register_hook else None
-            if seen is not None and not seen[1].users:  # whatever uses it comes after the hook's node
-                return self._hook(seen[1], *args, **kwargs)
             why = calls.refusal(function, args, kwargs)
             if why is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
                 raise Obstacle(
@@ -137,24 +127,18 @@ class Recorder(Writer, TorchFunctionMode):
                 raise Obstacle(f"{self.here()} {why}, which cannot be replayed on a stage", self.scope)
             if calls.gradient_wanted(function, args, kwargs) is not None:
                 return self._take_gradient(function, args, kwargs)
-            stale = self._stale_gradient(args, kwargs)
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
-            with self._running(args, kwargs) as call:
-                try:
-                    result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
-                except DATA_DEPENDENT as error:
-                    return self._read_held(calls.target_of(function, args, kwargs), error)
+            target = calls.target_of(function, args, kwargs)
+            try:
+                result, drew, writes, reads_inputs = self._run(function, *plain, is_unknown=by_chance)
+            except DATA_DEPENDENT as error:
+                return self._read_held(target, error)
             if not (isinstance(result, Tensor) or reads_inputs):
                 self._shapes_read(args, kwargs)
-            self.seeds.check(drew, self.here(), self.scope)
-            self.side_channels.check_call(call)
-            target = calls.target_of(function, args, kwargs)
             if by_chance and not holds_tensors(result):
                 self.chance.refuse("a random number in a call that gives no tensor")
             if writes or holds_tensors(result):
-                if stale:
-                    raise PartitionError(stale)
                 self._write(target, "call", result, bool(drew), writes)
             if reads_inputs:
                 self._guard(target, result, args, kwargs)
@@ -189,10 +173,8 @@ class Recorder(Writer, TorchFunctionMode):
         held = {str(node.target): held[str(node.target)] for node in needed if node.op == "get_attr"}
         device = self.entry.device
         guard = make_guard(target, None, self.facts, {}, source.current_line(), device, {}, held)
-        self.observer.take()
-        with unset_fake_temporarily(), self.observer.not_counting(), suppress(RuntimeError):  # on the meta device
+        with unset_fake_temporarily(), self.observer.trial(), suppress(RuntimeError):  # on the meta device
             guard = replace(guard, expected=guard.module.forward(device))
-        self.observer.take(keep=False)
         if type(result := guard.expected) not in (bool, int, float):
             raise error
         self.guards.append(guard)
@@ -212,25 +194,14 @@ class Recorder(Writer, TorchFunctionMode):
             self._see(tensor, node)
         return result
 
-    def _hook(self, node: fx.Node, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        """Records that an activation has a hook on its gradient from here on."""
-        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        hooked = self.graph.call_function(calls.hooked, (node, self.argument(hook)))
-        self._fact(hooked, "call", tensor)
-        self._see(tensor, hooked)
-        return handle
-
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replaces a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
-        if unit is None or self._paused or threading.get_ident() != self._thread:
+        if unit is None or self.is_paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
         if self.chance.held and holds_drawn((args, kwargs)):
             self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
-        with self._pause():
-            stale = self._stale_gradient(args, kwargs)
-            if stale:
-                raise PartitionError(stale)
+        with self.pause():
             leaves = flatten((args, kwargs)).leaves
             for leaf in leaves:
                 if (refusal := self._hidden(leaf)) is not None:
@@ -238,48 +209,45 @@ class Recorder(Writer, TorchFunctionMode):
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
-            seeded, first_call = self.seeds.were_set, len(self.observer.calls)
+            seeded, first_call = self.observer.seed_is_set, len(self.observer.calls)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self.side_channels.run_unit(
                     unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
                 )
-                self.observer.provenance.read(list(tensors_in((result, given.containers))))
+                self.observer.read(list(tensors_in((result, given.containers))))
             if self.chance.after_unit():
                 drew = [*drew, module]
-            self.seeds.check(drew if seeded else (), f"{unit.name!r}", self.scope)
+            self._check_seeds(drew if seeded else (), f"{unit.name!r}")
             self.known.refuse_writes(writes)
             for inner in drew:
                 inner = inner or module
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
             with self._passing(given, unit):
                 target = calls.Target("call_module", unit.name, *self.arguments(args, kwargs))
-                fact = self._write(target, "unit", result, False, writes)
+                node = self._write(target, "unit", result, False, writes)
+            fact = self.facts[node]
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments come before it
             fact.depends_on_values = unit.name in self.real
             self.returned.note(fact, result)
             if fact.depends_on_values:
-                self._take_out(fact, unit)
+                self._take_out(node, unit)
             return result
 
     def mark(self, called: Callable[[], object]) -> None:
         """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
         for the current microbatch outside units."""
-        unit, _ = self.observer.provenance.place
-        if threading.get_ident() == self._thread:
-            if called is not cut and unit:
-                return
-            if called is not cut:
-                why = f"{source.current_line()} calls penstock.{called.__name__}(), whose value would be frozen"
-                raise Obstacle(
-                    why, self.scope, otherwise="Call it in a module of its own, and name that in leaves=[...]"
-                )
-            if unit:
-                raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
-            self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
+        unit = self.observer.call.unit
+        if threading.get_ident() != self._thread or (unit and called is not cut):
+            return
+        if called is not cut:
+            why = f"{source.current_line()} calls penstock.{called.__name__}(), whose value would be frozen"
+            raise Obstacle(why, self.scope, otherwise="Call it in a module of its own, and name that in leaves=[...]")
+        if unit:
+            raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+        self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
-    def _take_out(self, fact: Fact, unit: Unit) -> None:
+    def _take_out(self, node: fx.Node, unit: Unit) -> None:
         """Writes a node that reads what a unit that cannot be opened left in attributes."""
-        node = next(node for node in reversed(self.facts) if self.facts[node] is fact)
         for attribute, value in attributes_of(unit.module, unit.name, self.taken):
             if self._is_new(value):
                 self.taken.add(attribute.name)
@@ -292,54 +260,52 @@ class Recorder(Writer, TorchFunctionMode):
         """Replaces `Function.apply` during the recording: outside the units it is one call."""
         if threading.get_ident() != self._thread:
             return original(*args, **kwargs)
-        if self._paused:
+        if self.is_paused:
             with self.observer.in_function():
                 return original(*args, **kwargs)
-        with self._pause(), self.observer.in_function():
-            with self._running(args, kwargs) as call:
-                result, drew, writes, _ = self.known.run(original, args, kwargs)
-            self.seeds.check(drew, self.here(), self.scope)
-            self.side_channels.check_call(call)
+        with self.pause(), self.observer.in_function():
+            result, drew, writes, _ = self._run(original, args, kwargs)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
+        """Runs a call that is no unit, and checks what it drew and read."""
+        with self._running(args, kwargs) as call:
+            found = self.known.run(function, args, kwargs, is_unknown=is_unknown)
+        self._check_seeds(found.drew, self.here())
+        self.side_channels.check_call(call)
+        return found
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
         """Wraps a call that will be a node: it may read only what it was given."""
-        provenance = self.observer.provenance
-        given = provenance.roots(tensors_in((args, kwargs)))
-        held = frozenset[int]() if unit is None else self.side_channels.held_by(unit)
-        name = self.scope if unit is None else unit.name
-        call = Running(next(self._numbers), name, unit is not None, given | held)
-        with provenance.calling(call):
+        held = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
+        given = self.observer.roots(tensors_in((args, kwargs))) | {storage_of(tensor) for tensor in held}
+        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        with self.observer.calling(call):
             yield call
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def _check_seeds(self, drew: Collection[Any], here: str) -> None:
+        """Raises Obstacle if a recorded call drew after the forward had seeded the generator."""
+        if drew and self.observer.seed_is_set:
+            raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", self.scope)
 
     def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
         """Runs a unit on fake tensors or, if that fails, for real.
 
         Returns its result, which of its modules drew, and what it wrote.
         """
-        depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
+        before = self.observer.mark()
         try:
             with quiet():
                 return original(unit.module, *args, **kwargs), *self.observer.take()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
-            del self.observer.stack[depth:], self.observer.calls[called:]
-            self.observer.take()
+            self.observer.rollback(before)
             self.reach.cached.forget()  # what it cached from fakes before it failed
-            self.observer.work = work
             result, drew, writes = run_for_real(
-                original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error, self.taken
+                original, unit, args, kwargs, self.loan, self.observer, error, self.taken
             )
             self.real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
@@ -352,34 +318,9 @@ class Recorder(Writer, TorchFunctionMode):
             where = source.current_line(), self.scope
             self.returned.shapes_read += [(seen[1], *where) for seen in tensors if seen is not None]
 
-    def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a drawing function for real. Raises PartitionError if its arguments are unknown."""
-        with self._pause():
-            if not self.known.are_known(args, kwargs):
-                raise PartitionError(
-                    f"{self.here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
-                    "are not known when the forward is recorded. Switch it off, or do it outside of the model"
-                )
-            with unset_fake_temporarily():
-                value = function(*args, **kwargs)
-            self.observer.take(keep=False)
-            return value
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
-
     @property
     def all_notes(self) -> tuple[str, ...]:
         """What the user should know about this recording, without repeats."""
         ran = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._why_real.items()]
         real = [f"{which} ran once for real, on made-up inputs: fake tensors will not do ({why})" for which, why in ran]
         return tuple(dict.fromkeys([*real, *self.notes]))
-
-    def note_unchecked(self) -> None:
-        """Notes that the arguments of a distribution made outside the units are not checked."""
-        if not self._paused:
-            self.notes.append(
-                f"the distribution at {source.current_line()} is recorded as if validate_args=False, since its checks "
-                "read values"
-            )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,17 +18,17 @@ from penstock._base.compat import FakeTensor, in_checkpoint, storage_of
 from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
 from penstock.partition.recording.calls import EntryModes
 from penstock.partition.recording.facts import Fact, Kind, tensor_meta
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
-from penstock.partition.units.units import Learned, Opening, Unit
+from penstock.partition.state.reach import Reach
+from penstock.partition.units.units import Learned, Opening, Unit, canonical_names
 from penstock.partition.values.objects import (
     CONSTANTS,
-    OPAQUE,
+    OfNode,
     child_items,
     free_name,
     hidden_tensors,
@@ -40,30 +40,26 @@ from penstock.partition.values.objects import (
 from penstock.partition.values.passed import Passed, kept_by
 from penstock.partition.watch.observer import Observer
 
-Seen = tuple[Tensor, fx.Node, bool]
-"""A tensor that the forward handles (kept alive so that its id is not reused), its node, and its requires_grad."""
+Seen = tuple[Tensor, fx.Node]
+"""A tensor that the forward handles (kept alive so that its id is not reused), and its node."""
 
 
 class Writer:
     """The graph of a recording, and what is known about its nodes."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loan: Loan,
-        entry: EntryModes,
-        names: dict[int, str],
-        opening: Opening,
-        observer: Observer,
-        side_channels: SideChannels,
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Mapping[int, Unit], loan: Loan, reach: Reach, opening: Opening) -> None:
         super().__init__()
-        self.model, self.loan, self.entry, self.module_names = model, loan, entry, names
-        self.opening, self.observer, self.side_channels = opening, observer, side_channels
+        self.model, self.units, self.loan, self.reach, self.opening = model, units, loan, reach, opening
+        self.entry, self.module_names = EntryModes(loan.device), canonical_names(model)
+        held = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        self.observer = Observer(self.module_names, held, frozenset(map(storage_of, loan.originals.values())))
+        self.side_channels = SideChannels(model, units, reach, self.observer)
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.constants: dict[str, object] = {}
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its position among the leaves of (args, kwargs)
+        self.is_paused = False
+        """Whether a recorded call is running; what happens inside it is not recorded."""
         self._seen: dict[int, Seen] = {}
         self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
@@ -72,7 +68,15 @@ class Writer:
         self._draws: Counter[str] = Counter()
         self._kept = kept_by(model)
         self._passed: dict[int, fx.Node] = {}  # for the call being written: id of each argument -> its node
-        self._opaque: dict[int, tuple[object, fx.Node]] = {}  # by id: objects made by calls that hide tensors
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context for a recorded call."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 
@@ -81,9 +85,9 @@ class Writer:
         self.inputs[node] = index
         self._fact(node, "input", tensor)
         self._see(tensor, node)
-        self.observer.provenance.add_input(tensor)
+        self.observer.add_input(tensor)
 
-    def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> Fact:
+    def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> fx.Node:
         args, kwargs = target.args, target.kwargs
         if kind != "unit":
             args, kwargs = self.arguments(args, kwargs)
@@ -97,11 +101,10 @@ class Writer:
         self._bind(result, node, writes, alone=True)
         for storage in writes:  # an in-place update may make aliases require a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):
-                tensor, known, _ = self._seen[key]
-                self._seen[key] = (tensor, known, tensor.requires_grad)
+                tensor, known = self._seen[key]
                 if known is not node:
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
-        return fact
+        return node
 
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
@@ -147,11 +150,7 @@ class Writer:
             if id(result) not in self.loan.names and (alone or new):
                 self._see(result, node)
             return
-        parts = list(child_items(result))
-        if not parts and hides_tensors(result, fake_only=True):
-            self._opaque[id(result)] = result, node
-            node.meta[OPAQUE] = type(result).__name__
-        for access, key, item in parts:
+        for access, key, item in child_items(result):
             if holds_tensors(item):
                 child = self.graph.call_function(access, (node, key))
                 self._fact(child, "call", item)
@@ -189,7 +188,7 @@ class Writer:
         return any(
             id(leaf) not in self._seen and id(leaf) not in self.loan.names
             if isinstance(leaf, Tensor)
-            else id(leaf) not in self._opaque and hides_tensors(leaf, fake_only=True)
+            else hides_tensors(leaf, fake_only=True)
             for leaf in flatten(value).leaves
         )
 
@@ -202,7 +201,7 @@ class Writer:
         return node
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
-        self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
+        self._seen[id(tensor)] = (tensor, node)
         self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
@@ -215,8 +214,8 @@ class Writer:
         kind = type(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
-        if (drawn := node_of_drawn(value)) is not None:
-            return drawn
+        if isinstance(value, OfNode):
+            return value.node
         if kind in CONSTANTS:
             return value
         if id(value) in self._passed:
@@ -234,8 +233,6 @@ class Writer:
         flat = flatten(value)
         if flat.structure != LEAF:
             return self._made(flat)
-        if id(value) in self._opaque:
-            return self._opaque[id(value)][1]
         if (refusal := self._hidden(value)) is not None:
             raise Obstacle(refusal, self.scope)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
@@ -245,8 +242,8 @@ class Writer:
         return id(tensor) in self._seen
 
     def _hidden(self, value: Any) -> str | None:
-        """Why a leaf cannot be passed on (a closure, say, that no recorded call returned); None if it can."""
-        if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
+        """Why a leaf (a closure, a generator) cannot be passed on; None if it can."""
+        if isinstance(value, Tensor) or type(value) in CONSTANTS:
             return None
         hidden = hidden_tensors(value)  # of these, integers among the model's inputs are no fakes
         if not hasattr(type(value), "__next__") and not any(
@@ -263,7 +260,8 @@ class Writer:
         name = self.loan.names.get(id(tensor))
         if name is not None:
             return self._attribute(name, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor)
-        if isinstance(tensor, FakeTensor):
+        made = self.observer.maker(tensor)
+        if isinstance(tensor, FakeTensor) or (made is not None and made.call.unit):  # in a unit that ran for real
             refusal = (
                 f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
                 f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
@@ -271,15 +269,8 @@ class Writer:
             )
             if id(tensor) in self.observer.returned:
                 raise Learned(refusal, exposed=type(self.observer.returned[id(tensor)][1]))
-            self.side_channels.open_maker(tensor, refusal)
-            raise Obstacle(refusal, self.scope)
-        made = self.observer.provenance.maker(tensor)
-        if made is not None and made.unit:  # the unit ran for real
-            refusal = (
-                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
-                "its result. Return it from there"
-            )
-            self.side_channels.open_maker(tensor, refusal)
+            if made is not None and made.call.unit:
+                raise Learned(f"{refusal}. It was made in {made}", opened=[made.call.unit])
             raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
@@ -322,13 +313,3 @@ class Writer:
                 if value is tensor:
                     return f"{name}.{attribute}" if name else attribute
         return ""
-
-    def _stale_gradient(self, args: Any, kwargs: Any) -> str | None:
-        for leaf in flatten((args, kwargs)).leaves:
-            seen = self._seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
-            if seen is not None and seen[2] != leaf.requires_grad:
-                return (
-                    f"{self.here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
-                    f"now {leaf.requires_grad}. A stage cannot replay that: use .detach() instead"
-                )
-        return None

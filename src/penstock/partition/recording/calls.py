@@ -36,7 +36,7 @@ REFLECTED: Mapping[str, Callable[..., Any]] = {
 
 REFUSED: Mapping[str, str] = {
     "backward": "runs a backward inside the forward",
-    "register_hook": "registers a hook on an activation that was used before",
+    "register_hook": "registers a hook on an activation",
     "register_post_accumulate_grad_hook": "registers a hook on an activation",
     "retain_grad": "retains the gradient of an activation",
     "requires_grad_": "changes whether an activation takes a gradient",
@@ -73,13 +73,6 @@ def gradient_wanted(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 def taking_gradient(tensor: Tensor) -> Tensor:
     """A tensor's values as a tensor that requires a gradient."""
     return tensor.detach().requires_grad_()
-
-
-def hooked(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
-    """The tensor itself, with a hook on its gradient if it takes one: not in a forward that runs again in backward."""
-    if tensor.requires_grad:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    return tensor
 
 
 def called(function: Any, *args: Any, **kwargs: Any) -> Any:

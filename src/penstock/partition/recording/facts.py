@@ -13,9 +13,9 @@ from penstock._base.stages import TensorMeta
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
-Pattern = tuple[Any, ...]
-"""`("tensor", shape or None)`, `("value", v)`, `("text", text of a value)`, `("any",)`, `("items", patterns)`,
-`("keys", keys or a text, patterns)`, or `("leaves", patterns)` for an object that can be taken apart."""
+Pattern = tuple[tuple[str, str, Any], ...]
+"""Of each leaf of a result: its path, and `"tensor", shape or None`, `"value", v`, `"text", text of a value` or
+`"any", None`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,6 @@ class Recording:
         held: qualified name of a parameter or buffer -> the tensor; canonical names only.
         memory: the storage number of each parameter and buffer -> its canonical name.
         drawing: qualified name -> module, for the modules in units that draw random numbers.
-        calls: for each drawing module, the index of the unit's node at each of its calls.
         entered: for each module that ran, the index of the first node of each of its calls.
         device: the device that the forward was recorded as if on.
         guards: what the forward read from its integer inputs' values; it holds for inputs that give the same readings.
@@ -85,7 +84,6 @@ class Recording:
     held: Mapping[str, Tensor]
     memory: Mapping[int, str]
     drawing: Mapping[str, nn.Module]
-    calls: Mapping[str, tuple[int, ...]]
     entered: Mapping[str, tuple[int, ...]]
     device: torch.device
     guards: tuple[Guard, ...]
@@ -98,6 +96,11 @@ class Recording:
     asks: tuple[Ask, ...] = ()
     is_foreign: bool = False
     remembered: tuple[Remembered, ...] = ()
+
+    @property
+    def calls(self) -> dict[str, tuple[int, ...]]:
+        """For each drawing module, the index of the unit's node at each of its calls."""
+        return {name: self.entered.get(name, ()) for name in self.drawing}
 
     @property
     def overwritten(self) -> list[int]:

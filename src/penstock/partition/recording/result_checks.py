@@ -8,19 +8,18 @@ recorded. A pattern consists only of tuples and plain values, so that it can app
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from penstock._base.trees import LEAF, flatten
+from penstock._base.trees import flatten
 from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact, Pattern
 from penstock.partition.units.units import Learned, Opening
 
-CONTAINERS = ("items", "keys", "leaves")
 LITERALS = (bool, int, float, str, type(None))
 VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, torch.device)
 """Values of these types and their subclasses cannot appear in a stage's code, so their texts do."""
@@ -28,26 +27,16 @@ VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, 
 
 def pattern_of(result: Any, *, shapes: bool) -> Pattern:
     """What a result must look like in each call. `shapes`: include its tensors' shapes."""
-    kind = type(result)
-    if isinstance(result, Tensor):
-        return "tensor", tuple(result.shape) if shapes else None
-    if kind in LITERALS:
-        return "value", result
-    if isinstance(result, VALUES):
-        return "text", repr(result)
-    if isinstance(result, (tuple, list)):
-        return "items", tuple(pattern_of(item, shapes=shapes) for item in result)
-    if isinstance(result, dict):
-        return "keys", _keys(result), tuple(pattern_of(item, shapes=shapes) for item in result.values())
     flat = flatten(result)
-    if flat.structure != LEAF:
-        return "leaves", tuple(pattern_of(leaf, shapes=shapes) for leaf in flat.leaves)
-    return ("any",)
+    return tuple((path, *_described(leaf, shapes)) for path, leaf in zip(flat.paths, flat.leaves, strict=True))
 
 
-def _keys(mapping: dict[Any, Any]) -> tuple[Any, ...] | str:
-    """The keys of a mapping; their text if they cannot appear in a stage's code."""
-    return tuple(mapping) if all(type(key) in LITERALS for key in mapping) else str(list(mapping))
+def _described(leaf: Any, shapes: bool) -> tuple[str, Any]:
+    if isinstance(leaf, Tensor):
+        return "tensor", tuple(leaf.shape) if shapes else None
+    if type(leaf) in LITERALS:
+        return "value", leaf
+    return ("text", repr(leaf)) if isinstance(leaf, VALUES) else ("any", None)
 
 
 class Returned:
@@ -86,21 +75,13 @@ class Returned:
             if reader is not None:
                 fact.read_at = reader
             elif fact.returned is not None:
-                fact.returned = _without_shapes(fact.returned)
+                fact.returned = tuple((path, kind, None if kind == "tensor" else v) for path, kind, v in fact.returned)
         return readers
 
 
 def _holds_values(pattern: Pattern) -> bool:
     """Whether it contains anything but tensors."""
-    if pattern[0] in CONTAINERS:
-        return any(map(_holds_values, pattern[-1]))
-    return pattern[0] in ("value", "text")
-
-
-def _without_shapes(pattern: Pattern) -> Pattern:
-    if pattern[0] in CONTAINERS:
-        return *pattern[:-1], tuple(map(_without_shapes, pattern[-1]))
-    return ("tensor", None) if pattern[0] == "tensor" else pattern
+    return any(kind in ("value", "text") for _, kind, _ in pattern)
 
 
 def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
@@ -141,40 +122,31 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     raise PartitionError(f"{unit!r} returned {got} where the recording has {expected}: {why}{where}. {remedy}")
 
 
-def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
-    """A container's contents; None if its kind or length differs from what was recorded."""
-    kind = pattern[0]
-    if kind == "items":
-        items = list(value) if isinstance(value, (tuple, list)) else None
-    elif kind == "keys":
-        items = list(value.values()) if isinstance(value, dict) and _keys(value) == pattern[1] else None
-    else:
-        items = flatten(value).leaves
-    return items if items is not None and len(items) == len(pattern[-1]) else None
+def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:
+    """The first difference in a result, in words: what is there, and what was recorded; None if there is none."""
+    flat, expected = flatten(result), [path for path, *_ in pattern]
+    if flat.paths != expected:
+        recorded = [_expected(kind, value) for _, kind, value in pattern]
+        return _listed(flat.paths, [*map(_text, flat.leaves)]), _listed(expected, recorded)
+    for leaf, (_, kind, value) in zip(flat.leaves, pattern, strict=True):
+        found, there = _described(leaf, shapes=value is not None)
+        alike = type(there) is type(value) and (there == value or (there != there and value != value))  # NaN equals NaN
+        if not (found != "tensor" if kind == "any" else found == kind and alike):
+            return _text(leaf), _expected(kind, value)
+    return None
 
 
-def _difference(value: Any, pattern: Pattern) -> tuple[str, str] | None:
-    """The first difference in a value, in words: what is there, and what was recorded; None if there is none."""
-    kind = pattern[0]
-    if kind in CONTAINERS:
-        inside = _inside(value, pattern)
-        if inside is None:
-            return _text(value), {"items": f"{len(pattern[-1])} items", "keys": f"keys {pattern[1]}"}.get(
-                kind, f"an object with {len(pattern[-1])} values in it"
-            )
-        return next(filter(None, map(_difference, inside, pattern[-1])), None)
+def _listed(paths: Sequence[str], values: Sequence[str]) -> str:
+    """Values with their places in what was returned."""
+    if len(paths) > 1:
+        return f"{len(paths)} values, at {', '.join(paths[:6])}{', ...' * (len(paths) > 6)}"
+    return "".join(f"{value} at {path}" if path else value for value, path in zip(values, paths, strict=True)) or "none"
+
+
+def _expected(kind: str, value: Any) -> str:
     if kind == "tensor":
-        if isinstance(value, Tensor) and (pattern[1] is None or value.shape == pattern[1]):
-            return None
-        return _text(value), "a tensor" if pattern[1] is None else f"a tensor of shape {pattern[1]}"
-    if kind == "any":
-        return (_text(value), "an object that is not a tensor") if isinstance(value, Tensor) else None
-    expected = pattern[1]
-    if kind == "text":
-        same = isinstance(value, VALUES) and type(value) not in LITERALS and repr(value) == expected
-        return None if same else (_text(value), expected)
-    same = type(value) is type(expected) and bool(value == expected or (value != value and expected != expected))
-    return None if same else (_text(value), repr(expected))  # NaN equals NaN here
+        return "a tensor" if value is None else f"a tensor of shape {value}"
+    return {"value": repr(value), "text": str(value), "any": "an object that is not a tensor"}[kind]
 
 
 def _text(value: Any) -> str:
@@ -182,8 +154,4 @@ def _text(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
         return f"{len(value)} items"
-    if isinstance(value, dict):
-        return f"keys {tuple(value)}"
-    if isinstance(value, VALUES):
-        return repr(value)
-    return repr(value) if type(value) in LITERALS else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, (*VALUES, type(None))) else f"a {type(value).__name__}"

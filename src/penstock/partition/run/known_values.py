@@ -16,24 +16,13 @@ from torch import Tensor, nn
 from penstock._base.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
 from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.run.loan import fake_value
-from penstock.partition.state.provenance import Call
+from penstock.partition.units.units import Learned
 from penstock.partition.values.memory import extent, same_bits
 from penstock.partition.values.objects import holds_tensors
-from penstock.partition.watch.observer import Observer
+from penstock.partition.watch.observer import Call, Observer
 
 FILLING = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 """Functions that take of a tensor its shape and kind alone."""
-
-
-class Restart(BaseException):
-    """A real value was overwritten with an unknown one: record again with these calls on fake tensors.
-
-    Not an Exception, so that the model's own `except` clauses do not catch it.
-    """
-
-    def __init__(self, fake_calls: frozenset[int]) -> None:
-        super().__init__()
-        self.fake_calls = fake_calls
 
 
 class CallResult(NamedTuple):
@@ -120,10 +109,9 @@ class KnownValues:
         given, tried = leaf_tensors((args, kwargs)), []
         if len(unknown := self.unknown(args, kwargs)) == len(given) or not all(map(Tensor.is_floating_point, unknown)):
             raise error
-        with unset_fake_temporarily():
+        with unset_fake_temporarily(), self._observer.trial():
             for scale in (0, 1):
-                with self._observer.not_counting():
-                    numbers = {id(tensor): _made_up(tensor, scale) for tensor in unknown}
+                numbers = {id(tensor): _made_up(tensor, scale) for tensor in unknown}
                 made = map_tensors(lambda t, numbers=numbers: numbers.get(id(t), t), (args, kwargs))
                 self._observer.take(keep=False)
                 result = flatten(function(*made[0], **made[1]))
@@ -138,10 +126,6 @@ class KnownValues:
         self._keep([t for t in leaves if not t.is_floating_point()], from_inputs)
         return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
 
-    def are_known(self, args: Any, kwargs: Any) -> bool:
-        """Whether the values of all tensors among these arguments are known."""
-        return all(id(leaf) in self._real for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
-
     def _filled(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
         """Whole numbers that fill a tensor like another one, whose values do not matter: wav2vec 2.0 makes its mask of
         ones like the sound, and counts them for its loss. None for any other call."""
@@ -151,10 +135,9 @@ class KnownValues:
         dtype = kwargs.get("dtype") or like.dtype
         if dtype.is_floating_point or dtype.is_complex or like.device.type == "meta":
             return None
-        with unset_fake_temporarily(), self._observer.not_counting():
+        with unset_fake_temporarily(), self._observer.trial():
             memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
             known: Tensor = function(memory, *args[1:], **kwargs)
-        self._observer.take()
         return known
 
     def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
@@ -178,15 +161,15 @@ class KnownValues:
         for tensor in given:
             if id(tensor) in self._real:
                 fake = self._stand_ins[id(tensor)] = self._mode.from_tensor(tensor)
-                self._observer.provenance.stands_in(fake, tensor)
+                self._observer.stands_in(fake, tensor)
                 self._origins.setdefault(storage_of(fake), self._origins[storage_of(tensor)])
         self._observer.take()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
-        """Raises Restart if real values were overwritten with something unknown."""
+        """Raises Learned if real values were overwritten with something unknown."""
         stale = frozenset(self._origins[s] for s in writes if s in self._origins)
         if stale:
-            raise Restart(self._fake_calls | stale)
+            raise Learned(unknown=self._fake_calls | stale)
 
     def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the result depends on values, which it finds out by computing it without them.
@@ -194,17 +177,13 @@ class KnownValues:
         If the result is a tensor whose shape depends on values, raises what fake tensors raise.
         """
         fake_args, fake_kwargs = map_tensors(self._mode.from_tensor, (args, kwargs))
-        trial = Call(-1, "", False, frozenset())  # the forward neither takes nor updates these tensors
         try:
-            with self._observer.provenance.calling(trial), quiet():
+            with self._observer.trial(), self._observer.calling(Call(-1)), quiet():
                 function(*fake_args, **fake_kwargs)
         except Exception:
             if not (holds_tensors(result) or _is_plain(result)):
                 raise
             return True
-        finally:
-            self._observer.take()
-            self._observer.provenance.forget(trial)
         return False
 
     def _keep(self, result: Any, from_inputs: bool) -> None:

@@ -47,12 +47,14 @@ class Loan:
     """The fake parameters and buffers that stand in for a model's own.
 
     Attributes:
+        mode, device: what they are made with, and where.
         fakes: canonical name -> the fake, for parameters and then buffers.
         names: a fake's `id` -> its canonical name.
         originals: a fake's `id` -> the model's own tensor.
     """
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+        self.mode, self.device = mode, device
         self.fakes: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
         self.originals: dict[int, Tensor] = {}
@@ -60,11 +62,9 @@ class Loan:
         by_original: dict[int, Tensor] = {}
         with mode:  # entered only once: that takes as long as making a fake
             for path, module in model.named_modules(remove_duplicate=False):
-                self._lend(path, module, by_original, mode, device)
+                self._lend(path, module, by_original)
 
-    def _lend(
-        self, path: str, module: nn.Module, by_original: dict[int, Tensor], mode: FakeTensorMode, device: torch.device
-    ) -> None:
+    def _lend(self, path: str, module: nn.Module, by_original: dict[int, Tensor]) -> None:
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in held:
             for name, tensor in slots.items():
@@ -72,7 +72,7 @@ class Loan:
                     continue  # a fake: this module was visited before, under another name
                 fake = by_original.get(id(tensor))
                 if fake is None:
-                    fake = by_original[id(tensor)] = fake_like(tensor, mode, device)
+                    fake = by_original[id(tensor)] = fake_like(tensor, self.mode, self.device)
                     full = f"{path}.{name}" if path else name
                     self.fakes[full], self.names[id(fake)], self.originals[id(fake)] = fake, full, tensor
                 self._installed.append((slots, name, fake, f"{path}.{name}" if path else name))

@@ -7,15 +7,14 @@ fine.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from penstock._base.compat import FakeTensor, generator_of, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, storage_of, unset_fake_temporarily
 from penstock._base.trees import map_tensors
 from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
@@ -35,7 +34,6 @@ def run_for_real(
     args: Any,
     kwargs: Any,
     loan: Loan,
-    device: torch.device,
     observer: Observer,
     reason: Exception,
     taken: Collection[str] = (),
@@ -46,16 +44,15 @@ def run_for_real(
     Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
     Attributes in `taken` keep what the unit leaves there, even without a gradient.
     """
-    stand_ins = _StandIns(loan, device)
+    device, stand_ins = loan.device, _StandIns(loan)
     snapshot = Snapshot(unit.module)
-    with unset_fake_temporarily() as mode, _same_draws(device):
+    with unset_fake_temporarily() as mode:
         try:
-            with observer.not_counting():
+            with observer.trial():  # making up tensors writes to them
                 real_args, real_kwargs = map_tensors(stand_ins.real, (args, kwargs))
                 stand_ins.fill(unit.module)
                 given = Passed(real_args, real_kwargs)
                 stand_ins.remember()
-            observer.take(keep=False)  # making up tensors writes to them
             result = original(unit.module, *real_args, **real_kwargs)
         except PartitionError:
             raise
@@ -66,9 +63,7 @@ def run_for_real(
             ) from error
         finally:
             wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
-            snapshot.restore(
-                lambda value: isinstance(value, PLAIN) or id(value) in wanted or _is_made_to_learn(observer, value)
-            )
+            snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in wanted or _learns(value))
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
     written = stand_ins.written(observer, seen)
     back = _back_to_fakes(stand_ins.pairs, mode, device)
@@ -83,8 +78,8 @@ def run_for_real(
 class _StandIns:
     """Real tensors that stand in for fake ones, each made on first use."""
 
-    def __init__(self, loan: Loan, device: torch.device) -> None:
-        self._loan, self._device = loan, device
+    def __init__(self, loan: Loan) -> None:
+        self._loan = loan
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
         self._before: dict[int, int] = {}  # id of the fake -> the real one's version
 
@@ -96,7 +91,7 @@ class _StandIns:
     def real(self, fake: Tensor) -> Tensor:
         if id(fake) not in self._made:
             known = not isinstance(fake, FakeTensor)
-            real = fake.clone() if known else _make(fake, self._loan.originals.get(id(fake)), self._device)
+            real = fake.clone() if known else _make(fake, self._loan.originals.get(id(fake)), self._loan.device)
             self._made[id(fake)] = fake, real
         return self._made[id(fake)][1]
 
@@ -114,7 +109,7 @@ class _StandIns:
 
     def written(self, observer: Observer, seen: Collection[int]) -> frozenset[int]:
         """The memory of the fakes whose real tensors the unit wrote to. `seen`: the memory that operators wrote."""
-        written, root = set[int](), observer.provenance.root  # the run on fakes may have given it other memory
+        written, root = set[int](), observer.root  # the run on fakes may have given it other memory
         for key, (fake, real) in self._made.items():
             if key in self._before and real._version != self._before[key]:
                 torch.autograd.graph.increment_version(fake)
@@ -124,29 +119,10 @@ class _StandIns:
         return frozenset(written)
 
 
-def _is_made_to_learn(observer: Observer, value: Any) -> bool:
-    """Whether an attribute was set to something that the unit made and that requires a gradient, such as a loss term.
-
-    It stays, so that code that finds it can be told where it came from.
-    """
-    tensors = list(tensors_in(value))
-    return any(t.requires_grad for t in tensors) and all(map(observer.provenance.maker, tensors))
-
-
-@contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
-    """Makes made-up values and draws the same in every run, so that runs can be compared."""
-    seed = torch.initial_seed()
-    generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            if generator.initial_seed() == seed:  # otherwise the unit set the seed, which must stay visible
-                generator.set_state(state)
+def _learns(value: Any) -> bool:
+    """Whether an attribute was set to something that requires a gradient, such as a loss term. It stays, so that code
+    that finds it can be told where it came from."""
+    return any(t.requires_grad for t in tensors_in(value))
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:

@@ -8,51 +8,54 @@ reversible layers) becomes part of the module around it, which runs as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import FakeTensor, quiet, storage_of, unset_fake_temporarily
-from penstock._base.trees import flatten, map_tensors
+from penstock._base.trees import flatten, leaf_tensors, map_tensors
 from penstock._base.words import shortened
 from penstock.errors import PartitionError
 from penstock.partition import source
+from penstock.partition.obstacle import Obstacle
 from penstock.partition.state.assumptions import words_of_class
 from penstock.partition.state.carried_over import carried
-from penstock.partition.state.provenance import Call, Foreign
-from penstock.partition.state.reach import Holder, Reach, in_context
+from penstock.partition.state.left_behind import EVERY, SCALARS, SMALL, Absent, Left
+from penstock.partition.state.reach import Holder, Reach, in_context, is_below
 from penstock.partition.state.remembered import Remembered
-from penstock.partition.units.units import Learned, Unit
+from penstock.partition.units.units import Grain, Learned, Unit
 from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
-from penstock.partition.watch.observer import Observer
+from penstock.partition.watch.observer import Call, Foreign, Observer
 
 Run = Callable[[Any, Any], Any]
+Change = tuple[Holder, Any, Any]
+"""A place, a key, and the new value there."""
 
 
 class SideChannels:
-    """These rules, applied to one recording."""
+    """These rules, applied to one recording.
+
+    Attributes:
+        remembered: what units leave for their own next call, by unit.
+    """
 
     def __init__(self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer) -> None:
         self._model, self._observer, self._reach = model, observer, reach
-        self._swayed: dict[str, str] = {}
-        self._writers: set[str] = set()
+        self._swayed: dict[str, str] = {}  # units before which plain values that they may read were set -> their names
+        self._writers: set[str] = set()  # units that write where others can read
         self._setters: dict[tuple[int, Any], str] = {}  # a place and a key -> the last unit to change what is there
         self._units = {unit.name: unit for unit in units.values()}
-        self._held: dict[str, frozenset[int]] = {}
-        self.remembered: dict[str, Remembered] = {}  # by unit
+        self.remembered: dict[str, Remembered] = {}
 
-    def held_by(self, unit: Unit) -> frozenset[int]:
-        """The memory of the parameters and buffers of a unit."""
-        if unit.name not in self._held:
-            self._held[unit.name] = _memory_of(unit.module)
-        return self._held[unit.name]
+    # -- calls ------------------------------------------------------------------------------------------------------
 
     def check_call(self, call: Call) -> None:
         """Raises Learned or PartitionError if a call that is not a unit read what it was not given."""
-        read = [f for f in self._observer.provenance.foreign.values() if f.reader is call]
+        read = [f for f in self._observer.foreign.values() if f.at.call is call]
         if not read:
             return
         names = {id(m): name for name, m in reversed(list(self._model.named_modules()))}
@@ -62,12 +65,28 @@ class SideChannels:
         refusal = f"a call at {source.current_line()} uses {what}; a stage would not have them"
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
-            if name and held <= _memory_of(module):
+            if name and held <= {storage_of(t) for t in (*module.parameters(), *module.buffers())}:
                 raise Learned(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
         raise PartitionError(
             f"{refusal}, and no module but the model encloses it. Give the part of the model that makes this call a "
             "module of its own, with these layers in it: it runs as a whole then"
         )
+
+    def check_units(self, known: Collection[int]) -> None:
+        """Raises Learned if a unit read what it was not given. `known`: the memory of what has a node."""
+        read = [f for f in self._observer.foreign.values() if f.at.call.is_unit]
+        opened = {f.at.call.unit for f in read}
+        opened |= {f.made.call.unit for f in read if f.made is not None and f.storage not in known} - {""}
+        if self._swayed:
+            opened |= {*self._swayed, *self._writers}
+        if read:
+            raise Learned("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
+        for name, places in self._swayed.items():
+            raise Learned(
+                f"the forward changes {places} before it runs {name!r}, but its stage would not see that change. "
+                "Pass what it needs as an argument",
+                opened=opened,
+            )
 
     def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Run) -> Any:
         """Calls `run(args, kwargs)` for a unit and returns its result.
@@ -76,24 +95,21 @@ class SideChannels:
         """
         self._reach.cached.forget()  # a unit must not get other units' tensors from a cache
         try:
-            return self._run_unit(unit, args, kwargs, run)
+            places = self._reach.of(unit.name)
+            now = [(place, place.copied()) for place in places]
+            found = [(place, key, value) for place in places if place.is_changed() for key, value in place.changes()]
+            if names := [place.name(key) for place, key, value in found if self._reads(unit, place, key, value)]:
+                self._swayed[unit.name] = shortened(names)
+            result = run(args, kwargs)
+            changes = [(p, k, v) for p, then in now if p.differs(then) for k, v in p.changes() if _differs(then, k, v)]
+            self._setters |= {(id(place), key): unit.name for place, key, _ in changes}
+            if not all(self._reach.belongs_to(place, unit.name) for place, *_ in changes):
+                self._writers.add(unit.name)
+            if changes and unit.name not in self.remembered:
+                self._look_for_state(unit, changes, args, kwargs, run)
+            return result
         finally:
             self._reach.cached.forget()
-
-    def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Run) -> Any:
-        places = self._reach.of(unit.name)
-        now = [(place, place.copied()) for place in places]
-        found = [(place, key, value) for place in places if place.is_changed() for key, value in place.changes()]
-        if names := [place.name(key) for place, key, value in found if self._reads(unit, place, key, value)]:
-            self._swayed[unit.name] = shortened(names)
-        result = run(args, kwargs)
-        changes = [(p, k, v) for p, then in now if p.differs(then) for k, v in p.changes() if _differs(then, k, v)]
-        self._setters |= {(id(place), key): unit.name for place, key, _ in changes}
-        if not all(self._reach.belongs_to(place, unit.name) for place, *_ in changes):
-            self._writers.add(unit.name)
-        if changes and unit.name not in self.remembered:
-            self._look_for_state(unit, changes, args, kwargs, run)
-        return result
 
     def _reads(self, unit: Unit, place: Holder, key: Any, value: Any) -> bool:
         """Whether something else than this unit has set a plain value that the unit's code may read, such as the height
@@ -103,114 +119,121 @@ class SideChannels:
         named = not place.attributes or any(key in words_of_class(type(m)) for m in unit.module.modules())
         return named and not holds_tensors(value)
 
-    def _changes(self) -> Iterator[tuple[Holder, Any, Any]]:
+    def _changes(self) -> Iterator[Change]:
         return ((place, key, value) for place in self._reach.changed() for key, value in place.changes())
 
-    def set_outside(self) -> Iterator[tuple[Holder, Any, Any]]:
-        """What the forward has changed outside of units: the place, the key, and the new value."""
-        return (each for each in self._changes() if (id(each[0]), each[1]) not in self._setters)
+    # -- state for the next call ------------------------------------------------------------------------------------
 
-    def _look_for_state(
-        self, unit: Unit, changes: Sequence[tuple[Holder, Any, Any]], args: Any, kwargs: Any, run: Run
-    ) -> None:
+    def check_stateless(self) -> None:
+        """Raises Obstacle if code outside of units changes an attribute by which its next call decides, or computes."""
+        made, whole = self._observer, {id(m) for unit in self._units.values() for m in unit.module.modules()}
+        attributes = carried({type(module) for module in self._model.modules() if id(module) not in whole})
+        for place, key, value in self._changes():
+            one = attributes.get(key) if place.attributes and (id(place), key) not in self._setters else None
+            state = (made.maker(t) is not None and not made.is_steady(made.root(t)) for t in tensors_in(value))
+            if one is not None and (any(state) or (one.counts and type(value) in (int, float))):
+                raise Obstacle(
+                    f"the forward changes {place.name(key)!r}, which it reads at {one.read_at}, and so behaves "
+                    "differently the next time, which a recording cannot follow",
+                    "",
+                    otherwise="Take such state as an input of the model and return it with the result; count steps in "
+                    "the training loop, and set there, between steps, what depends on the count (model.frozen = True)",
+                )
+
+    def _look_for_state(self, unit: Unit, changes: Sequence[Change], args: Any, kwargs: Any, run: Run) -> None:
         """Notes what a unit that has just run leaves for its own next call: counters, and tensors that it then takes.
 
         Only a second run tells what it takes; it runs only if there is a tensor that it has made of its inputs.
         """
         counters = carried({type(module) for module in unit.module.modules()})
         counts = any(type(value) in (int, float) and key in counters for _, key, value in changes)
-        made, kept = self._observer.provenance, set[int]()
+        made, kept = self._observer, set[int]()
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
         left = [t for *_, value in changes for t in tensors_in(value) if not made.is_steady(made.root(t))]
-        mine = {made.root(t) for t in left if (m := made.maker(t)) is not None and m.unit == unit.name}
+        mine = {made.root(t) for t in left if (m := made.maker(t)) is not None and m.call.unit == unit.name}
         if mine and not any(map(hides_tensors, objects)):
             made.forget_contents()
-            self._again(run, args, kwargs)
-            kept = mine & made.looked_at  # what it overwrites first (scratch memory) is no state
+            with self._again(run, args, kwargs):
+                kept = mine & made.looked_at  # what it overwrites first (scratch memory) is no state
         if counts or kept:
             names = shortened([place.name(key) for place, key, _ in changes])
-            follows = self._follows(args, kwargs, run, kept) if kept else frozenset[int]()
+            follows = frozenset(self._follows(args, kwargs, run, kept) if kept else ())
             self.remembered[unit.name] = Remembered(names, unit.name, follows)
 
-    def _follows(self, args: Any, kwargs: Any, run: Run, kept: Collection[int]) -> frozenset[int]:
+    def _follows(self, args: Any, kwargs: Any, run: Run, kept: Collection[int]) -> Iterator[int]:
         """The sizes, of tensors that a unit has just left and reads when it is called again, that grow if its arguments
         do along dimension 0 or 1."""
-        root = self._observer.provenance.root
 
-        def left() -> dict[Any, tuple[int, torch.Size]]:
-            every = (((p, key, n), t) for p, key, value in self._changes() for n, t in enumerate(tensors_in(value)))
-            return {entry: (root(t), t.shape) for entry, t in every}
+        def left() -> dict[Any, Tensor]:
+            every = self._changes()
+            return {(p, key, n): t for p, key, value in every for n, t in enumerate(tensors_in(value))}
 
-        def grown(dim: int) -> dict[Any, tuple[int, torch.Size]]:
-            def running(args: Any, kwargs: Any) -> None:
+        now = {entry: t.shape for entry, t in left().items() if self._observer.root(t) in kept}
+        for dim in (0, 1):
+
+            def longer(args: Any, kwargs: Any, dim: int = dim) -> None:
                 size = next(tensors_in((args, kwargs))).shape[dim]
+                run(*map_tensors(partial(_longer, dim=dim, size=size), (args, kwargs)))
 
-                def longer(t: Tensor) -> Tensor:
-                    same = t.dim() > dim and t.shape[dim] == size
-                    return torch.cat((t, t.narrow(dim, 0, 1)), dim) if same else t
+            with self._again(longer, args, kwargs, anew=True):
+                then = [(now[entry], t.shape) for entry, t in left().items() if entry in now]
+            yield from (n for one, other in then for n, m in zip(one, other, strict=False) if n != m)
 
-                run(*map_tensors(longer, (args, kwargs)))
-                shapes.update(left())
-
-            shapes: dict[Any, tuple[int, torch.Size]] = {}
-            self._again(running, args, kwargs, from_start=True)
-            return shapes
-
-        now = {entry: shape for entry, (memory, shape) in left().items() if memory in kept}
-        every = [(entry, shape) for dim in (0, 1) for entry, (_, shape) in grown(dim).items()]
-        pairs = [(now[entry], other) for entry, other in every if entry in now]
-        return frozenset(n for one, other in pairs for n, m in zip(one, other, strict=False) if n != m)
-
-    def _again(self, run: Run, args: Any, kwargs: Any, *, from_start: bool = False) -> None:
-        """Calls `run(args, kwargs)` on copies, and undoes its effects. Does not mind if it raises.
+    @contextmanager
+    def _again(self, run: Run, args: Any, kwargs: Any, *, anew: bool = False) -> Iterator[None]:
+        """A context in which `run(args, kwargs)` was called once more, on copies. Undoes its effects, and does not mind
+        if it raises.
 
         Args:
-            from_start: run as if nothing had changed since the forward began; otherwise in the present state.
+            anew: run as if nothing had changed since the forward began; otherwise in the present state.
         """
         reach, observer = self._reach, self._observer
-        now, context = [(place, place.copied()) for place in reach.changed()], in_context()
-        depth, called, work = len(observer.stack), len(observer.calls), observer.work
-        copies = map_tensors(_copy, (args, kwargs))
-        returned, kept = len(observer.returned), len(observer.kept)
-        observer.take()
-        if from_start:
-            reach.restore()
-        call = Call(-1, "", True, observer.provenance.roots(tensors_in(copies)))
+        now = [(place, place.copied()) for place in reach.changed()]
+        now += [(place, place.before) for place in in_context()]
         try:
-            with suppress(Exception), observer.provenance.calling(call), quiet():
-                run(*copies)
+            with observer.trial():
+                copies = map_tensors(_copy, (args, kwargs))
+                if anew:
+                    reach.restore()
+                with suppress(Exception), observer.calling(Call(-1, given=observer.roots(tensors_in(copies)))), quiet():
+                    run(*copies)
+                yield
         finally:
             reach.restore()
-            for place, entries in (*now, *((place, place.before) for place in context)):
+            for place, entries in now:
                 place.put(entries)
-            del observer.stack[depth:], observer.calls[called:]
-            for key in list(observer.returned)[returned:]:
-                del observer.returned[key]
-            observer.take(keep=False)
-            del observer.kept[kept:]  # what is updated in place in this run ends with it
-            observer.work = work
-            observer.provenance.forget(call)
 
-    def check_units(self, known: Collection[int]) -> None:
-        """Raises Learned if a unit read what it was not given. `known`: the memory of what has a node."""
-        read = [f for f in self._observer.provenance.foreign.values() if f.reader.unit]
-        if not read:
-            for name, places in self._swayed.items():
-                raise Learned(
-                    f"the forward changes {places} before it runs {name!r}, but its stage would not see that change. "
-                    "Pass what it needs as an argument",
-                    opened={*self._swayed, *self._writers},
-                )
-            return
-        opened = {f.reader.scope for f in read} | set(self._swayed) | (self._writers if self._swayed else set())
-        opened |= {f.made.unit for f in read if f.made is not None and f.made.unit and f.storage not in known}
-        raise Learned("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
+    # -- what is left for the loss ----------------------------------------------------------------------------------
 
-    def open_maker(self, tensor: Tensor, refusal: str) -> None:
-        """Raises Learned if a unit made a tensor that has no node and is used by a call outside it."""
-        made = self._observer.provenance.maker(tensor)
-        if made is not None and made.unit in self._units:
-            raise Learned(f"{refusal}. It was made in {made}", opened=[made.unit])
+    def left(self, has_node: Callable[[Tensor], bool], grain: Grain, real: Collection[str]) -> list[Left]:
+        """What the forward left, while it is still there.
+
+        Args:
+            has_node: whether a tensor is recorded.
+            real: the units that ran on made-up inputs: a number that one leaves in an attribute is meaningless.
+
+        Raises Learned if units must be opened to carry what they left.
+        """
+        found, to_open = [], set[str]()
+        for place, key, value in self._changes():
+            made = {id(t): m.call.unit for t in tensors_in(value) if (m := self._observer.maker(t)) is not None}
+            if not made and type(value) not in SCALARS:
+                continue
+            text, value = place.name(key), [*value] if key is None else value
+            inside = place.module and not place.outside
+            makers = {*made.values()} or {name for name in self._units if inside and is_below(place.text, name)}
+            if not made and not makers.isdisjoint(real):
+                value = Absent.at(text)
+            wanted = [t for t in leaf_tensors(value) if id(t) in made and t.numel() <= SMALL]
+            if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):
+                wanted = []
+            to_open |= {made[id(t)] for t in wanted if not has_node(t)} & (self._units.keys() - grain.shut)
+            small = tuple(filter(has_node, wanted))
+            found.append(Left(place, key, value, frozenset(makers if all(makers) else ()), small))
+        if to_open:
+            texts = ", ".join(sorted(to_open)[:4])
+            raise Learned(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
+        return found
 
 
 def _differs(before: Any, key: Any, value: Any) -> bool:
@@ -231,8 +254,10 @@ def _refusal(read: Foreign) -> str:
     )
 
 
-def _memory_of(module: nn.Module) -> frozenset[int]:
-    return frozenset(storage_of(t) for t in (*module.parameters(), *module.buffers()))
+def _longer(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A tensor with one entry more along a dimension that has this size."""
+    is_alike = tensor.shape[dim : dim + 1] == (size,)
+    return torch.cat((tensor, tensor.narrow(dim, 0, 1)), dim) if is_alike else tensor
 
 
 def _copy(tensor: Tensor) -> Tensor:

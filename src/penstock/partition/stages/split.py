@@ -17,8 +17,7 @@ from penstock._base.stages import MODEL_INPUT, Input, Output, TensorMeta
 from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.recording import Recording
-from penstock.partition.state.remembered import Remembered
-from penstock.partition.values.objects import OPAQUE
+from penstock.partition.state.remembered import Remembered, refuse_apart
 
 HELD = ("parameter", "buffer", "constant")
 
@@ -177,21 +176,8 @@ class CutRecording:
                     run.add(node)
                     stack += node.all_input_nodes
             else:
-                self._check_opaque(node, stage)
                 received.add(node)
         return received, run
-
-    def _check_opaque(self, node: fx.Node, stage: int) -> None:
-        if OPAQUE in node.meta:
-            maker = node
-            while self.facts[maker].kind != "unit" and isinstance(maker.args[0], fx.Node):
-                maker = maker.args[0]
-            user = next(u for u in node.users if self.stage_of(self.facts[u].index) == stage)
-            raise PartitionError(
-                f"{self.name_of(self.facts[maker])} returns a {node.meta[OPAQUE]}, which holds tensors that cannot be "
-                f"taken out of it, and a cut separates it from {self.name_of(self.facts[user])}, which takes it. Move "
-                "the cut, or return the tensors themselves"
-            )
 
     def _ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=lambda n: self.facts[n].index)
@@ -250,8 +236,7 @@ class CutRecording:
         """Refuses cuts between calls of a unit that finds in one what it has left in another."""
         for each in self.recording.remembered:
             stages = {stage for stage in range(self.count) if any(self.uses(node, each) for node in run[stage])}
-            if len(stages) > 1:
-                raise each.refusal(stages)
+            refuse_apart(each, stages)
 
     def uses(self, node: fx.Node, remembered: Remembered) -> bool:
         """Whether a node calls the unit that something carries over in."""

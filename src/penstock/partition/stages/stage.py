@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -164,12 +165,13 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
         branches=any(split.facts[node].branch for node in plan.run),
     )
     streams_name = free_name(model, "streams")
-    root = _Root(model, {**recording.constants, streams_name: streams})
+    extra = {**recording.constants, streams_name: streams}
     for node in plan.run:
         if (branch := split.facts[node].branch) is not None:
-            root.add(str(node.target), _gate(branch, root, streams_name, streams, recording.device))
-    graph = _graph(split, plan, streams_name)
-    module = fx.GraphModule(root, graph, f"submod_{index}")
+            code, run = _branch_graph(branch, streams_name, recording.device), branch.runs_if
+            inside = _module(model, extra, code, "branch")
+            extra[str(node.target)] = Gate(inside, len(branch.outputs), run, streams, branch.calls)
+    module = _module(model, extra, _graph(split, plan, streams_name), f"submod_{index}")
     _keep_persistence(model, module)
     uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
     may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
@@ -187,28 +189,13 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
     )
 
 
-class _Root(nn.Module):
-    """The model plus the recording's constants and streams, from which GraphModule copies attributes."""
-
-    def __init__(self, model: nn.Module, extra: Mapping[str, object]) -> None:
-        super().__init__()
-        self.training = model.training
-        found: dict[str, Any] = {}
-        self.__dict__["_extra"] = found
-        for path, value in extra.items():
-            first, _, rest = path.partition(".")
-            if rest:
-                setattr(found.setdefault(first, nn.Module()), rest, value)
-            else:
-                found[first] = value
-        self.__dict__["_source"] = model
-
-    def add(self, name: str, value: object) -> None:
-        self.__dict__["_extra"][name] = value
-
-    def __getattr__(self, name: str) -> Any:
-        extra = self.__dict__.get("_extra", {})
-        return extra[name] if name in extra else getattr(self.__dict__["_source"], name)
+def _module(model: nn.Module, extra: Mapping[str, object], graph: fx.Graph, name: str) -> fx.GraphModule:
+    """The code with what it refers to: the model's own modules and tensors, and what is in `extra`, by path."""
+    paths = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    held = {path: extra[path] if path in extra else attrgetter(path)(model) for path in paths}
+    module = fx.GraphModule(held, graph, name)
+    module.training = model.training
+    return module
 
 
 def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
@@ -242,13 +229,12 @@ def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
     return graph
 
 
-def _gate(branch: Branch, root: nn.Module, streams_name: str, streams: RandomSource, device: torch.device) -> Gate:
+def _branch_graph(branch: Branch, streams_name: str, device: torch.device) -> fx.Graph:
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in branch.inputs}
     _write_calls(graph, branch.nodes, branch.facts, new, streams_name, device)
     graph.output(tuple(new[node] for node in branch.outputs))
-    inside = fx.GraphModule(root, graph, "branch")
-    return Gate(inside, len(branch.outputs), branch.runs_if, streams, branch.calls)
+    return graph
 
 
 def _write_calls(

@@ -15,30 +15,30 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from inspect import getattr_static
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock._base.trees import fields
 from penstock.partition.state.library import OF_TORCH, functions_of, package_of
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4
 """How deep to look into nested objects."""
 LENGTH = 64
-"""Longer containers are compared only if they hold nothing but plain values."""
-LONGEST = 4096
-"""Containers with more entries are compared by identity and length only."""
+"""Longer containers are compared by identity only."""
+LARGEST_ARRAY = 2**16
+"""Arrays with more bytes, too."""
+CLOSED = (Tensor, nn.Module, ModuleType, type, FunctionType)
+"""Types of objects that are compared by identity."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 NEW = object()
 """Stands for something that was not there before a step."""
-
-LARGEST_ARRAY = 2**16
-"""Arrays with more bytes are compared by identity only."""
 
 Found = dict[tuple[str, ...], Hashable]
 Attributes = tuple[tuple[tuple[str, ...], Hashable], ...]
@@ -185,57 +185,33 @@ def _look(
     kind = type(value)
     if isinstance(value, COMPARABLE):
         found[path] = kind, _hashable(value)
-    elif isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.nbytes <= LARGEST_ARRAY):
+    elif isinstance(value, (np.generic, np.ndarray)) and value.nbytes <= LARGEST_ARRAY:
         found[path] = kind, value.dtype.str, value.shape, value.tobytes()
-    elif isinstance(value, (set, frozenset)) and len(value) <= LONGEST:
-        found[path] = (
-            kind,
-            frozenset((type(i), _hashable(i) if isinstance(i, COMPARABLE) else number(i)) for i in value),
-        )
-    elif (plain := _long_plain(value)) is not None:
-        found[path] = kind, plain
+    elif isinstance(value, (set, frozenset)) and len(value) <= LENGTH:
+        found[path] = kind, frozenset(_hashable(i) if isinstance(i, COMPARABLE) else number(i) for i in value)
     elif depth and id(value) not in above and (parts := _parts(value)) is not None:
-        found[path] = kind, len(parts), len(value) if isinstance(value, dict) else 0
-        for key, part in parts:
+        found[path] = kind, len(parts)
+        for key, part in parts.items():
             _look(found, (*path, key), part, number, depth - 1, {*above, id(value)})
     else:
         found[path] = kind, number(value)
 
 
-def _long_plain(value: Any) -> Hashable:
-    """The contents of a container with more than `LENGTH` entries, if these are plain values; otherwise None."""
-    if not isinstance(value, (list, tuple, deque, dict, MappingProxyType)) or not LENGTH < len(value) <= LONGEST:
-        return None
-    entries = (*value, *value.values()) if isinstance(value, (dict, MappingProxyType)) else tuple(value)
-    kinds = tuple(map(type, entries))
-    return (kinds, tuple(map(_hashable, entries))) if all(issubclass(k, COMPARABLE) for k in {*kinds}) else None
-
-
-def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """The contents of a container or a plain object; None for anything else."""
-    held: dict[Any, Any] = {}
+def _parts(value: Any) -> dict[str, Any] | None:
+    """The contents of a list, tuple, dict or object; None for what shows none, and for what has too many."""
+    held: dict[str, Any] = {}
     if isinstance(value, (list, tuple, deque)):
-        if len(value) > LENGTH:
-            return None
-        held = {str(i): part for i, part in enumerate(value)}
-    elif isinstance(value, (dict, MappingProxyType)):
-        held = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): value[key] for key in [*value][:LENGTH]}
-    elif isinstance(value, partial):
-        held = {"func": value.func, "args": value.args, "keywords": value.keywords}
+        held = {str(index): part for index, part in enumerate(value)}
+    elif isinstance(value, dict):
+        held = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): part for key, part in value.items()}
     elif isinstance(value, MethodType):
-        return [("self", value.__self__), ("function", value.__func__)]
-    package = package_of(type(value).__module__)
-    if isinstance(value, (Tensor, nn.Module, ModuleType, type, FunctionType)) or package in ("torch", "_thread", "_io"):
+        held = {"self": value.__self__, "function": value.__func__}
+    elif isinstance(value, CLOSED) or package_of(type(value).__module__) in ("torch", "_thread", "_io"):
         return None
-    slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
-    held |= {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
-    known = isinstance(value, (list, tuple, deque, dict, MappingProxyType)) or bool(slots) or hasattr(value, "__dict__")
-    return [(str(key), part) for key, part in held.items()] if known else None
-
-
-def _slots_of(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if name != "__weakref__")
+    if len(held) > LENGTH:
+        return None
+    held |= fields(value)  # a partial's, too
+    return held if held or isinstance(value, (list, tuple, deque, dict)) else None
 
 
 def _is_ours(hook: Any) -> bool:

@@ -12,8 +12,7 @@ of the attribute, and is then a value like any other.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.trees import Flat, flatten, unflatten
 from penstock.errors import PartitionError
-from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import Holder, Reach, is_below
-from penstock.partition.units.units import Grain, Learned, Unit
-from penstock.partition.values.objects import CONSTANTS, tensors_in
+from penstock.partition.state.reach import Holder
+from penstock.partition.values.objects import tensors_in
 
 SMALL = 1024
 """The most elements that a value may have to be carried to the last stage in case the loss function reads it."""
@@ -35,8 +33,6 @@ EVERY = "*"
 """If this is among the names of shut units, nothing is carried at all."""
 
 SCALARS = (bool, int, float, str)
-SEQUENCES = (list, tuple, deque, set)
-"""Types that can be rebuilt from their items, as dicts can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ class Left:
     """An entry of a place that the forward has changed.
 
     Attributes:
-        value: what it was changed to; once recorded, with `Carried` and `Absent` instead of tensors.
+        value: what it was changed to; once recorded, flattened, with `Carried` and `Absent` instead of tensors.
         units: the modules that made it, if all of its tensors are from modules that run as a whole.
         small: its tensors to carry.
         is_carried: whether there are any.
@@ -102,68 +98,14 @@ class Left:
 
     def recorded(self, index_of: Callable[[Tensor], int]) -> Left:
         """The same with its tensors replaced. `index_of` returns the index of the output that carries a tensor."""
-        wanted = {id(t) for t in self.small}
-
-        def carried(tensor: Tensor) -> Carried | None:
-            return Carried(index_of(tensor)) if id(tensor) in wanted else None
-
-        template = template_of(self.value, self.text, carried)
-        return replace(self, value=template, small=(), is_carried=bool(self.small))
-
-
-def gather(
-    reach: Reach,
-    has_node: Callable[[Tensor], bool],
-    held: Mapping[int, str],
-    provenance: Provenance,
-    grain: Grain,
-    units: Iterable[Unit],
-    real: Collection[str],
-) -> list[Left]:
-    """What the forward left, while it is still there.
-
-    Args:
-        has_node: whether a tensor is recorded.
-        held: `id` of each of the model's own parameters and buffers.
-        provenance, grain, units: the recording's.
-        real: the units that ran on made-up inputs: a number that one leaves in an attribute is meaningless.
-
-    Raises Learned if units must be opened to carry what they left.
-    """
-    names = {unit.name for unit in units}
-    found, to_open = [], set()
-    for place in reach.changed():
-        for key, value in place.changes():
-            made = {id(t): m for t in tensors_in(value) if id(t) not in held and (m := provenance.maker(t)) is not None}
-            plain = type(value) in SCALARS
-            text = place.name(key)
-            if not (made or plain):
-                continue
-            inside = place.module and not place.outside
-            owner = {name for name in names if inside and is_below(place.text, name)}
-            if plain and not owner.isdisjoint(real):
-                value = Absent.at(text)
-            makers = {m.unit for m in made.values()} if made else owner
-            wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and _nested(value, t)]
-            if EVERY in grain.shut or (text not in grain.carried and not any(t.requires_grad for t in wanted)):
-                wanted = []
-            small = [t for t in wanted if has_node(t)]
-            to_open |= {u for t in wanted if not has_node(t) and (u := made[id(t)].unit) in names - grain.shut}
-            whole = makers and all(makers)
-            found.append(Left(place, key, value, frozenset(makers if whole else ()), tuple(small)))
-    if to_open:
-        texts = ", ".join(sorted(to_open)[:4])
-        raise Learned(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
-    return found
-
-
-def _nested(value: Any, tensor: Tensor) -> bool:
-    """Whether a tensor is only inside containers that can be rebuilt."""
-    if type(value) in SEQUENCES:
-        return any(_nested(item, tensor) for item in value)
-    if type(value) is dict:
-        return any(_nested(item, tensor) for item in value.values())
-    return value is tensor
+        wanted, flat = {id(t) for t in self.small}, flatten(self.value)
+        leaves: list[Any] = []
+        for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+            if id(leaf) in wanted:
+                leaves.append(Carried(index_of(leaf)))
+            else:
+                leaves.append(Absent.at(self.text + path) if any(True for _ in tensors_in(leaf)) else leaf)
+        return replace(self, value=flat._replace(leaves=leaves), small=(), is_carried=bool(self.small))
 
 
 @contextmanager
@@ -172,35 +114,16 @@ def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
     before = [(entry.place, entry.place.copied()) for entry in left]
     try:
         for entry in left:
-            entry.place.replace(entry.key, filled(entry.value, outputs))
+            entry.place.replace(entry.key, _filled(entry.value, outputs))
         yield
     finally:
         for place, entries in reversed(before):
             place.put(entries)
 
 
-def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
-    """Fills a template with outputs."""
-    if isinstance(template, Carried):
-        return outputs[template.index]
-    if type(template) in SEQUENCES:
-        return type(template)(filled(item, outputs) for item in template)
-    if type(template) is dict:
-        return {key: filled(item, outputs) for key, item in template.items()}
-    return template
-
-
-def template_of(value: Any, text: str, carried: Callable[[Tensor], Carried | None]) -> Any:
-    """A value with its tensors replaced: by what `carried` returns, otherwise by `Absent`."""
-    if isinstance(value, Tensor):
-        return carried(value) or Absent.at(text)
-    if type(value) in SEQUENCES:
-        return type(value)(template_of(v, f"{text}[{i}]", carried) for i, v in enumerate(value))
-    if type(value) is dict:
-        return {k: template_of(v, f"{text}[{k!r}]", carried) for k, v in value.items()}
-    if value is None or isinstance(value, nn.Module) or type(value) in CONSTANTS:
-        return value
-    return Absent.at(text) if any(True for _ in tensors_in(value)) else value
+def _filled(template: Flat, outputs: Sequence[Tensor]) -> Any:
+    leaves = [outputs[leaf.index] if isinstance(leaf, Carried) else leaf for leaf in template.leaves]
+    return unflatten(leaves, template.structure)
 
 
 class Attribute:

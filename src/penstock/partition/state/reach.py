@@ -17,13 +17,12 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import cache
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock._base.closures import EMPTY, contents
+from penstock._base.closures import contents
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.values.objects import CONSTANTS, hides_tensors
 
@@ -271,7 +270,6 @@ def is_of_others(module: str) -> bool:
 
 
 _KINDS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
-_BASES = (list, dict, set)
 _HARMLESS = {"__doc__", "__init__", "__new__", "__repr__"}
 """The methods that a subclass may override nevertheless."""
 
@@ -284,13 +282,11 @@ def is_container(value: Any) -> bool:
     return _is_kind(type(value))  # type: ignore[arg-type]  # mypy: a class of Any has no hash
 
 
-@cache
+@functools.cache
 def _is_kind(kind: Any) -> bool:
-    if kind in _KINDS:
-        return True
-    base = next((each for each in kind.__mro__ if each in _BASES), None)
-    if base is None:
-        return False
+    base = next((each for each in kind.__mro__ if each in (list, dict, set)), None)
+    if kind in _KINDS or base is None:
+        return kind in _KINDS
     methods = vars(base).keys() - _HARMLESS
     return all(methods.isdisjoint(vars(each)) for each in kind.__mro__[: kind.__mro__.index(base)])
 
@@ -305,6 +301,7 @@ def refill(container: Any, contents: Any) -> None:
 
 
 CACHED = type(functools.cache(lambda: None))
+_CODE = (FunctionType, type, CACHED, staticmethod, classmethod, MethodType, property)
 
 FILES = 3
 """How many files names are followed across."""
@@ -312,54 +309,33 @@ FILES = 3
 
 def named_by(model: nn.Module) -> list[Any]:
     """Classes, functions (including those that `functools.cache` wraps) and, as dicts, the globals of files."""
-    kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
-    return _named(tuple(kinds))
+    return _named(tuple(dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # a model is recorded several times, and its code does not change
 def _named(kinds: tuple[type, ...]) -> list[Any]:
-    """Cached: a model is recorded several times, and its code does not change."""
-    return list(_walk(list(kinds)))
-
-
-def _walk(kinds: list[Any]) -> Iterator[Any]:
     """Searches breadth first, so that everything is reached by its shortest path."""
-    pending, seen = deque((kind, FILES) for kind in kinds), {id(kind) for kind in kinds}
-    while pending:
-        value, files = pending.popleft()
-        yield value
-        for item, crosses in _named_in(value):
-            left = files - crosses
-            if left > 0 and id(item) not in seen:
+    pending: list[tuple[Any, int]] = [(kind, FILES) for kind in kinds]
+    seen = {id(kind) for kind in kinds}
+    for value, files in pending:
+        for item in _named_in(value):
+            left = files - (type(value) is dict)
+            if left > 0 and id(item) not in seen and (isinstance(item, _CODE) or type(item) is dict):
                 seen.add(id(item))
                 pending.append((item, left))
+    return [value for value, _ in pending]
 
 
-def _named_in(value: Any) -> Iterator[tuple[Any, bool]]:
-    """What a class or function names, and whether it may be from another file."""
-    if isinstance(value, (staticmethod, classmethod, MethodType)):
-        yield value.__func__, False
-    elif isinstance(value, property):
-        yield value.fget, False
-    elif type(value) is CACHED:
-        yield value.__wrapped__, False
-    elif isinstance(value, type):
-        if not is_library(value.__module__):
-            yield from ((item, False) for item in vars(value).values() if isinstance(item, _CODE))
-    elif isinstance(value, FunctionType):
-        yield from ((item, False) for item in _closure(value) if isinstance(item, _CODE))
-        if not is_library(value.__module__):
-            yield value.__globals__, False
-    elif type(value) is dict:
-        yield from ((item, True) for item in list(value.values()) if isinstance(item, _CODE))
-
-
-_CODE = (FunctionType, type, CACHED, staticmethod, classmethod, MethodType, property)
-
-
-def _closure(function: FunctionType) -> Iterator[Any]:
-    held = (contents(cell) for cell in function.__closure__ or ())
-    return (value for value in held if value is not EMPTY)
+def _named_in(value: Any) -> Iterable[Any]:
+    """What a class, a function or a file names; of a file, which other files hold, code alone."""
+    if type(value) is dict:
+        return [item for item in value.values() if isinstance(item, _CODE)]
+    if isinstance(value, type):
+        return () if is_library(value.__module__) else [item for item in vars(value).values() if type(item) is not dict]
+    if not isinstance(value, FunctionType):
+        return [getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__")]
+    around = [item for cell in value.__closure__ or () if type(item := contents(cell)) is not dict]
+    return around if is_library(value.__module__) else [*around, value.__globals__]
 
 
 class CachedFunctions:

@@ -29,12 +29,14 @@ class Remembered:
     unit: str
     follows: frozenset[int] = frozenset()
 
-    def refusal(self, stages: Collection[int]) -> PartitionError:
-        """The error for a unit that is called on several stages."""
-        return PartitionError(
-            f"{self.text} carries something over from one call of {self.unit!r} to the next, but these are on stages "
-            f"{sorted(stages)}: none would see what the others leave there. Move the cut so that all are on one stage, "
-            "or pass it as an argument and return it"
+
+def refuse_apart(remembered: Remembered, stages: Collection[int]) -> None:
+    """Raises PartitionError if a unit that remembers something is called on several stages."""
+    if len(stages) > 1:
+        raise PartitionError(
+            f"{remembered.text} carries something over from one call of {remembered.unit!r} to the next, but these are "
+            f"on stages {sorted(stages)}: none would see what the others leave there. Move the cut so that all are on "
+            "one stage, or pass it as an argument and return it"
         )
 
 

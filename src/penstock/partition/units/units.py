@@ -84,6 +84,8 @@ class Learned(BaseException):
         function: a function that can only be recorded as one call.
         stays: the name of a module that was opened for balance, but cannot be recorded call by call; empty for all.
         needed: whether the model is then refused; otherwise it is recorded with these modules shut.
+        unknown: the numbers of all calls on this path whose results must count as unknown, since unknown values are
+            written into them later; negative ones are inputs.
     """
 
     def __init__(
@@ -96,9 +98,11 @@ class Learned(BaseException):
         function: FunctionType | None = None,
         stays: str | None = None,
         needed: bool = True,
+        unknown: frozenset[int] | None = None,
     ) -> None:
         super().__init__(refusal)
         self.refusal, self.exposed, self.function, self.stays, self.needed = refusal, exposed, function, stays, needed
+        self.unknown = unknown
         self.opened, self.whole = frozenset(opened), frozenset(whole)
 
 

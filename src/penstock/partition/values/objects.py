@@ -10,11 +10,11 @@ from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from penstock._base.compat import FakeTensor, FakeTensorMode
-from penstock._base.trees import flatten, unflatten
+from penstock._base.trees import Leaf, flatten, unflatten
 
 CONSTANTS = (
     *(type(None), bool, int, float, complex, str, EllipsisType),
@@ -22,11 +22,14 @@ CONSTANTS = (
 )
 """Types whose values a graph can print."""
 
-OPAQUE = "holds tensors"
-"""In the `meta` of a node whose result is not a tensor but hides tensors: the name of its type."""
-
 HIDDEN = 2000
 """How many objects to search inside one that cannot be taken apart."""
+
+
+class OfNode(Leaf):
+    """Stands for the value of a node that is no tensor: a random number, say."""
+
+    node: fx.Node
 
 
 def leaf(value: Any, index: int) -> Any:

@@ -1,35 +1,112 @@
-"""Watches the operators below torch's functions: which draw random numbers, which write, and in which module.
+"""The one pass of effects: what operators draw and write, in which module, and where their tensors come from.
 
-`Seeds` refuses a forward's own seeds and generators if recorded calls would draw other numbers.
+A stage replays a call with its arguments. A tensor that reaches the call in any other way (an attribute, a closure, a
+list that other code fills, a module among the constants) is missing in the replay, or belongs to another microbatch.
+Python does not show such ways, but the operators below torch's functions receive their tensors however they came.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._base.compat import storage_of
+from penstock._base.compat import WeakStorage, size_of, storage_of, unset_fake_temporarily
 from penstock._base.marks import cut
 from penstock._base.trees import flatten
 from penstock.errors import PartitionError
 from penstock.partition.obstacle import Obstacle
-from penstock.partition.state.provenance import OVERWRITES, Provenance, is_seeded, is_view, tensors_of
-from penstock.partition.watch.work import Operation, work_of
+from penstock.partition.source import current_line
+from penstock.partition.watch.work import Operation, tensors_of, work_of
 
 RUNNING = ("running_mean", "running_var")
 """Arguments of batch norm that are updated only in training, whatever the schema says."""
 
+OVERWRITES = ("copy_", "zero_", "fill_")
+"""Operators that write all of their first argument, and take nothing of what was there."""
+
+SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
+"""Operators that use only the shape and kind of their first argument."""
+
+SEED = 0x2D1B6A0F93C5E847
+"""A seed that no forward would set. The same for every recording, so that made-up values are too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recorded call while it runs.
+
+    Attributes:
+        number: its node's number; negative if it is only tried.
+        scope: the name of the module that it is in; for a unit, the unit's own name.
+        is_unit: whether it is a unit.
+        given: the memory of its arguments, and of what its own module holds.
+    """
+
+    number: int
+    scope: str = ""
+    is_unit: bool = False
+    given: frozenset[int] = frozenset()
+
+    @property
+    def unit(self) -> str:
+        """The unit that it is; empty if it is none."""
+        return self.scope if self.is_unit else ""
+
+
+OUTSIDE = Call(-1)
+"""Stands for code between the calls, and for what made the model's inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something happened: in a recorded call, on a line."""
+
+    call: Call
+    line: str = ""
+
+    def __str__(self) -> str:
+        module = f"module {self.call.scope!r}" if self.call.scope else "the model's own forward"
+        return f"{module} ({self.line})" if self.line else module
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A call read a tensor that it was not given: the parameter or buffer `held`, or one that was made at `made`."""
+
+    at: Place
+    storage: int
+    shape: tuple[int, ...]
+    held: str | None
+    made: Place | None
+
+
+class Mark(NamedTuple):
+    """A point of a recording; see `Observer.mark`."""
+
+    depth: int
+    called: int
+    kept: int
+    drew: list[nn.Module | None]
+    written: dict[int, Any]
+    work: int
+
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects what operators do until `take` is called.
+    """Sees every operator, and hears about every recorded call from the recorder.
+
+    Args:
+        registered: ids of the model's modules; draws in a module made by the forward count as its caller's.
+        held: the name of each parameter and buffer, by its memory.
+        own: the memory of the real parameters and buffers, for which those in `held` stand in.
 
     Attributes:
         stack: the modules whose forward is running, outermost first.
@@ -37,28 +114,43 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned: for the `id` of each tensor that a module returned, the tensor and the innermost module to return it.
         position: set by the owner: the index of the node that is being recorded.
         work: the work since the owner last set it to 0; see `work_of`.
-        provenance: where tensors come from.
+        call: the recorded call that is running.
+        touched: the names of the parameters and buffers that any operator took.
+        foreign: what was read besides arguments, once for each call and memory.
+        looked_at: the memory whose contents were taken before anything overwrote them.
+        generators: generators of the model's own, each kept alive so that its id is not reused, and their units.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, registered: Collection[int] | None = None, seeds: Seeds | None = None) -> None:
-        """`registered`: ids of the model's modules; draws in a module made by the forward count as its caller's.
-
-        `seeds`: told of the generators that operators get.
-        """
+    def __init__(
+        self,
+        registered: Collection[int] = (),
+        held: Mapping[int, str] | None = None,
+        own: frozenset[int] = frozenset(),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._registered, self._seeds = registered, seeds
+        self._registered, self.held, self._own = registered, held or {}, own
         self.stack: list[nn.Module] = []
         self.calls: list[tuple[nn.Module, int]] = []
         self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
         self.position = 0
         self.work = 0
+        self.call = OUTSIDE
+        self.touched: set[str] = set()
+        self.foreign: dict[tuple[int, int], Foreign] = {}
+        self.looked_at: set[int] = set()
+        self.generators: dict[int, tuple[object, str]] = {}
         self._inside_function = False
-        self.provenance = Provenance()
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
-        self.kept: list[Any] = []
+        self._kept: list[Any] = []  # what holds memory whose number must not be used again
+        self._made: dict[int, Place] = {}
+        self._same: dict[int, int] = {}  # memory that stands for other memory
+        self._fixed: set[int] = set()
+        self._steady: set[int] = set()
+        self._before: dict[int, tuple[Any, Any]] = {}  # older tensors that the forward writes to: memory, and a copy
+        self._overwritten: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,56 +158,223 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cut()
         if func.namespace == "prim":  # most calls only ask for a device
             return func(*args, **kwargs)
-        writing: list[Tensor] = []
-        overwrites = False
         is_plain = isinstance(func, torch._ops.OpOverload)
-        if is_plain and (is_seeded(func) or written_arguments(func)):
-            names = argument_names(func)
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            drops = "dropout_p" not in names or given.get("dropout_p")
-            if is_seeded(func) and drops:
-                if self._seeds is not None and (generator := given.get("generator")) is not None:
-                    self._seeds.check_generator(generator, *self.provenance.place)
-                self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
-            overwrites = func._opname in OVERWRITES or "out" in written_arguments(func)
-            for name in written_arguments(func):
-                value = given.get(name)
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
-                        self._written[storage_of(tensor)] = tensor
-                        writing.append(tensor)
-        given_tensors = tensors_of((*args, *kwargs.values()))
-        taken = self.provenance.read(given_tensors)
-        if not (is_plain and is_view(func)):
-            self.provenance.looks_at(given_tensors, [t for t in writing if overwrites])
+        traits = traits_of(func)
+        writing = self._effects(func, traits, args, kwargs) if is_plain and (traits.draws or traits.writes) else []
+        given = tensors_of((*args, *kwargs.values()))
+        taken = self.read(given)
+        if not traits.is_view:
+            if traits.overwrites:
+                self._overwritten |= self.roots(t for t in writing if t.numel() * t.itemsize == size_of(t))
+            self.looked_at |= {*taken} - self._overwritten
         for tensor in writing:
-            self.provenance.writing(tensor)
+            self._keep_contents(tensor)
         sets = is_plain and func._opname == "set_"
         with self.exchanging(args[0]) if sets else nullcontext():
             result = func(*args, **kwargs)
         made = tensors_of(result if isinstance(result, (list, tuple)) else (result,))
-        self.provenance.wrote(func, taken, made)
+        self._note_made(func, traits, taken, made)
         if is_plain:
             trains = self._inside_function or torch.is_grad_enabled()
-            self.work += work_of(Operation(func, args, kwargs, result), given_tensors, made, trains)
+            self.work += work_of(Operation(func, args, kwargs, result), given, made, trains)
         return result
+
+    # -- what is drawn and written ----------------------------------------------------------------------------------
+
+    def _effects(self, func: Any, traits: Traits, args: Any, kwargs: Any) -> list[Tensor]:
+        """Notes that an operator draws, and returns the tensors that it writes to."""
+        writing: list[Tensor] = []
+        names = argument_names(func)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if traits.draws and ("dropout_p" not in names or given.get("dropout_p")):
+            self._check_generator(given.get("generator"))
+            self.draw()
+        for name in traits.writes:
+            value = given.get(name)
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
+                    self._written[storage_of(tensor)] = tensor
+                    writing.append(tensor)
+        return writing
+
+    def draw(self) -> None:
+        """Notes a draw by the running module; of Python's or numpy's random numbers, the recorder calls this."""
+        registered = (m for m in reversed(self.stack) if not self._registered or id(m) in self._registered)
+        self._drew.append(next(registered, None))
+
+    def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
+        """Returns and forgets the modules that drew and the memory that was written since the last call.
+
+        `keep`: keep that memory alive, so that its number cannot be reused later.
+        """
+        drew, written = self._drew, frozenset(self._written)
+        if keep:
+            self._kept += self._written.values()
+        self._drew, self._written = [], {}
+        return drew, written
 
     @contextmanager
     def exchanging(self, tensor: Tensor) -> Iterator[None]:
         """A context for anything that gives a tensor other memory (`.data = ...`). Counts as an in-place update."""
-        memory, root = tensor.untyped_storage(), self.provenance.root(tensor)
+        memory, root = tensor.untyped_storage(), self.root(tensor)
         yield
         self._written[root] = memory
-        self.provenance.exchanged(tensor, root)
+        self._made.pop(storage_of(tensor), None)
+        self._alias(tensor, root)
+
+    def _keep_contents(self, tensor: Tensor) -> None:
+        """Keeps what a tensor that is older than the forward holds, before an operator writes to it."""
+        root = storage_of(tensor)
+        if root in self._same or any(root in known for known in (self._made, self.held, self._own, self._before)):
+            return
+        memory = tensor.untyped_storage()
+        with unset_fake_temporarily():
+            self._before[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Undoes what the forward wrote to tensors that existed before."""
+        for memory, copy in self._before.values():
+            memory.copy_(copy)
+
+    # -- seeds and generators ---------------------------------------------------------------------------------------
+
+    @property
+    def seed_is_set(self) -> bool:
+        """Whether the forward seeds torch's generator, or has set its state: it wants particular numbers, and recorded
+        draws come from keyed streams."""
+        return torch.default_generator.initial_seed() != SEED
+
+    def _check_generator(self, generator: object) -> None:
+        """Raises PartitionError if operators outside the units, or in two of them, draw from a generator of their
+        own."""
+        if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
+            return
+        where, unit = Place(self.call), self.call.unit
+        if not unit:
+            scope = self.call.scope
+            raise Obstacle(f"{where} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
+        user = self.generators.setdefault(id(generator), (generator, unit))[1]
+        if user != unit:
+            raise PartitionError(
+                f"{where} draws from the same torch.Generator as {user!r}: on stages of their "
+                "own they would draw in another order. Give each a generator of its own, or none"
+            )
+
+    # -- where tensors come from ------------------------------------------------------------------------------------
+
+    def root(self, tensor: Tensor) -> int:
+        """The number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
+        number = storage_of(tensor)
+        return self._same.get(number, number)
+
+    def roots(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        return frozenset(map(self.root, tensors))
+
+    def add_input(self, tensor: Tensor) -> None:
+        """Notes a tensor that enters the model."""
+        self._made[storage_of(tensor)] = Place(OUTSIDE)
+
+    def stands_in(self, fake: Tensor, real: Tensor) -> None:
+        """Notes that the mode uses `fake` wherever `real` is meant."""
+        self._alias(fake, self.root(real))
+
+    def maker(self, tensor: Tensor) -> Place | None:
+        """What made a tensor during this forward; None for others."""
+        return self._made.get(self.root(tensor))
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made from numbers in the program alone, and so is the same in every forward."""
+        return self.root(tensor) in self._fixed
+
+    def is_steady(self, root: int) -> bool:
+        """Whether every forward makes the contents of this memory alike: from numbers in the program, from what the
+        model holds, or from tensors' shapes.
+        """
+        return root in self._fixed or root in self._steady
+
+    def read(self, tensors: Collection[Tensor]) -> list[int]:
+        """Notes the tensors that an operator takes, and returns their memory."""
+        call, roots = self.call, [self.root(tensor) for tensor in tensors]
+        for root, tensor in zip(roots, tensors, strict=True):
+            name, made = self.held.get(root), self._made.get(root)
+            if name is not None:
+                self.touched.add(name)
+            if call is OUTSIDE or root in call.given or (made.call is call if made is not None else name is None):
+                continue
+            if (call.number, root) not in self.foreign:
+                where = Place(call, current_line())
+                self.foreign[call.number, root] = Foreign(where, root, tuple(tensor.shape), name, made)
+        return roots
+
+    def forget_contents(self) -> None:
+        """Begins to note anew whose contents are taken."""
+        self.looked_at, self._overwritten = set(), set()
+
+    def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
+        """Notes what an operator that took `roots` returned."""
+        fixed = not traits.draws and self._fixed.issuperset(roots)
+        steady = not traits.draws and (traits.takes_shapes or all(map(self._is_steady_source, roots)))
+        for tensor in results:
+            root = self.root(tensor)
+            (self._fixed.add if fixed else self._fixed.discard)(root)
+            (self._steady.add if steady else self._steady.discard)(root)
+            if root in roots:
+                continue
+            if (roots and traits.aliases) or self._is_cached_cast(operator, roots):
+                self._alias(tensor, roots[0])
+                continue
+            number = storage_of(tensor)
+            self._same.pop(number, None)
+            self._made[number] = Place(self.call, current_line() if self.call.is_unit else "")
+            self._kept.append(WeakStorage(tensor))
+
+    def _is_steady_source(self, root: int) -> bool:
+        return self.is_steady(root) or root in self.held or root in self._own
+
+    def _alias(self, tensor: Tensor, root: int) -> None:
+        number = storage_of(tensor)
+        if number != root:
+            self._same[number] = root
+            self._kept.append(WeakStorage(tensor))
+
+    def _is_cached_cast(self, operator: Any, roots: list[int]) -> bool:
+        """Whether this is autocast's half-precision copy of a parameter, which it keeps for the next use."""
+        cast = operator is torch.ops.aten._to_copy.default and torch.is_autocast_cache_enabled()
+        return cast and bool(roots) and roots[0] in self.held
+
+    # -- calls, modules and trials ----------------------------------------------------------------------------------
 
     @contextmanager
-    def not_counting(self) -> Iterator[None]:
-        """A context in which operators do not count as the model's."""
-        work = self.work
+    def calling(self, call: Call) -> Iterator[None]:
+        """A context for a recorded call."""
+        before, self.call = self.call, call
         try:
             yield
         finally:
-            self.work = work
+            self.call = before
+
+    def mark(self) -> Mark:
+        """The running modules, calls, draws, writes and work so far; `rollback` forgets what came since. Where tensors
+        come from and which modules returned them stays known: hooks may have kept them."""
+        sizes = len(self.stack), len(self.calls), len(self._kept)
+        return Mark(*sizes, self._drew.copy(), self._written.copy(), self.work)
+
+    def rollback(self, mark: Mark) -> None:
+        del self.stack[mark.depth :], self.calls[mark.called :]
+        self._kept[mark.kept :] = [one for one in self._kept[mark.kept :] if isinstance(one, WeakStorage)]
+        self._drew, self._written, self.work = mark.drew, mark.written, mark.work
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """A context for operators that are none of the forward's."""
+        mark, returned = self.mark(), self.returned.copy()
+        self.take()
+        try:
+            yield
+        finally:
+            self.rollback(mark)
+            self.returned = returned
+            self.foreign = {key: foreign for key, foreign in self.foreign.items() if key[0] >= 0}
 
     @contextmanager
     def in_function(self) -> Iterator[None]:
@@ -125,24 +384,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._inside_function = before
-
-    def draw(self) -> None:
-        """Call this when the running module draws outside operators: Python's or numpy's random numbers."""
-        self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
-
-    def _is_registered(self, module: nn.Module) -> bool:
-        return self._registered is None or id(module) in self._registered
-
-    def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
-        """Returns and forgets the modules that drew and the memory that was written since the last call.
-
-        `keep`: keep that memory alive, so that its number cannot be reused later.
-        """
-        drew, written = self._drew, frozenset(self._written)
-        if keep:
-            self.kept += self._written.values()
-        self._drew, self._written = [], {}
-        return drew, written
 
     def place_calls(self, first: int, position: int) -> None:
         """Attributes the calls from number `first` on to the node at that index."""
@@ -175,65 +416,48 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @functools.cache
+def is_seeded(operator: Any) -> bool:
+    """Whether an operator draws random numbers, unless its arguments say otherwise."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # flex_attention's has none
+
+
+@functools.cache
 def argument_names(func: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
+class Traits(NamedTuple):
+    """What an operator does by its schema.
+
+    Attributes:
+        draws: whether it draws random numbers, unless its arguments say otherwise.
+        writes: the arguments that it updates in place. These include batch norm's running statistics, although the
+            schemas of some of its operators do not say so.
+        overwrites: whether it takes nothing of what was in the first of them.
+        takes_shapes: whether it uses only the shape and kind of its first argument.
+        aliases: whether it returns another view of its first argument. (Lifting a new constant does not count.)
+        is_view: whether it does, and takes nothing of the contents.
+    """
+
+    draws: bool
+    writes: tuple[str, ...] = ()
+    overwrites: bool = False
+    takes_shapes: bool = False
+    aliases: bool = False
+    is_view: bool = False
+
+
 @functools.cache
-def written_arguments(func: Any) -> tuple[str, ...]:
-    """The arguments that an operator updates in place.
-
-    These include batch norm's running statistics, although the schemas of some of its operators do not say so.
-    """
-    return tuple(
+def traits_of(operator: Any) -> Traits:
+    if not isinstance(operator, torch._ops.OpOverload):
+        return Traits(is_seeded(operator))
+    schema, name = operator._schema, operator._opname
+    writes = tuple(
         argument.name
-        for argument in func._schema.arguments
+        for argument in schema.arguments
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (argument.name in RUNNING and "batch_norm" in func._schema.name)
+        or (argument.name in RUNNING and "batch_norm" in schema.name)
     )
-
-
-SEED = 0x2D1B6A0F93C5E847
-"""A seed that no forward would set. The same for every recording, so that made-up values are too."""
-
-
-class Seeds:
-    """Watches torch's generators while a forward is recorded: a forward that seeds them wants particular numbers.
-
-    Recorded draws come from keyed streams, which would give different ones.
-    """
-
-    def __init__(self) -> None:
-        """Create this only where the generators' states are restored afterwards."""
-        torch.default_generator.manual_seed(SEED)
-        self.users: dict[int, tuple[object, str]] = {}  # each kept alive so that its id is not reused
-
-    @property
-    def were_set(self) -> bool:
-        """Whether the forward seeds the generator, or has set its state."""
-        return torch.default_generator.initial_seed() != SEED
-
-    def check(self, drew: Collection[Any], here: str, scope: str) -> None:
-        """Raises Obstacle if a recorded call drew after the forward had seeded the generator."""
-        if drew and self.were_set:
-            raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", scope)
-
-    def check_generator(self, generator: object, unit: str, scope: str) -> None:
-        """Raises PartitionError if operators outside the units, or in two of them, draw from a generator of their own.
-
-        Args:
-            generator: the generator that the operator was given, if any.
-            unit: the unit that it runs in; empty outside the units.
-            scope: the name of the module that it runs in.
-        """
-        if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
-            return
-        where = f"module {scope!r}" if scope else "the model's own forward"
-        if not unit:
-            raise Obstacle(f"{where} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
-        user = self.users.setdefault(id(generator), (generator, unit))[1]
-        if user != unit:
-            raise PartitionError(
-                f"{where} draws from the same torch.Generator as {user!r}: on stages of their "
-                "own they would draw in another order. Give each a generator of its own, or none"
-            )
+    aliases = any(r.alias_info is not None for r in schema.returns) and name != "lift_fresh"
+    overwrites, is_view = name in OVERWRITES or "out" in writes, aliases and not schema.is_mutable
+    return Traits(is_seeded(operator), writes, overwrites, name in SHAPES, aliases, is_view)

@@ -15,8 +15,6 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from penstock.partition.state.provenance import tensors_of
-
 OPERATIONS_PER_BYTE = 10
 """The operations a processor does while it moves a byte: about 5 on a CPU core, 15 on a GPU (float32). A whole number,
 so that sums of work are exact."""
@@ -78,6 +76,17 @@ def operations_of(call: Operation) -> int:
         return _FORMULAS[packet.__name__](*call.args)
     except (TypeError, ValueError, AssertionError, AttributeError, IndexError):  # no formula for arguments like these
         return 0
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments or results."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:

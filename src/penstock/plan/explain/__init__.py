@@ -14,11 +14,11 @@ Pure values and functions, but for `read_run`, which reads files; no torch.
 
 from __future__ import annotations
 
-from penstock.plan.explain.changes import Change
+from penstock.plan.explain.case import Change
 from penstock.plan.explain.explanation import Explanation, explain
 from penstock.plan.explain.predicted import Predicted
 from penstock.trace.event import Event, Recording
+from penstock.trace.files import read_run
 from penstock.trace.measured import Run, run_of
-from penstock.trace.reading import read_run
 
 __all__ = ["Change", "Event", "Explanation", "Predicted", "Recording", "Run", "explain", "read_run", "run_of"]

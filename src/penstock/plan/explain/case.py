@@ -1,12 +1,14 @@
-"""A step as the simulator replays it, so that parts of it can be changed."""
+"""A step as the simulator replays it, so that parts of it can be changed, and such a change."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,7 @@ from penstock.plan.explain.factors import PLACE
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
-from penstock.simulate.columns import COMPUTE, Columns, Floats, column
+from penstock.simulate.computations import COMPUTE, Columns, Floats, column
 from penstock.simulate.simulator import timed_columns
 from penstock.simulate.work import CostColumns
 from penstock.trace.around import PIPELINE, Around, around, done
@@ -83,7 +85,7 @@ class Case:
         ends = [begin + end for begin, end in zip(self.begins, self.spans, strict=True)]
         return max(ends) - min(self.begins)
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
         """With what ranks do before and after their pipelines, as far as it is known."""
         if self.around is None:
@@ -124,6 +126,57 @@ class Case:
         usual = median(self.latency.values()) if self.latency else 0.0
         pairs = ((one, two) for one in range(ranks) for two in range(ranks))
         return {pair: LinkCost(self.latency.get(pair, usual)) for pair in pairs}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that could be different, and once it was tried what is claimed of it.
+
+    Attributes:
+        kind: "cut", "rank", "microbatches", "actions", "schedule", "pieces", or "what if".
+        text: what is, and what to do.
+        cases: what the step becomes as usual, and at the ends of what is assumed; one, if nothing is.
+        note: what it assumes, or costs.
+        measured: whether the gain rests on nothing but what was measured, or bounds that hold anyway.
+        key: which change of its kind it is, in any step of a run.
+        memory: the most activations that a rank holds, in those of one microbatch on all of its stages.
+        step_seconds: what the step would take.
+        gain: how much less that is, as a share of the step; below 0 if it is more. If not `measured`, it is no more.
+        error: by how much the gain may be wrong: the replay's error, and the widths of all that is assumed.
+    """
+
+    kind: str
+    text: str
+    cases: tuple[Case, ...] = field(repr=False, compare=False)
+    note: str = ""
+    measured: bool = True
+    key: str = ""
+    memory: float = 0.0
+    step_seconds: float = math.nan
+    gain: float = 0.0
+    error: float = 0.0
+
+    @property
+    def certain(self) -> float:
+        """The gain that is certain: what changes are ordered by."""
+        return self.gain - self.error if self.measured else min(0.0, self.gain)
+
+    @property
+    def claim(self) -> str:
+        """By how much the step changes, in words: `-12.3% ± 1.0%`, or `at most -12.3%`."""
+        if not self.measured:
+            return f"at {'most' if self.gain >= 0 else 'least'} {-self.gain:+.1%}"
+        return f"{-self.gain:+.1%} ± {f'{self.error:.1%}' if self.error >= 0.001 else '<0.1%'}"
+
+    def assuming(self, cases: tuple[Case, ...], note: str, *, measured: bool) -> Change:
+        """The same with other cases, which rest on one thing more."""
+        notes = "; ".join(filter(None, [self.note, note]))
+        return replace(self, cases=cases, note=notes, measured=self.measured and measured)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The claim, for JSON."""
+        names = ("kind", "text", "step_seconds", "gain", "note", "error", "measured", "claim")
+        return {name: getattr(self, name) for name in names}
 
 
 def _sends(schedule: Schedule) -> NDArray[np.bool_]:
@@ -235,8 +288,7 @@ class _Gaps:
 
     def flights(self) -> Iterator[tuple[int, int, int, int, float]]:
         """For each message that was waited for: source and target rank, op and stage that made it, and its seconds."""
-        rank = np.repeat(np.arange(self.columns.ranks), np.diff(self.columns.first))
-        made, stage = self.columns.op, np.concatenate([column(row.stage) for row in self.columns.rows])
+        rank, stage, made = self.columns.rank, self.columns.stage, self.columns.op
         waited = np.flatnonzero((self.columns.need >= 0) & ~(self.before > self.ready))
         for node in waited.tolist():
             need = int(self.columns.need[node])
@@ -245,7 +297,7 @@ class _Gaps:
 
     def host(self, flight: float) -> Iterator[tuple[int, int, float]]:
         """For each action that waited for nobody: op and stage of the one before, and the seconds between."""
-        stage = np.concatenate([column(row.stage) for row in self.columns.rows])
+        stage = self.columns.stage
         arrived = np.where(np.isnan(self.ready), -np.inf, self.ready + flight)
         for node in np.flatnonzero(self.before >= arrived).tolist():
             yield (

@@ -11,13 +11,13 @@ import numpy as np
 
 from penstock._base.words import counted
 from penstock.errors import ArgumentError
-from penstock.plan.explain.case import Case
-from penstock.plan.explain.factors import Factors
+from penstock.plan.explain.case import Case, Change, case_of
+from penstock.plan.explain.factors import Factors, factors_of
 from penstock.plan.explain.predicted import Predicted
-from penstock.plan.explain.schedules import Idea, Price, another, other_schedules, twice_the_microbatches
+from penstock.plan.explain.schedules import Price, another, other_schedules, twice_the_microbatches
 from penstock.plan.explain.stragglers import slow_ranks
-from penstock.schedule.said import WORDS, Kind
-from penstock.simulate.columns import COMPUTE, Floats
+from penstock.schedule.describe import WORDS, Kind
+from penstock.simulate.computations import COMPUTE, Floats
 from penstock.trace.measured import Replica, Step
 
 LEAST_GAIN = 0.005
@@ -33,41 +33,6 @@ _SAME_WORK = "the same work in sum"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One thing that could be different, and what is claimed of it.
-
-    Attributes:
-        kind: "cut", "rank", "microbatches", "actions", "schedule", "pieces", or "what if".
-        text: what is, and what to do.
-        step_seconds: what the step would take.
-        gain: how much less that is, as a share of the step; below 0 if it is more. If not `measured`, it is no more.
-        note: what it assumes, or costs.
-        error: by how much the gain may be wrong: the replay's error, and the widths of all that is assumed.
-        measured: whether the gain rests on nothing but what was measured, or bounds that hold anyway.
-    """
-
-    kind: str
-    text: str
-    step_seconds: float
-    gain: float
-    note: str = ""
-    error: float = 0.0
-    measured: bool = True
-
-    @property
-    def certain(self) -> float:
-        """The gain that is certain: what changes are ordered by."""
-        return self.gain - self.error if self.measured else min(0.0, self.gain)
-
-    @property
-    def claim(self) -> str:
-        """By how much the step changes, in words: `-12.3% ± 1.0%`, or `at most -12.3%`."""
-        if not self.measured:
-            return f"at {'most' if self.gain >= 0 else 'least'} {-self.gain:+.1%}"
-        return f"{-self.gain:+.1%} ± {f'{self.error:.1%}' if self.error >= 0.001 else '<0.1%'}"
-
-
-@dataclass(frozen=True, slots=True)
 class Trial:
     """A measured step, what explains its times, and its replay: what changes are tried on. `shared`: its ranks had
     fewer cores than they need, so that what one of them leaves idle another one uses: nothing is certain then.
@@ -76,39 +41,45 @@ class Trial:
     step: Step
     factors: Factors
     replay: Case
-    replay_seconds: float
     predicted: Predicted | None = None
     shared: bool = False
+
+    @classmethod
+    def of(cls, step: Step, predicted: Predicted | None = None, *, shared: bool = False) -> Trial:
+        """The step as it was."""
+        factors = factors_of(step.replicas)
+        return cls(step, factors, case_of(step, factors.seconds), predicted, shared)
 
     @property
     def slowest(self) -> Replica:
         return self.step.slowest
 
-    def gains(self, idea: Idea) -> tuple[float, ...]:
-        """What an idea brings, as shares of the step: as usual, and at the ends of what it assumes. One of these is,
+    def gains(self, change: Change) -> tuple[float, ...]:
+        """What a change brings, as shares of the step: as usual, and at the ends of what it assumes. One of these is,
         of another order, whether messages travel while their ranks compute.
         """
-        pairs = [(self.replay_seconds, case) for case in idea.cases]
-        if idea.cases[0].schedules != self.replay.schedules:
-            pairs.insert(1, (self.replay.sending.step_seconds, idea.cases[0].sending))
+        pairs = [(self.replay.step_seconds, case) for case in change.cases]
+        if change.cases[0].schedules != self.replay.schedules:
+            pairs.insert(1, (self.replay.sending.step_seconds, change.cases[0].sending))
         return tuple((now - case.step_seconds) / self.step.seconds if self.step.seconds else 0.0 for now, case in pairs)
 
-    def expected_gain(self, idea: Idea) -> float:
-        """Return what an idea usually brings, as a share of the step. If ranks share cores, added work costs its own
+    def expected_gain(self, change: Change) -> float:
+        """Return what a change usually brings, as a share of the step. If ranks share cores, added work costs its own
         time, since what one of them leaves idle another one uses."""
-        gain, added = min(self.gains(idea)[:2]), idea.cases[0].work_seconds - self.replay.work_seconds
+        gain, added = min(self.gains(change)[:2]), change.cases[0].work_seconds - self.replay.work_seconds
         return -added / self.step.seconds if self.shared and added > 0 and self.step.seconds else gain
 
-    def change(self, idea: Idea, error: float, elsewhere: Sequence[float] = ()) -> Change:
-        """What is claimed of an idea: that it brings what it usually does, as wrong as the replay, what is assumed, and
-        what it brings in other steps; or, of what nobody measured, at most what it can bring."""
-        gains, measured = self.gains(idea), idea.measured and not self.shared
+    def tried(self, change: Change, error: float, elsewhere: Sequence[float] = ()) -> Change:
+        """What is claimed of a change: that it brings what it usually does, as wrong as the replay, what is assumed,
+        and what it brings in other steps; or, of what nobody measured, at most what it can bring."""
+        gains, measured = self.gains(change), change.measured and not self.shared
         gain, width = (
             (gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere)))
             if measured
             else (min(1.0, max((*gains, *elsewhere)) + error), 0.0)  # a step takes some time, whatever is assumed
         )
-        return Change(idea.kind, idea.text, self.step.seconds * (1 - gain), gain, idea.note, width, measured)
+        seconds = self.step.seconds * (1 - gain)
+        return replace(change, step_seconds=seconds, gain=gain, error=width, measured=measured)
 
     @property
     def price(self) -> tuple[Price, ...] | None:
@@ -142,35 +113,35 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
         error: of the replay.
     """
     first, found = trials[0], []
-    ideas = [*_ideas(first)]
-    wanted = {(one.kind, one.key) for one in ideas if one.measured and first.change(one, error).certain > 0}
+    changes = [*_changes(first)]
+    wanted = {(one.kind, one.key) for one in changes if one.measured and first.tried(one, error).certain > 0}
     others = [
-        {(one.kind, one.key): one for one in _ideas(trial) if (one.kind, one.key) in wanted} for trial in trials[1:]
+        {(one.kind, one.key): one for one in _changes(trial) if (one.kind, one.key) in wanted} for trial in trials[1:]
     ]
-    for idea in ideas:
-        key = idea.kind, idea.key
+    for one in changes:
+        key = one.kind, one.key
         elsewhere = [
             trial.gains(known[key])[0] if key in known else 0.0
             for trial, known in zip(trials[1:], others, strict=True)
             if key in wanted
         ]
-        change, usual = first.change(idea, error, elsewhere), first.expected_gain(idea)
-        if change.certain < _LEAST_SHARE * change.gain and len(idea.cases) > 1:
-            change = first.change(_with(idea, idea.cases, "little of it is certain", measured=False), error, elsewhere)
+        change, usual = first.tried(one, error, elsewhere), first.expected_gain(one)
+        if change.certain < _LEAST_SHARE * change.gain and len(one.cases) > 1:
+            change = first.tried(one.assuming(one.cases, "little of it is certain", measured=False), error, elsewhere)
         least = max(LEAST_GAIN, error, 0.0 if change.measured else _LEAST_SHARE * (change.gain - error))
         if (change.certain >= LEAST_GAIN or not change.measured) and usual >= least:
-            found.append((not change.measured, -change.certain, -usual, change, idea))
+            found.append((not change.measured, -change.certain, -usual, change))
     found.sort(key=lambda entry: entry[:3])
-    ideas = [idea for *_, idea in found]
-    return tuple(entry[3] for place, entry in enumerate(found) if not _beaten(entry[4], ideas[:place]))
+    best = [change for *_, change in found]
+    return tuple(change for place, change in enumerate(best) if not _beaten(change, best[:place]))
 
 
-def _beaten(idea: Idea, before: Sequence[Idea]) -> bool:
+def _beaten(change: Change, before: Sequence[Change]) -> bool:
     """Whether another schedule, which needs no more memory, comes before this one."""
-    return idea.kind == "schedule" and any(one.kind == "schedule" and idea.memory >= one.memory for one in before)
+    return change.kind == "schedule" and any(one.kind == "schedule" and change.memory >= one.memory for one in before)
 
 
-def _ideas(trial: Trial) -> Iterator[Idea]:
+def _changes(trial: Trial) -> Iterator[Change]:
     yield from _cut(trial)
     yield from _ranks(trial)
     yield from _microbatches(trial)
@@ -179,7 +150,7 @@ def _ideas(trial: Trial) -> Iterator[Idea]:
     yield from twice_the_microbatches(trial.replay)
 
 
-def _cut(trial: Trial) -> Iterator[Idea]:
+def _cut(trial: Trial) -> Iterator[Change]:
     totals, placement = trial.totals, trial.slowest.schedule.placement
     mean = float(totals.mean())
     stage = int(np.argmax(totals))
@@ -191,7 +162,7 @@ def _cut(trial: Trial) -> Iterator[Idea]:
     if known is None or not known.units or known.unlikely(list(totals)):
         needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
         note = _doubted(trial, f"if stages were even; {needed} which cuts there are")
-        yield Idea("cut", f"{is_so}: move work off it", (_even(trial, trial.replay),), note, measured=False)
+        yield Change("cut", f"{is_so}: move work off it", (_even(trial, trial.replay),), note, measured=False)
         return
     starts, *ends = known.recut([float(total) for total in totals])
     moves = [
@@ -202,7 +173,7 @@ def _cut(trial: Trial) -> Iterator[Idea]:
     if moves:
         cases = tuple(trial.scaled(trial.replay, (np.array(new) / totals)[None, None, :, None]) for new in ends)
         note = _doubted(trial, "units as profiled, scaled to what was measured")
-        yield Idea("cut", f"{is_so}: {'; '.join(moves)}", cases, note)
+        yield Change("cut", f"{is_so}: {'; '.join(moves)}", cases, note)
 
 
 def _doubted(trial: Trial, note: str) -> str:
@@ -218,7 +189,7 @@ def _even(trial: Trial, case: Case) -> Case:
     return trial.scaled(case, scale[None, None, :, None])
 
 
-def _ranks(trial: Trial) -> Iterator[Idea]:
+def _ranks(trial: Trial) -> Iterator[Change]:
     """The slow ranks by what they lose, the worst few."""
     factors, numbers = trial.factors, [one.number for one in trial.step.replicas]
     for one in slow_ranks(trial.step, factors)[:_MAX_RANKS]:
@@ -231,10 +202,10 @@ def _ranks(trial: Trial) -> Iterator[Idea]:
         )
         text = f"{one.who} is slow ({ops} its replicas'): mend or replace it"
         case = trial.scaled(trial.replay, scale[..., None])
-        yield Idea("rank", text, (case,), _doubted(trial, ""), key=one.who)
+        yield Change("rank", text, (case,), _doubted(trial, ""), key=one.who)
 
 
-def _microbatches(trial: Trial) -> Iterator[Idea]:
+def _microbatches(trial: Trial) -> Iterator[Change]:
     factor = trial.factors.microbatch
     if factor.max() == 1.0:
         return
@@ -244,14 +215,14 @@ def _microbatches(trial: Trial) -> Iterator[Idea]:
         f"microbatches are unequal (microbatch {microbatch}{of} takes {factor.max():.2f} times the mean): give each as "
         "much work, such as sequences of the same length in sum"
     )
-    yield Idea("microbatches", text, (_equal(trial, trial.replay),), _SAME_WORK)
+    yield Change("microbatches", text, (_equal(trial, trial.replay),), _SAME_WORK)
 
 
 def _equal(trial: Trial, case: Case) -> Case:
     return trial.scaled(case, 1 / trial.factors.microbatch[:, None, None, :])
 
 
-def _actions(trial: Trial) -> Iterator[Idea]:
+def _actions(trial: Trial) -> Iterator[Change]:
     own = _own(trial)
     slow = own > 1.0
     if not slow.any():
@@ -265,7 +236,7 @@ def _actions(trial: Trial) -> Iterator[Idea]:
         f"({own[place, op, stage, microbatch]:.1f}x): look for what else ran then"
     )
     note = "none slower than is usual there"
-    yield Idea("actions", text, (_usual(trial, trial.replay),), note, measured=False)
+    yield Change("actions", text, (_usual(trial, trial.replay),), note, measured=False)
 
 
 def _usual(trial: Trial, case: Case) -> Case:
@@ -287,8 +258,8 @@ WHAT_IFS = (
 )
 
 
-def what_if(trial: Trial, text: str, error: float = 0.0) -> tuple[Change, Case]:
-    """What is claimed of the step if things were different, and its replay then.
+def what_if(trial: Trial, text: str, error: float = 0.0) -> Change:
+    """What is claimed of the step if things were different.
 
     Args:
         text: changes as in `WHAT_IFS`. Another schedule is made last, and before it slow actions become usual, once.
@@ -297,23 +268,23 @@ def what_if(trial: Trial, text: str, error: float = 0.0) -> tuple[Change, Case]:
     Raises:
         ArgumentError: it is none of them.
     """
-    idea = Idea("what if", text, (trial.replay,))
+    change = Change("what if", text, (trial.replay,))
     parts = [part.strip().partition("=") for part in text.split(",")]
     usual = [part for part in parts if part[0] == "actions"]
     rest = [part for part in parts if part[0] != "actions"]
     for name, _, value in sorted([*rest, *dict.fromkeys(usual)], key=lambda part: part[0] == "schedule"):
-        idea = _changed(trial, idea, name, value)
-    return trial.change(idea, error), idea.cases[0]
+        change = _changed(trial, change, name, value)
+    return trial.tried(change, error)
 
 
-def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:
+def _changed(trial: Trial, change: Change, name: str, value: str) -> Change:
     """One change more, and what it assumes."""
-    (case,), slow, placement = idea.cases[:1], trial.factors.rank, trial.slowest.schedule.placement
+    (case,), slow, placement = change.cases[:1], trial.factors.rank, trial.slowest.schedule.placement
     note, measured = "", True
     match name, value:
         case "schedule", _ if value:
             found = another(case, value, slow, trial.price)
-            return _with(idea, found.cases, found.note, measured=found.measured)
+            return change.assuming(found.cases, found.note, measured=found.measured)
         case "cut", "even":
             made, measured = _even(trial, case), False
         case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < placement.depth:
@@ -336,12 +307,7 @@ def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:
         case _:
             size = f"this step has {counted(placement.depth, 'stage')} on {counted(placement.ranks, 'rank')}"
             raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}; {size}")
-    return _with(idea, (made,), note, measured=measured)
-
-
-def _with(idea: Idea, cases: tuple[Case, ...], note: str, *, measured: bool) -> Idea:
-    notes = "; ".join(filter(None, [idea.note, note]))
-    return replace(idea, cases=cases, note=notes, measured=idea.measured and measured)
+    return change.assuming((made,), note, measured=measured)
 
 
 _CUT = re.compile(r"([0-9]{1,4}):(-?(?:0?\.[0-9]+|0|1))")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.plan.explain.case import Case, case_of
-from penstock.plan.explain.changes import LEAST_GAIN, Change, Trial, suggestions, what_if
+from penstock.plan.explain.case import Case, Change, case_of
+from penstock.plan.explain.changes import LEAST_GAIN, Trial, suggestions, what_if
 from penstock.plan.explain.factors import factors_of, seconds_of
 from penstock.plan.explain.predicted import Predicted
 from penstock.plan.explain.schedules import MAX_ACTIONS
 from penstock.plan.explain.stragglers import Slowdowns, StepSummary, in_words, slowdowns_of, summaries
-from penstock.plan.explain.where import Bubble, Reason, Where, bubble_of, where_of
+from penstock.plan.explain.where import Bubble, Where, bubble_of, where_of
 from penstock.schedule.timeline import Timeline
 from penstock.trace.event import Recording
 from penstock.trace.measured import Run, Step, run_of
@@ -71,7 +71,6 @@ class Explanation:
         bubble: the longest wait of the slowest replica.
         changes: what would bring something, ordered by what is certain.
         what_ifs: what was asked for.
-        what_if_replays: the same replayed, of the same places.
         whole_error: by how much the replay of the whole step is wrong, with what ranks do before and after their
             pipelines; 0 if they do nothing, or nobody knows with whom.
         slowdowns: what stragglers cost; None where that cannot be told.
@@ -90,7 +89,6 @@ class Explanation:
     bubble: Bubble | None
     changes: tuple[Change, ...]
     what_ifs: tuple[Change, ...]
-    what_if_replays: tuple[Case, ...]
     whole_error: float
     slowdowns: Slowdowns | None
     steps: tuple[StepSummary, ...]
@@ -144,15 +142,12 @@ class Explanation:
             "replay_error": self.replay_error,
             "worst_replay_error": self.worst_error,
             "even_seconds": self.where.even_seconds,
-            "added_seconds": _plain(self.where.added_seconds),
+            "added_seconds": dict(self.where.added_seconds),
             "slowest_replica": slowest.number,
-            "by_rank": [
-                {"rank": one.rank, "compute_seconds": one.compute_seconds, "idle_seconds": _plain(one.idle_seconds)}
-                for one in self.where.ranks
-            ],
+            "by_rank": [asdict(one) for one in self.where.ranks],
             "largest_bubble": None if self.bubble is None else _bubble(self.bubble),
-            "changes": [asdict(one) | {"claim": one.claim} for one in self.advice],
-            "what_ifs": [asdict(one) | {"claim": one.claim} for one in self.what_ifs],
+            "changes": [one.to_dict() for one in self.advice],
+            "what_ifs": [one.to_dict() for one in self.what_ifs],
             "whole_replay_error": self.whole_error,
             "slowdowns": None if self.slowdowns is None else asdict(self.slowdowns),
             "steps_in_words": list(in_words(self.steps)),
@@ -166,10 +161,6 @@ def _step(one: StepSummary) -> dict[str, Any]:
     slow = one.slowest
     who = None if slow is None else {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
     return asdict(replace(one, slowest=None)) | {"slowest": who}
-
-
-def _plain(seconds: Mapping[Reason, float]) -> dict[str, float]:
-    return {str(reason): value for reason, value in seconds.items()}
 
 
 def _bubble(bubble: Bubble) -> dict[str, Any]:
@@ -203,7 +194,7 @@ def explain(
             f"{chosen.slowest.schedule.placement.depth}"
         )
     trial = _trial(run, chosen, predicted)
-    factors, replay, replay_seconds = trial.factors, trial.replay, trial.replay_seconds
+    factors, replay = trial.factors, trial.replay
     place = chosen.replicas.index(chosen.slowest)
     even = factors.even[place]
     even_timeline = replay.free.timeline(chosen.slowest.schedule, even)
@@ -212,7 +203,7 @@ def explain(
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
     like = _like(run, chosen)
     worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
-    outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
+    outside = 0.0 if replay.around is None else abs(replay.step_seconds - chosen.seconds) / chosen.seconds
     error = max(abs(replay_error), worst, outside)
     notes = [*run.notes]
     if predicted is not None and ahead is not None:
@@ -224,7 +215,6 @@ def explain(
     if chosen.unknown:
         notes.append(_UNKNOWN.format(chosen.unknown[0]))
     run = replace(run, notes=tuple(notes))
-    tried = [what_if(trial, text, error) for text in what_ifs]
     return Explanation(
         run,
         chosen,
@@ -235,8 +225,7 @@ def explain(
         where_of(chosen, factors, replay),
         bubble_of(chosen.slowest, even_timeline),
         suggestions([trial, *_others(run, trial, like)], error),
-        tuple(change for change, _ in tried),
-        tuple(replayed for _, replayed in tried),
+        tuple(what_if(trial, text, error) for text in what_ifs),
         outside,
         slowdowns_of(run, chosen),
         summaries(run),
@@ -253,7 +242,7 @@ def _trial(run: Run, step: Step, predicted: Predicted | None, rolled: int = 0, *
     factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
     replay = case_of(step, seconds)
     shared = _in_turns(step, replay) if run.crowded is None else run.crowded
-    return Trial(step, factors, replay, replay.step_seconds, predicted, shared)
+    return Trial(step, factors, replay, predicted, shared)
 
 
 def _in_turns(step: Step, replay: Case) -> bool:

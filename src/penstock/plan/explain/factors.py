@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.schedule import Op
-from penstock.simulate.columns import COMPUTE, Floats, column
+from penstock.simulate.computations import COMPUTE, Floats, column
 from penstock.trace.measured import Replica
 
 PLACE = np.array([COMPUTE.index(op) if op.is_compute else -1 for op in Op])

@@ -9,13 +9,14 @@ import numpy as np
 
 from penstock._base.words import counted
 from penstock.costs import Profile, UnitCost, best_starts
-from penstock.costs.stage_costs import priced, problem_of, slowest_link, usual_link
+from penstock.costs.links import link_of
+from penstock.costs.stage_costs import priced, problem_of
 from penstock.errors import ArgumentError
 from penstock.plan.explain.schedules import Price
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
-from penstock.simulate.columns import Floats
+from penstock.simulate.computations import Floats
 
 _LEAST = 1e-12
 _ALIKE = 1.5
@@ -84,7 +85,7 @@ class Predicted:
         profile = sizes.get(rows or 0, profile)
         names = [unit.name for unit in profile.units]
         units = tuple(unit.split if splits else unit for unit in profile.units)
-        link = slowest_link(profile) or usual_link(profile.device)
+        link = link_of(profile)
         if cuts is None:
             starts = best_starts(problem_of(units, link), stages)
         else:
@@ -99,7 +100,7 @@ class Predicted:
                     f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"
                 )
         action, guessed, note = profile.action_seconds or 0.0, cuts is None, "; ".join(notes)
-        costs = priced(units, starts, [1.0] * stages, action)
+        costs = priced(units, starts, action)
         price = _price(profile, starts)
         return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note)
 
@@ -121,7 +122,7 @@ class Predicted:
         Args:
             measured: F + I + W of each stage, as it ran.
         """
-        ends, ones = [*self.starts[1:], len(self.units)], [1.0] * len(self.starts)
+        ends = [*self.starts[1:], len(self.units)]
         times = [took / was if was else 1.0 for took, was in zip(measured, self.stage_seconds, strict=True)]
         scaled = [
             _slower(unit, by)
@@ -130,8 +131,8 @@ class Predicted:
         ]
         starts = best_starts(problem_of(scaled, self.link), len(self.starts))
         of_rank = 2 * self.action_seconds  # of F, and of B or I
-        units = _seconds(priced(scaled, starts, ones, 0.0))
-        stages = _seconds(priced(self.units, starts, ones, self.action_seconds))
+        units = _seconds(priced(scaled, starts))
+        stages = _seconds(priced(self.units, starts, self.action_seconds))
         by_unit = tuple(seconds + of_rank * by for seconds, by in zip(units, times, strict=True))
         return tuple(starts), by_unit, tuple(seconds * by for seconds, by in zip(stages, times, strict=True))
 
@@ -154,7 +155,7 @@ def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
     if not all(unit.split_forward_seconds is not None for unit in profile.units):
         return None
     each, action = (profile.units, [unit.split for unit in profile.units]), profile.action_seconds or 0.0
-    whole, split = (priced(units, starts, [1.0] * len(starts), action) for units in each)
+    whole, split = (priced(units, starts, action) for units in each)
 
     def shares(part: str, of: str) -> Floats:
         return np.array([getattr(a, part) / max(getattr(b, of), _LEAST) for a, b in zip(split, whole, strict=True)])

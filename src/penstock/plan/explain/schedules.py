@@ -9,11 +9,11 @@ from functools import lru_cache
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.plan.explain.case import Case
+from penstock.plan.explain.case import Case, Change
 from penstock.plan.explain.factors import PLACE
 from penstock.schedule import Op, Schedule, generate, names, peak_activations
 from penstock.schedule.generators import Numbers, generator, generators
-from penstock.simulate.columns import COMPUTE, Floats, column
+from penstock.simulate.computations import COMPUTE, Floats, column
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _ROUNDING = 1 + 1e-9
@@ -45,28 +45,7 @@ shortest action of an op takes as its fixed cost."""
 _SPLIT = "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages: a profile (--profile) tells"
 
 
-@dataclass(frozen=True, slots=True)
-class Idea:
-    """A change before it is judged.
-
-    Attributes:
-        kind, text, note: as in `Change`.
-        cases: what the step becomes as usual, and at the ends of what is assumed; one, if nothing is.
-        measured: whether what its actions take was measured, or is less than what was.
-        key: which change of its kind it is, in any step of a run.
-        memory: the most activations that a rank holds, in those of one microbatch on all of its stages.
-    """
-
-    kind: str
-    text: str
-    cases: tuple[Case, ...]
-    note: str = ""
-    measured: bool = True
-    key: str = ""
-    memory: float = 0.0
-
-
-def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Idea:
+def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Change:
     """The case under a schedule, `zb-h1` or with chunks `interleaved-1f1b/2`.
 
     Args:
@@ -83,8 +62,8 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
         raise ArgumentError(f"schedule {text!r}: expected a name, or a name and a number of chunks, as in zb-v/2")
     entry, now = generator(name), case.schedules[0]
     each = now.placement.stages // now.placement.ranks
-    if now.placement.pipelines > 1 or entry.placement == "bidirectional" or entry.slices > 1:
-        raise ArgumentError(f"schedule {text!r}: not comparable; copies of a model and slices cost something else")
+    if now.placement.pipelines > 1 or entry.placement == "bidirectional":
+        raise ArgumentError(f"schedule {text!r}: not comparable; copies of a model cost something else")
     asked = int(chunks) if chunks else max(each, entry.chunks)
     if not asked or asked % each:
         raise ArgumentError(f"schedule {text!r}: the trace has {each} stages a rank, which cannot become {asked}")
@@ -114,7 +93,7 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
     name = entry.name + (f"/{asked}" if factor > 1 else "")
     text, cases = f"schedule {name} instead of {now.name}", tuple(map(priced, prices))
     measured = factor == 1 and (split or not splits or price is not None)
-    return Idea("schedule", text, cases, "; ".join(notes), measured, name, max(held, holds))
+    return Change("schedule", text, cases, "; ".join(notes), measured, name, max(held, holds))
 
 
 def _pieces(seconds: Floats, pieces: int, price: Price) -> Floats:
@@ -162,22 +141,22 @@ def _share(seconds: Floats, part: int) -> float:
     return float(np.nansum(seconds[:, part]) / both) if both else 0.5
 
 
-def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Idea]:
+def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Change]:
     """The case under each schedule that leaves stages as they are. Arguments as for `another`."""
     now = case.schedules[0]
     if now.placement.pipelines > 1 or sum(map(len, now.rows)) * len(case.schedules) > MAX_ACTIONS:
         return
     each = now.placement.stages // now.placement.ranks
     for entry in generators():
-        numbers = Numbers(now.ranks, now.microbatches, max(each, entry.chunks), entry.slices)
-        if entry.slices > 1 or not entry.fits(numbers, now.placement):
+        numbers = Numbers(now.ranks, now.microbatches, max(each, entry.chunks))
+        if not entry.fits(numbers, now.placement):
             continue
         found = another(case, entry.name, slow, price)
         if found.cases[0].schedules[0].rows != now.rows:
             yield found
 
 
-def twice_the_microbatches(case: Case) -> Iterator[Idea]:
+def twice_the_microbatches(case: Case) -> Iterator[Change]:
     """Microbatches of half the size, each taking half as long; nothing if the schedule has no name."""
     now = case.schedules[0]
     placement = now.placement
@@ -187,4 +166,4 @@ def twice_the_microbatches(case: Case) -> Iterator[Idea]:
     halves = (np.repeat(_pieces(case.seconds, 2, price), 2, axis=3) for price in (USUAL, FREE, DEAR))
     cases = (replace(case, schedules=(made,) * len(case.schedules), seconds=_for(made, one, FREE)) for one in halves)
     text = f"cut the batch into {2 * now.microbatches} microbatches instead of {now.microbatches}"
-    yield Idea("pieces", text, tuple(cases), "if half a microbatch takes half as long", measured=False)
+    yield Change("pieces", text, tuple(cases), "if half a microbatch takes half as long", measured=False)

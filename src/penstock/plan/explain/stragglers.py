@@ -14,7 +14,7 @@ from penstock.errors import ArgumentError
 from penstock.plan.explain.case import case_of_traced
 from penstock.plan.explain.factors import SLOW, Factors, factors_of
 from penstock.schedule import Schedule
-from penstock.simulate.columns import Floats
+from penstock.simulate.computations import Floats
 from penstock.trace.around import BACKWARD, FORWARD, Among, Around, Durations, traced
 from penstock.trace.measured import Run, Step
 

@@ -12,7 +12,7 @@ from penstock.plan.explain.case import Case, times_of
 from penstock.plan.explain.factors import Factors
 from penstock.schedule import Action
 from penstock.schedule.timeline import Timeline
-from penstock.simulate.columns import Columns, Floats, Ints
+from penstock.simulate.computations import Columns, Floats, Ints
 from penstock.simulate.waits import Waits
 from penstock.trace.measured import Replica, Step
 
@@ -138,7 +138,7 @@ def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
     node = int(np.argmax(gap - np.nan_to_num(ideal_starts - columns.before(ideal_ends))))
     if gap[node] <= 0:
         return None
-    rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
+    rank = columns.rank
     took, usual = ends - starts, ideal_ends - ideal_starts
     chain = _chain(waits.need, columns, ends, node)
     worst = max(chain, key=lambda one: float(took[one] - usual[one]), default=-1)

@@ -14,20 +14,6 @@ LINK_FRACTION = NETWORK_FRACTION = 0.8
 """Of a cable's rate, what large collectives reach: round figures. (nccl-tests on eight A100: 230 of 300 GB/s.)"""
 
 
-PROCESSORS = {
-    "a100-sxm-40gb": 108,
-    "a100-sxm-80gb": 108,
-    "a100-pcie-40gb": 108,
-    "a100-pcie-80gb": 108,
-    "h100-sxm": 132,
-    "h100-pcie": 114,
-    "h200-sxm": 132,
-    "b200-sxm": 148,
-    "v100-sxm-32gb": 80,
-}
-"""Streaming multiprocessors, as each architecture's whitepaper states; of other devices products are not rounded."""
-
-
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Hosts of equal devices.
@@ -56,7 +42,7 @@ class Machine:
     @property
     def grid(self) -> Grid:
         """How products are divided among the device's processors."""
-        return Grid(PROCESSORS.get(self.device.key, 0))
+        return Grid(self.device.processors)
 
     @property
     def link(self) -> LinkCost:

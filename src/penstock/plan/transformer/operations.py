@@ -7,7 +7,7 @@ weight's. What is no product is bound by memory: each kernel reads its inputs an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.costs.hardware import Operation
 from penstock.plan.transformer.job import Job
@@ -70,14 +70,7 @@ class Work:
 
     def then(self, other: Work) -> Work:
         """This, and then the other."""
-        return Work(
-            self.forward + other.forward,
-            self.input_gradient + other.input_gradient,
-            self.weight_gradient + other.weight_gradient,
-            self.repeated + other.repeated,
-            self.forward_sums + other.forward_sums,
-            self.backward_sums + other.backward_sums,
-        )
+        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 def layer_work(job: Job, rows: int, grid: Grid) -> Work:

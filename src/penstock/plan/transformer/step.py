@@ -7,11 +7,11 @@ from itertools import accumulate, pairwise
 
 from penstock.costs.stage_costs import priced
 from penstock.errors import ArgumentError
-from penstock.plan.besides import Besides, besides
 from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job
 from penstock.plan.transformer.machine import Machine
 from penstock.plan.transformer.memory import dummies
 from penstock.plan.transformer.units import units_of
+from penstock.plan.transient import Transient, transient_of_ranks
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, peaks, simulate
 
@@ -70,7 +70,7 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
     units = units_of(job, machine, layout.rows)
     layers = _layers(job, layout)
     bounds = [0, *(end + 1 for end in [*accumulate(layers)][:-1]), len(units)]
-    stages = priced(units, bounds[:-1], [1.0] * len(layers), 0.0)
+    stages = priced(units, bounds[:-1])
     schedule = generate(
         "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
     )
@@ -78,7 +78,7 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
     held = peaks(schedule, stages, timeline)
     parameters = max(one.parameters for one in held) / PARAMETER_BYTES
     pieces = [units[start:end] for start, end in pairwise(bounds)]
-    running = besides(schedule.placement, layout.microbatches, [Besides.of(piece) for piece in pieces])
+    running = transient_of_ranks(schedule.placement, layout.microbatches, [Transient.of(piece) for piece in pieces])
     unread = [
         dummies(job, layers=any(layers[stage] for stage in own), head=len(layers) - 1 in own)
         for own in schedule.placement.by_rank

@@ -10,14 +10,13 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.report import Moment, schedule_svg, to_perfetto, walkthrough
-from penstock.report.marks import label_of
+from penstock.report import Moment, panel_of, svg, to_perfetto, walkthrough
 from penstock.report.studio.question import MAX_CELLS, MAX_SECONDS, MAX_TO_SEARCH, Question
-from penstock.report.web.page_data import Order, band, curve, timeline_data
+from penstock.report.web.timeline_data import Order, band, curve, timeline_data
 from penstock.schedule import Placement, Schedule, generate, generators, to_csv
 from penstock.schedule.generators import Numbers
 from penstock.simulate import LinkCost, StageCost, memory
-from penstock.simulate.costs import OF_MICROBATCH, divided
+from penstock.simulate.costs import divided
 from penstock.simulate.figures import Figures, units_of_memory, with_activations
 from penstock.simulate.search import Found
 from penstock.simulate.search.search import search_within
@@ -32,20 +31,20 @@ def catalog() -> dict[str, Any]:
         {
             "name": one.name,
             "rule": one.rule,
-            "comparable": one.slices == 1 and one.placement != "bidirectional",
+            "comparable": one.placement != "bidirectional",
         }
         for one in generators()
     ]
     return {"schedules": known, "usual": asdict(Question())}
 
 
-def stage_costs(question: Question, placement: Placement, slices: int = 1) -> list[StageCost]:
+def stage_costs(question: Question, placement: Placement) -> list[StageCost]:
     """What each stage costs, copies included."""
     per_rank = StageCost(question.forward, question.backward_input, question.backward_weight)
     one = divided(per_rank, placement.depth // placement.ranks)
-    more = {name: getattr(one, name) + question.head * getattr(per_rank, name) for name in OF_MICROBATCH[:3]}
-    usual, last = (divided(stage, slices, OF_MICROBATCH) for stage in (one, replace(one, **more)))
-    return [*[usual] * (placement.depth - 1), last] * placement.pipelines
+    times = ("forward_seconds", "backward_input_seconds", "backward_weight_seconds")
+    last = replace(one, **{name: getattr(one, name) + question.head * getattr(per_rank, name) for name in times})
+    return [*[one] * (placement.depth - 1), last] * placement.pipelines
 
 
 @lru_cache(maxsize=64)
@@ -60,11 +59,11 @@ def named(question: Question, name: str) -> Figures:
 @lru_cache(maxsize=64)
 def _generated(name: str, numbers: Numbers) -> Schedule:
     """The same while only costs change."""
-    return generate(name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices)
+    return generate(name, numbers.ranks, numbers.microbatches, numbers.chunks)
 
 
 def _figures(question: Question, schedule: Schedule) -> Figures:
-    costs = stage_costs(question, schedule.placement, schedule.slices)
+    costs = stage_costs(question, schedule.placement)
     return Figures.of(schedule, costs, LinkCost(question.comm))
 
 
@@ -94,9 +93,9 @@ def fits(question: Question, one: Figures) -> bool:
 
 
 def _band(question: Question, one: Figures) -> dict[str, Any]:
-    placement, slices = one.schedule.placement, one.schedule.slices
-    costs = with_activations(placement, one.by_stage, slices)
-    units = units_of_memory(placement, costs, slices)
+    placement = one.schedule.placement
+    costs = with_activations(placement, one.by_stage)
+    units = units_of_memory(placement, costs)
     curves = []
     for held, unit in zip(memory(one.schedule, costs, one.timeline), units, strict=True):
         made = curve(held, question.memory_limit, unit="", label="activations")
@@ -135,7 +134,7 @@ def searched(question: Question, where: str, seconds: float) -> tuple[Found, Fig
     limit, microbatches = question.memory_limit, question.microbatches
     found = search_within(limit, placement, microbatches, costs, links, objective="span", seconds=seconds)
     made = found.schedule
-    return found, _figures(question, Schedule(SEARCHED, made.placement, made.microbatches, made.rows, made.slices))
+    return found, _figures(question, Schedule(SEARCHED, made.placement, made.microbatches, made.rows))
 
 
 def search_for(question: Question, where: str, seconds: float) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def walk(question: Question) -> dict[str, Any]:
                 f"{entry.name} with {question.size} has {found.slots} slots, too many to go through; "
                 f"take fewer microbatches (up to {MAX_CELLS:,} cells are shown)"
             )
-        longest = max(len(label_of(action.microbatch or 0, found.schedule.slices)) for action in found.schedule.rows[0])
+        longest = max(len(str(action.microbatch or 0)) for action in found.schedule.rows[0])
         walks.append(
             {
                 "name": entry.name,
@@ -175,17 +174,17 @@ def walk(question: Question) -> dict[str, Any]:
                 "longest": 1 + longest,
                 "slots": found.slots,
                 "headlines": [found.headline(slot) for slot in range(found.slots)],
-                "ranks": [[_cell(moment, found.schedule.slices) for moment in moments] for moments in found.ranks],
+                "ranks": [[_cell(moment) for moment in moments] for moments in found.ranks],
             }
         )
     return {"walks": walks}
 
 
-def _cell(moment: Moment, slices: int) -> dict[str, Any]:
+def _cell(moment: Moment) -> dict[str, Any]:
     action = moment.action
     doing = {}
     if action is not None:
-        doing = {"op": action.op.value, "label": action.op.value + label_of(action.microbatch or 0, slices)}
+        doing = {"op": action.op.value, "label": f"{action.op.value}{action.microbatch or 0}"}
     needs = [[one.rank, one.slot] for one in moment.needs]
     return {"text": moment.text, "needs": needs, **doing}
 
@@ -194,12 +193,8 @@ def _cell(moment: Moment, slices: int) -> dict[str, Any]:
 
 _FILES: Mapping[str, tuple[str, str, Callable[[Figures], str]]] = {
     "csv": ("csv", "text/csv", lambda one: to_csv(one.schedule)),
-    "svg": ("svg", "image/svg+xml", lambda one: schedule_svg(one.schedule, one.timeline, unit="units")),
-    "perfetto": (
-        "perfetto.json",
-        "application/json",
-        lambda one: json.dumps(to_perfetto(one.timeline, slices=one.schedule.slices)),
-    ),
+    "svg": ("svg", "image/svg+xml", lambda one: svg([panel_of(one.schedule, one.timeline)], "units")),
+    "perfetto": ("perfetto.json", "application/json", lambda one: json.dumps(to_perfetto(one.timeline))),
 }
 """How a file's name ends, its type, and what is in it. Of the SVG the page makes a PNG."""
 

@@ -14,12 +14,12 @@ from typing import Any
 from penstock.errors import ArgumentError, PenstockError
 from penstock.report.studio import opened
 from penstock.report.web.page import page
-from penstock.report.web.sources import shown
+from penstock.report.web.sources import contents_of
 
 
 def report(path: Path, step: int | None = None) -> str:
     """The page of `penstock report`. Raises ArgumentError if there is nothing to report, or no such step."""
-    return page(shown([path], step))
+    return page(contents_of([path], step))
 
 
 BIG_BYTES = 8 << 20

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from penstock._base.files import read_json
 from penstock.errors import ArgumentError, PenstockError
-from penstock.trace.reading import SUFFIXES
+from penstock.trace.files import SUFFIXES
 from penstock.trace.runs.about import FORMAT
 from penstock.trace.runs.folder import ABOUT
 from penstock.trace.runs.summary import Summary

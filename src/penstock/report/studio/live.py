@@ -16,7 +16,7 @@ from penstock.trace.runs import About, RankState, read_run
 from penstock.trace.runs.folder import ABOUT, RANKS, STEPS
 from penstock.trace.runs.health import Health, health
 from penstock.trace.runs.progress import Progress
-from penstock.trace.runs.reading import joined
+from penstock.trace.runs.reader import joined
 from penstock.trace.runs.records import with_text_loss
 
 _MAX_STEPS = 5_000

@@ -10,12 +10,12 @@ from typing import Any
 from penstock._base.files import read_text
 from penstock.errors import ArgumentError
 from penstock.report.studio.question import MAX_SIZES
-from penstock.report.web.page_data import band, timeline_data
-from penstock.report.web.sources import shown
+from penstock.report.web.sources import contents_of
+from penstock.report.web.timeline_data import band, timeline_data
 from penstock.schedule import Schedule, from_csv
 from penstock.schedule.check import require_legal
 from penstock.simulate import StageCost, simulate
-from penstock.trace.reading import SUFFIXES
+from penstock.trace.files import SUFFIXES
 from penstock.trace.runs import is_run, read_run
 
 _MAX_SHOWN = 100_000
@@ -46,7 +46,7 @@ def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[st
         raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
     if path.name.removesuffix(".gz").endswith(".csv") and (schedule := _schedule(path)) is not None:
         return _of_schedule(schedule, name)
-    view = shown([path], step, what_ifs=what_ifs)
+    view = contents_of([path], step, what_ifs=what_ifs)
     if view.plan is not None:
         of_plan = {
             "plan": view.plan.to_dict(),

@@ -91,10 +91,10 @@ class Question:
 
     def numbers(self, entry: Generator) -> Numbers:
         """The numbers for a schedule: with its usual chunks, if it cannot have as many as were asked for."""
-        usual = Numbers(self.ranks, self.microbatches, entry.chunks, entry.slices)
+        usual = Numbers(self.ranks, self.microbatches, entry.chunks)
         if self.chunks is None:
             return usual
-        asked = Numbers(self.ranks, self.microbatches, self.chunks, entry.slices)
+        asked = Numbers(self.ranks, self.microbatches, self.chunks)
         broken = entry.broken(asked)
         return usual if broken is not None and broken.argument == "chunks" else asked
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import socket
@@ -12,43 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.errors import ArgumentError
 from penstock.report.studio.app import Studio
 from penstock.report.studio.guard import Guard, in_address
 from penstock.report.studio.library import Library
-
-_AT_ONCE = 64
-"""Connections; more are refused until some have been closed."""
-_PATIENCE_SECONDS = 10.0
-"""For the next request of a connection."""
-
-
-class Impatient(H11Protocol):
-    """Connections whose requests come within seconds: others are closed, so that they keep nobody else out."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._answered: object = None
-        self._look_again()
-
-    def _look_again(self) -> None:
-        self._look = self.loop.call_later(_PATIENCE_SECONDS, self._close_if_idle)
-
-    def _close_if_idle(self) -> None:
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if self.transport.is_closing():
-            return
-        if not busy and self.cycle is self._answered:
-            self.transport.close()
-        else:
-            self._answered = self.cycle
-            self._look_again()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._look.cancel()
-        super().connection_lost(exc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +40,10 @@ class Server:
         """What serves, to be run with `sockets=[self.socket]`."""
         config = uvicorn.Config(
             Studio(self.library, self.guard).app(),
-            http=Impatient,
+            http="h11",
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=_AT_ONCE,
             h11_max_incomplete_event_size=16 << 10,
             timeout_graceful_shutdown=1,
         )

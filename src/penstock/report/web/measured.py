@@ -8,8 +8,8 @@ from typing import Any
 from penstock._base.words import counted
 from penstock.plan.explain import Explanation
 from penstock.report.text import TURNS
-from penstock.report.web.page_data import band, curve
-from penstock.report.web.shown import Figure, Held, Idle, Shown, duration
+from penstock.report.web.contents import Contents, Figure, Held, Idle, duration
+from penstock.report.web.timeline_data import band, curve
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, StageCost, memory
 from penstock.simulate.figures import title
@@ -19,7 +19,7 @@ _IDLE_NOTE = (
 )
 
 
-def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Shown:
+def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Contents:
     """What `penstock explain` found of a step.
 
     Args:
@@ -31,9 +31,11 @@ def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = (
     held = memory(slowest.schedule, costs, slowest.timeline) if costs else []
     what = f"{found.origin}, step {step.number}" if len(found.run.steps) > 1 else found.origin
     measured = band(what, slowest.timeline, slowest.schedule, memory=_curves(held))
-    return Shown(
+    several = [counted(len(found.run.steps), "step")] if len(found.run.steps) > 1 else []
+    more = [f"{counted(len(step.replicas), 'replica')}; the slowest is shown"] if len(step.replicas) > 1 else []
+    return Contents(
         title=title(slowest.schedule),
-        headings=tuple(_headings(found, name)),
+        headings=(name, *several, *more),
         warnings=found.run.notes,
         figures=tuple(figures_of(found)),
         bands=(measured, *compared(found, costs)),
@@ -45,13 +47,6 @@ def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = (
         numbers=found.to_dict(),
         explanation=found,
     )
-
-
-def _headings(found: Explanation, name: str) -> list[str]:
-    replicas = len(found.step.replicas)
-    several = [counted(len(found.run.steps), "step")] if len(found.run.steps) > 1 else []
-    more = [f"{counted(replicas, 'replica')}; the slowest is shown"] if replicas > 1 else []
-    return [name, *several, *more]
 
 
 def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
@@ -67,7 +62,8 @@ def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[s
                 case.schedules[place],
                 note=f"simulated; the step {change.claim}",
             )
-            for change, case in zip(found.what_ifs, found.what_if_replays, strict=True)
+            for change in found.what_ifs
+            for case in change.cases[:1]
         ]
     if found.predicted is not None:
         held = memory(schedule, costs, found.predicted) if costs else []
@@ -126,11 +122,11 @@ def idle_of(found: Explanation) -> Idle:
     return Idle(tuple(one.compute_seconds for one in ranks), causes, _IDLE_NOTE)
 
 
-def in_turns(timelines: Sequence[Timeline], name: str) -> Shown:
+def in_turns(timelines: Sequence[Timeline], name: str) -> Contents:
     """Timelines of ranks that took turns in one process: their durations are real, their starts cannot be compared."""
     timeline = timelines[-1]
     busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
-    return Shown(
+    return Contents(
         title=name,
         headings=(counted(timeline.ranks, "rank"), "in one process"),
         warnings=(TURNS_NOTE,),

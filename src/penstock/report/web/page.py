@@ -10,14 +10,14 @@ from penstock._base.words import sized
 from penstock.errors import require
 from penstock.report.frame import frame
 from penstock.report.web.assets import asset, bundle, embedded
-from penstock.report.web.page_data import timeline_data
-from penstock.report.web.shown import Shown, duration
+from penstock.report.web.contents import Contents, duration
+from penstock.report.web.timeline_data import timeline_data
 
 _MAX_RANKS = 32
 """Ranks of which each has a line."""
 
 
-def page(shown: Shown) -> str:
+def page(contents: Contents) -> str:
     """The report of what was found.
 
     Raises:
@@ -29,17 +29,17 @@ def page(shown: Shown) -> str:
     templates = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = templates.from_string(files("penstock.report.web").joinpath("templates/report.html").read_text("utf-8"))
     body = template.render(
-        shown=shown,
+        contents=contents,
         duration=duration,
         sized=sized,
         percent=_percent,
         ranks_shown=_ranks,
-        data=embedded("timeline-data", timeline_data(shown.bands, unit=shown.unit)),
-        numbers=embedded("numbers", finite(dict(shown.numbers))),
-        courses=embedded("course-data", [asdict(one) for one in shown.courses]),
+        data=embedded("timeline-data", timeline_data(contents.bands, unit=contents.unit)),
+        numbers=embedded("numbers", finite(dict(contents.numbers))),
+        courses=embedded("course-data", [asdict(one) for one in contents.courses]),
     )
     style = asset("timeline.css") + asset("report.css")
-    return frame(f"{shown.title} - Penstock", body, style=style, script=bundle("report.js"))
+    return frame(f"{contents.title} - Penstock", body, style=style, script=bundle("report.js"))
 
 
 def _percent(value: float, whole: float) -> str:

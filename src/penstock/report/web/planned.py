@@ -10,8 +10,8 @@ from penstock._base.words import counted, sized
 from penstock.plan import Plan
 from penstock.plan.explain import Predicted
 from penstock.plan.predict import order_of_plan
-from penstock.report.web.page_data import band, curve
-from penstock.report.web.shown import Figure, Held, Idle, Shown, duration
+from penstock.report.web.contents import Contents, Figure, Held, Idle, duration
+from penstock.report.web.timeline_data import band, curve
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, memory
@@ -29,7 +29,7 @@ _CURVE = (
 )
 
 
-def of_plan(plan: Plan, name: str) -> Shown:
+def of_plan(plan: Plan, name: str) -> Contents:
     """What a plan says.
 
     Args:
@@ -46,7 +46,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
     fullest, limit = held[plan.fullest], limits[plan.fullest]
     of = f"of {sized(limit)}" if limit is not None else "no limit"
     worst = max(plan.idle, key=plan.idle.__getitem__, default="")
-    return Shown(
+    return Contents(
         title=title(schedule),
         headings=(name, "plan (prediction only)", counted(choice.replicas, "replica")),
         figures=(

@@ -12,11 +12,11 @@ import numpy as np
 from penstock._base.words import counted, sized
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.plan.explain import Explanation
+from penstock.report.web.contents import Contents, Course, Figure, Held, date_text, duration
 from penstock.report.web.measured import TURNS_NOTE, against, compared, idle_of, predicted_of, reasons
-from penstock.report.web.page_data import band
-from penstock.report.web.shown import Course, Figure, Held, Shown, date_text, duration
+from penstock.report.web.timeline_data import band
 from penstock.schedule import Schedule
-from penstock.simulate.columns import Columns
+from penstock.simulate.computations import Columns
 from penstock.trace.runs import Predicted, RunRead, StepRecord
 from penstock.trace.runs.health import health, troubles
 from penstock.trace.runs.progress import RECENT, Progress
@@ -35,7 +35,7 @@ def of_run(
     doubts: Sequence[str] = (),
     *,
     other_prediction: bool = False,
-) -> Shown:
+) -> Contents:
     """What a run recorded.
 
     Args:
@@ -66,7 +66,7 @@ def of_run(
     elif found is not None:
         bands += compared(found)
     numbers = {"explained": found.to_dict() if found else None, "steps": len(steps)}
-    return Shown(
+    return Contents(
         title=about.name,
         headings=tuple(_headings(run, steps)),
         troubles=tuple(troubles([(state, health(state)) for state in states])),

@@ -11,10 +11,10 @@ from penstock._base.files import json_or_none
 from penstock.errors import ArgumentError
 from penstock.plan import Plan
 from penstock.plan.explain import Explanation, Predicted, Run, explain, read_run, run_of
+from penstock.report.web.contents import Contents
 from penstock.report.web.measured import in_turns, of_explanation
 from penstock.report.web.planned import of_plan
 from penstock.report.web.run_folder import of_run
-from penstock.report.web.shown import Shown
 from penstock.schedule.timeline import Timeline
 from penstock.trace.runs import read_run as read_folder
 from penstock.trace.runs.folder import ABOUT, TIMELINES
@@ -29,12 +29,12 @@ def is_fabric(path: Path) -> bool:
     return isinstance(given, dict) and "workload" in given and "hosts" in given
 
 
-def shown(
+def contents_of(
     paths: Sequence[Path],
     step: int | None = None,
     prediction: Prediction | None = None,
     what_ifs: Sequence[str] = (),
-) -> Shown:
+) -> Contents:
     """What a report shows of these files or this folder.
 
     Args:
@@ -63,7 +63,7 @@ def shown(
     return of_explanation(found, names, predicted.costs if predicted is not None and known else ())
 
 
-def _of_folder(path: Path, step: int | None, prediction: Prediction | None, what_ifs: Sequence[str]) -> Shown:
+def _of_folder(path: Path, step: int | None, prediction: Prediction | None, what_ifs: Sequence[str]) -> Contents:
     run = read_folder(path)
     timelines, damaged = run.timelines()
     if step is not None and step not in timelines:

@@ -350,6 +350,11 @@ def _joined(column: Sequence[Any], sizes: Sequence[int], where: str, dim: Dim, s
     if dim or column[0].dim():
         dim = checked(dim, column[0], where)
     alike = all(shape[dim : dim + 1] == [size] for shape, size in zip(shapes, sizes, strict=True))
+    if not any(shapes) and not stated:
+        raise ShapeError(
+            f"{where} is one number for each microbatch, such as its loss, and no part of a batch: leave out what "
+            f"has the model compute it, such as labels=, or {_INSTEAD}"
+        )
     if not (alike or (stated and all(shapes))):
         raise ShapeError(
             f"{where} has shapes {shapes} in microbatches of {list(sizes)} rows, so that they cannot be put together "

@@ -1,68 +1,23 @@
-"""Lists the features in the order in which they apply, and assembles a stage's runner from them.
-
-The user's own follow (`features=`), and a kind of recomputation of the user's own (`recompute=`) takes the place of
-Penstock's. One that belongs to Penstock takes a file in `features/` and a line in `FEATURES`; a kind of recomputation,
-a line in `RECOMPUTE`; one that only chooses microbatches, a line in `KEPT_FORWARDS` (`features/recompute.py`).
-"""
+"""Assembles a stage's runner from its features: those of `features/registry.py`, and the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
-from penstock._base.words import named
-from penstock.errors import ArgumentError
 from penstock.runtime.execute.stage_runner import StageRunner
-from penstock.runtime.features.checkpointed_norm import CheckpointedNorms
-from penstock.runtime.features.compiled import Compiled, OwnGradients
-from penstock.runtime.features.context import MakeFeature, StageContext, check_forward_order
-from penstock.runtime.features.feature import HOOKS, Feature, Features, Forward, overrides_a_hook
-from penstock.runtime.features.finite import FiniteStage
-from penstock.runtime.features.forward_attributes import ForwardAttributes
+from penstock.runtime.features.context import MakeFeature, StageContext
+from penstock.runtime.features.feature import Features, Forward
 from penstock.runtime.features.offload import Offload
-from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
-from penstock.runtime.features.recomputed_layers import RecomputedLayers
-from penstock.runtime.features.sharding import Framed, Reduced
-from penstock.runtime.features.step_check import StepCheck
+from penstock.runtime.features.registry import FEATURES, own_feature
 from penstock.runtime.kinds import distinct
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import RouteBuilder
 from penstock.schedule import Op
-
-RECOMPUTE: Mapping[str, MakeFeature] = {
-    "never": lambda stage: None,
-    **{name: RecomputedStage.keeping(kept) for name, kept in KEPT_FORWARDS.items()},
-}
-"""Kinds of recomputation, by their names in `recompute=`. A number is `RecomputedLayers`."""
-
-
-def _recomputed(stage: StageContext) -> Feature | None:
-    kind = stage.recompute
-    if not stage.training or isinstance(kind, int):
-        return None
-    return RECOMPUTE[kind](stage) if isinstance(kind, str) else _own("recompute", kind, stage)
-
-
-FEATURES: tuple[MakeFeature, ...] = (
-    RecomputedLayers.of,  # replaces the stage's code, which all later features see
-    Offload.of,
-    _recomputed,
-    Compiled.of,
-    OwnGradients.of,
-    FiniteStage.of,
-    check_forward_order,
-    Framed.of,  # around whatever runs the code
-    Reduced.of,
-    lambda stage: stage.binding.norms,
-    ForwardAttributes.of,
-    CheckpointedNorms.of,  # exchanges buffers within a backward, in which nothing else may update them
-    StepCheck.of,
-)
-"""All features of Penstock, the outermost first."""
 
 
 def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
@@ -72,7 +27,7 @@ def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
         ArgumentError: two choices cannot be combined.
         PartitionError: the stage does something that the schedule, or a choice, does not allow.
     """
-    own: list[MakeFeature] = [partial(_own, "features", make) for make in stage.binding.features]
+    own: list[MakeFeature] = [partial(own_feature, "features", make) for make in stage.binding.features]
     for make in (*FEATURES, *own):
         feature = make(stage)
         if feature is not None:
@@ -84,32 +39,6 @@ def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
             run = feature.forward_of(run, each)
         runs.append(run)
     return StageRunner(stage, runs, routes, _splits(stage), Features(stage.made))
-
-
-def _own(argument: str, make: MakeFeature, stage: StageContext) -> Feature | None:
-    """What the user's function makes for a stage.
-
-    Raises:
-        ArgumentError: it is not a feature, or one that would do nothing.
-    """
-    name = named(make).__qualname__
-    try:
-        feature = make(stage)
-    except Exception as error:
-        error.add_note(f"penstock: while {argument}= called {name} with the StageContext of stage {stage.index}")
-        raise
-    if not (feature is None or isinstance(feature, Feature)):
-        raise ArgumentError(
-            f"{argument}: {name} made an object of {type(feature).__name__} for stage {stage.index}; "
-            "expected one of a class derived from penstock.runtime.features.feature.Feature, or None"
-        )
-    if feature is not None and not overrides_a_hook(feature):  # a misspelt one would go unnoticed
-        raise ArgumentError(
-            f"{argument}: {type(feature).__name__}, which {name} made for stage {stage.index}, overrides no hook of "
-            f"Feature, so it would do nothing; the hooks are {', '.join(HOOKS)}. To leave a stage without it, return "
-            "None"
-        )
-    return feature
 
 
 def _splits(stage: StageContext) -> list[SplitBackward | None]:

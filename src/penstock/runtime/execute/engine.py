@@ -34,7 +34,7 @@ from penstock.runtime.execute.program import (
     run_timed,
 )
 from penstock.runtime.execute.progress import Progress, has_events
-from penstock.runtime.execute.transports import STAGES_NOTHING, TransportChoice, staged_note, transport_of
+from penstock.runtime.execute.transport_choice import STAGES_NOTHING, TransportChoice, staged_note, transport_of
 from penstock.runtime.features.context import Binding
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas

@@ -1,1 +1,1 @@
-"""What stages do besides their forward and backward: one feature per file, in the order of `execute/assembly.py`."""
+"""What stages do besides their forward and backward: one feature per file, in the order of `registry.py`."""

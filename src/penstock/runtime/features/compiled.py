@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from penstock._base.compat_compiler import backend_named, compiled, inductor_options, noticing_hooks
 from penstock.errors import ArgumentError
-from penstock.partition.recording.calls import enter_autocast, hooked, leave_autocast
+from penstock.partition.recording.calls import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
 from penstock.runtime.front_end import Stage
@@ -212,8 +212,8 @@ def _compile_again(block: nn.Module, schedule: Schedule) -> None:
 
 
 def _keep_outside(module: fx.GraphModule) -> None:
-    """Lets Python enter and leave autocast, whose state the compiler loses in between, and register hooks."""
-    nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast, hooked)]
+    """Lets Python enter and leave autocast, whose state the compiler loses in between."""
+    nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast)]
     for node in nodes:
         node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
     if nodes:

@@ -1,7 +1,7 @@
 """Defines features: what a stage does besides its forward and backward, in hooks that determine when.
 
 A feature overrides the hooks that it needs and leaves the others alone. If several features have the same hook, the
-first in the order of `assembly.py` is the outermost.
+first in the order of `registry.py` is the outermost.
 """
 
 from __future__ import annotations

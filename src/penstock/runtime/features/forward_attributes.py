@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -88,6 +89,8 @@ class ForwardAttributes(Feature):
         """The attributes that have been set, each with its previous value."""
         for position, was in enumerate(before):
             now = self._modules[position]
+            if now.keys() == was.keys() and all(map(is_, now.values(), was.values())):
+                continue
             for name in (was | now).keys() - OF_TORCH:
                 if now.get(name, MISSING) is not was.get(name, MISSING):
                     yield (position, name), was.get(name, MISSING)

@@ -5,7 +5,7 @@ and everything is fetched from the beginning of the computation before the one t
 saves, W what it keeps itself. On an accelerator the copies run beside the computation, each way on a stream of its own
 (`Lanes`; not yet run on any GPU). On the CPU they are made too, and save nothing.
 
-Parameters and buffers stay where they are, and so does what would come back too soon (`schedule/kept.py`).
+Parameters and buffers stay where they are, and so does what would come back too soon (`schedule/activations.py`).
 
 Memory goes back to a device's allocator in the order of the stream that computes there. So before memory is freed that
 another stream reads or fills, the computing stream waits for that one. `record_stream` alone would be as safe, but it
@@ -35,7 +35,7 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
 from penstock.runtime.gradients.distribution import local
 from penstock.schedule import Action, Op, Schedule
-from penstock.schedule.kept import NEAR, Trips, trips
+from penstock.schedule.activations import NEAR, Trips, trips
 
 
 class Lanes:

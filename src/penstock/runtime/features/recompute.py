@@ -24,7 +24,7 @@ from penstock.runtime.features.offload import Away, Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.kinds import any_use
 from penstock.schedule import Op, Schedule
-from penstock.schedule.kept import run_again
+from penstock.schedule.activations import run_again
 
 Keeping = Callable[[Sequence[int]], Collection[int]]
 """From a stage's microbatches, in the order in which they run, chooses those that keep their forward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -81,11 +81,16 @@ def _reduces(loss: Callable[..., Any] | None) -> _Reduces | None:
     if isinstance(function, nn.Module):
         given = {**vars(function), **function._buffers}
     else:
-        given = {name: each.default for name, each in inspect.signature(function).parameters.items()} | given
+        given = _defaults(function) | given
     if given.get("reduction") not in ("mean", "batchmean", "sum"):
         return None
     of_classes = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (F.cross_entropy, F.nll_loss)
     return _Reduces(given["reduction"], *((given["weight"], given["ignore_index"]) if of_classes else ()))
+
+
+@cache
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: each.default for name, each in inspect.signature(function).parameters.items()}
 
 
 def is_of_torch(loss: Callable[..., Any] | None) -> bool:

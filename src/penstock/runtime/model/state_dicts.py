@@ -17,16 +17,18 @@ from penstock.runtime.model.split_model import SplitModel
 def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
     """Wraps an evaluation: modules, and a loss that is one, are in evaluation mode. Restores modes and buffers."""
     own = loss if isinstance(loss, nn.Module) else nn.Module()
-    modes = [(module, module.training) for module in (*split.modules, *own.modules())]
+    modes = {m: m.training for m in (*split.modules, *split.model.modules(), *own.modules())}  # a forward may add some
     held = [*(buffer for _, buffer in split.held_buffers()), *own.buffers()]
     buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in held]
     try:
-        for module, _ in modes:
+        for module in modes:
             module.training = False
         yield
     finally:
-        for module, mode in modes:
+        for module, mode in modes.items():
             module.training = mode
+        for module in {*split.model.modules()} - modes.keys():  # put there meanwhile, as by BigBird for short inputs
+            module.training = split.model.training
         for buffer, before, version in buffers:
             if buffer._version != version:
                 with torch.no_grad():

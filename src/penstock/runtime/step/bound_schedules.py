@@ -156,8 +156,8 @@ class BoundSchedules:
         Raises:
             ShapeError: another rank, which also has inputs, announced a batch of another kind.
         """
-        same = (cut.sizes, cut.kind) == (cached.sizes, cached.kind) and _holds(cached.bound, cut)
-        if not (self._announces or same):
+        same = self._announces or ((cut.sizes, cut.kind) == (cached.sizes, cached.kind) and _holds(cached.bound, cut))
+        if not same:
             raise ShapeError(
                 f"rank {self._engine.world.number} got another batch than rank {self._announcer}: microbatches of "
                 f"{list(cut.sizes)} rows, there of {list(cached.sizes)}, or other shapes, dtypes, plain values, or "

@@ -1,7 +1,7 @@
 """The named schedules, one family per file, and the registry of their names.
 
-A generator is a pure function of the number of ranks, microbatches and chunks (or slices). It writes only F, B, I and
-W; passes add messages and reductions.
+A generator is a pure function of the number of ranks, microbatches and chunks. It writes only F, B, I and W;
+passes add messages and reductions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from penstock.schedule.generators.hanayo import hanayo
 from penstock.schedule.generators.interleaved import interleaved_1f1b
 from penstock.schedule.generators.naive import naive
 from penstock.schedule.generators.one_f_one_b import one_f_one_b
-from penstock.schedule.generators.sequence import seq1f1b
 from penstock.schedule.generators.v_shape import one_f_one_b_v, v_half, v_min
 from penstock.schedule.generators.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.generators.zero_bubble_v import zb_v
@@ -44,7 +43,6 @@ __all__ = [
     "names",
     "one_f_one_b",
     "one_f_one_b_v",
-    "seq1f1b",
     "v_half",
     "v_min",
     "zb_h1",
@@ -60,7 +58,6 @@ class Numbers:
     ranks: int
     microbatches: int
     chunks: int = 1
-    slices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,6 @@ class Rule:
 _ONE_CHUNK = Rule("chunks", "exactly 1 chunk a rank", lambda chunks: chunks == 1)
 _TWO_CHUNKS = Rule("chunks", "exactly 2 chunks a rank, placed as a V", lambda chunks: chunks == 2)
 _WAVES = Rule("chunks", "an even number of chunks a rank, 2 a wave", lambda chunks: chunks % 2 == 0)
-_WHOLE = Rule("slices", "whole microbatches (1 slice)", lambda slices: slices == 1)
 _EVEN_RANKS = Rule(
     "ranks", "an even number of ranks, since its two pipelines meet in the middle", lambda ranks: ranks % 2 == 0
 )
@@ -86,7 +82,7 @@ _EVEN_MICROBATCHES = Rule("microbatches", "an even number of microbatches, half 
 class Generator:
     """A named schedule, and what to expect of it.
 
-    `memory` and `idle` are Python formulas in p ranks, m microbatches, v chunks, j slices, the rank r, and F, I and W,
+    `memory` and `idle` are Python formulas in p ranks, m microbatches, v chunks, the rank r, and F, I and W,
     the times that one microbatch takes on one rank. They hold for any times (except for an `if` in the formula), if
     links cost nothing and m is a multiple of p and at least 2p.
 
@@ -98,8 +94,8 @@ class Generator:
         idle: how long the rank with the longest span waits within it; None if there is no formula.
         bubble: the share of its span in which a rank waits, if F, I and W take equally long; None if there is no
             formula.
-        rules: which numbers it works for, besides whole microbatches if `slices` is 1.
-        chunks, slices: the defaults that it is generated with.
+        rules: which numbers it works for.
+        chunks: the default that it is generated with.
         placement: where stages are: "loop", "V", "wave" or "bidirectional".
         splits: whether backwards are split into I and W.
         aliases: other names that `generate` takes.
@@ -113,14 +109,9 @@ class Generator:
     bubble: str | None = None
     rules: tuple[Rule, ...] = ()
     chunks: int = 1
-    slices: int = 1
     placement: str = "loop"
     splits: bool = False
     aliases: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.slices == 1:
-            object.__setattr__(self, "rules", (_WHOLE, *self.rules))
 
     def broken(self, numbers: Numbers) -> Rule | None:
         """The first rule that the numbers break."""
@@ -133,8 +124,7 @@ class Generator:
 
     def actions(self, numbers: Numbers) -> int:
         """The most F, B, I and W that the schedule can have: one that splits backwards may leave some whole."""
-        kinds = 3 if self.splits else 2
-        return kinds * numbers.ranks * numbers.chunks * numbers.microbatches * numbers.slices
+        return (3 if self.splits else 2) * numbers.ranks * numbers.chunks * numbers.microbatches
 
     def placed(self, numbers: Numbers) -> Placement:
         """Where the stages of the schedule for these numbers are; it need not be made for that."""
@@ -283,16 +273,6 @@ _GENERATORS = {
             bubble="(p - 1)/(3*m + p - 1)",
             splits=True,
         ),
-        Generator(
-            "seq1f1b",
-            lambda n: seq1f1b(n.ranks, n.microbatches, n.slices),
-            rule="1F1B over slices of the sequence; generated, checked and timed, but not run",
-            memory="(p - 1 - r + j)/j",
-            idle="(p - 1)*(F + I + W)/j",
-            bubble="(p - 1)/(j*m + p - 1)",
-            rules=(_ONE_CHUNK,),
-            slices=2,
-        ),
     )
 }
 
@@ -328,9 +308,7 @@ def generator(name: str) -> Generator:
     return found
 
 
-def generate(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, slices: int | None = None
-) -> Schedule:
+def generate(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule with that name, without messages.
 
     >>> print(generate("zb-h1", ranks=2, microbatches=2))
@@ -343,15 +321,12 @@ def generate(
         ranks: how many ranks, at least 1.
         microbatches: how many microbatches, at least 1; fewer than ranks is fine.
         chunks: how many stages of the model each rank owns, at least 1; None: the schedule's default.
-        slices: how many pieces each microbatch is cut into along the sequence; None: the schedule's default.
 
     Raises:
         ArgumentError: the name is unknown, a number is less than 1, or the schedule's definition does not allow it.
     """
     entry = generator(name)
-    numbers = Numbers(
-        ranks, microbatches, entry.chunks if chunks is None else chunks, entry.slices if slices is None else slices
-    )
+    numbers = Numbers(ranks, microbatches, entry.chunks if chunks is None else chunks)
     check_counts(**{argument: getattr(numbers, argument) for argument in Numbers.__slots__})
     if (rule := entry.broken(numbers)) is not None:
         value = getattr(numbers, rule.argument)

@@ -32,7 +32,7 @@ def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], li
     for generator in generators():
         chunks = problem.placement.depth // problem.ranks or 1
         try:
-            schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks, 1)
+            schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks)
         except ArgumentError:  # does not work for these numbers
             continue
         if schedule.placement == problem.placement:

@@ -42,17 +42,17 @@ from penstock._base.lazy import face
 if TYPE_CHECKING:
     from penstock.trace.runs.about import About as About
     from penstock.trace.runs.option import RunFolder as RunFolder
-    from penstock.trace.runs.reading import Memory as Memory
-    from penstock.trace.runs.reading import Predicted as Predicted
-    from penstock.trace.runs.reading import RunRead as RunRead
-    from penstock.trace.runs.reading import is_run as is_run
-    from penstock.trace.runs.reading import read_run as read_run
+    from penstock.trace.runs.reader import Memory as Memory
+    from penstock.trace.runs.reader import Predicted as Predicted
+    from penstock.trace.runs.reader import RunRead as RunRead
+    from penstock.trace.runs.reader import is_run as is_run
+    from penstock.trace.runs.reader import read_run as read_run
     from penstock.trace.runs.records import RankState as RankState
     from penstock.trace.runs.records import StepRecord as StepRecord
 
 _HOMES = {
     "about": "About",
-    "reading": "Memory Predicted RunRead is_run read_run",
+    "reader": "Memory Predicted RunRead is_run read_run",
     "records": "RankState StepRecord",
     "option": "RunFolder",
 }

@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.trace.runs.about import About
 from penstock.trace.runs.health import health
 from penstock.trace.runs.progress import Progress
-from penstock.trace.runs.reading import RunRead, read_run
+from penstock.trace.runs.reader import RunRead, read_run
 from penstock.trace.runs.records import RankState, StepRecord
 
 State = Literal["training", "ended", "interrupted", "failed", "silent", "unknown"]

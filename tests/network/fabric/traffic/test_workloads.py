@@ -364,7 +364,6 @@ def test_measured_layers_take_their_own_time():
         ({"hosts": 2, "compute": "guess"}, "compute='guess'"),
         ({"hosts": 2, "compute": -1.0}, "compute=-1.0"),
         ({"hosts": 2, "schedule": "1f2b"}, "1f2b"),
-        ({"hosts": 2, "ranks": 2, "schedule": "seq1f1b"}, "slices"),
         ({"hosts": 2, "schedule": generate("1f1b", 2, 4)}, "is for 2 ranks"),
         ({"hosts": 2, "gradient_dtype": torch.float16}, r"gradient_dtype=torch.float16: expected torch\.float32"),
         ({"hosts": 2, "gradient_dtype": torch.float64, "sharded": True}, "sums the gradient of '0.weight' itself"),

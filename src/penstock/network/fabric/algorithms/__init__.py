@@ -5,7 +5,8 @@ The table in tests/network/fabric/step_proof.py defines what each collective sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 from penstock._base.words import did_you_mean
@@ -23,20 +24,20 @@ Algorithm = tuple[Callable[..., StepList], Callable[[int], Terms]]
 _ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {
     "all_reduce": {
         "ring": (ring.all_reduce, forms.twice_around),
-        "ring2": (ring.all_reduce_2, forms.twice_around),
+        "ring2": (partial(ring.all_reduce, ways=2), forms.twice_around),
         "halving-doubling": (halving.all_reduce, forms.halving_doubling),
         "recursive-doubling": (halving.all_reduce_whole, forms.recursive_doubling),
         "tree": (tree.all_reduce, tree.all_reduce_terms),
     },
     "all_gather": {
         "ring": (ring.all_gather, forms.around),
-        "ring2": (ring.all_gather_2, forms.around),
+        "ring2": (partial(ring.all_gather, ways=2), forms.around),
         "recursive-doubling": (halving.all_gather, forms.halving),
         "bruck": (bruck.all_gather, forms.log_rounds),
     },
     "reduce_scatter": {
         "ring": (ring.reduce_scatter, forms.around),
-        "ring2": (ring.reduce_scatter_2, forms.around),
+        "ring2": (partial(ring.reduce_scatter, ways=2), forms.around),
         "halving": (halving.reduce_scatter, forms.halving),
         "pairwise": (direct.reduce_scatter_pairwise, forms.around),
     },
@@ -83,8 +84,19 @@ def algorithms(collective: str) -> tuple[str, ...]:
     return tuple(_ALGORITHMS[collective])
 
 
-def found(collective: str, algorithm: str, ranks: int) -> Algorithm:
-    """Looks up an algorithm. Raises ArgumentError: its name is unknown, or there are fewer than 2 ranks."""
+def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
+    """Generates the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
+    Raises ArgumentError: there is no such algorithm, or there are fewer than 2 ranks."""
+    return _found(collective, algorithm, ranks)[0](ranks, **options)
+
+
+@lru_cache(maxsize=4096)
+def closed_form(collective: str, algorithm: str, ranks: int) -> Terms:
+    """Returns the cost of an algorithm among two or more ranks. Raises ArgumentError as `generate` does."""
+    return _found(collective, algorithm, ranks)[1](ranks)
+
+
+def _found(collective: str, algorithm: str, ranks: int) -> Algorithm:
     known = algorithms(collective)
     if algorithm not in known:
         raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, known)}")
@@ -93,11 +105,21 @@ def found(collective: str, algorithm: str, ranks: int) -> Algorithm:
     return _ALGORITHMS[collective][algorithm]  # type: ignore[index]  # `algorithms` has checked it
 
 
-def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
-    """Generates the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
-    Raises ArgumentError as `found` does."""
-    return found(collective, algorithm, ranks)[0](ranks, **options)
-
-
 def _nearest(name: str, known: tuple[str, ...]) -> str:
     return f"{did_you_mean(name.lower(), known, 0.5)}expected one of {', '.join(known)}"
+
+
+_IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+"""Collectives in which each rank already has its own part of the size."""
+
+
+def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:
+    """Returns the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
+
+    For an uneven all_to_all (see `Transfer`) it is the busiest port's factor, just as for an even one.
+    """
+    if shares:
+        return max(max(sum(shares) - one, (ranks - 1) * one) for one in shares) / sum(shares)
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if collective in _IN_PARTS else 1.0

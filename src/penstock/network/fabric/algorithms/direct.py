@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
+
 from penstock.errors import ArgumentError
-from penstock.network.fabric.steps import Move, Rounds, StepList
+from penstock.network.fabric.steps import Move, StepList
 
 
 def send(ranks: int) -> StepList:
@@ -32,15 +35,30 @@ def gather(ranks: int) -> StepList:
 def all_to_all(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
     """All exchanges at once: one round, (n-1)/n of the size. `shares`: how many pieces each rank gets from every rank,
     as in a mixture of experts; empty for one each."""
-    shares = _checked_shares(ranks, shares)
-    moves = tuple(move for distance in range(1, ranks) for move in _exchange(shares, distance))
-    return _exchanged("direct", shares, (moves,))
+    pairwise = all_to_all_pairwise(ranks, shares)
+    return replace(pairwise, algorithm="direct", rounds=(tuple(chain.from_iterable(pairwise.rounds)),))
 
 
 def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
-    """Ranks at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two senders into one port."""
-    shares = _checked_shares(ranks, shares)
-    return _exchanged("pairwise", shares, tuple(_exchange(shares, distance) for distance in range(1, ranks)))
+    """Ranks at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two senders into one port.
+
+    Each rank sends its part for another into the sender's slots of that rank's output.
+    """
+    if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
+        raise ArgumentError(f"shares={shares}: expected {ranks} integers >= 0, one per rank, not all 0")
+    parts = shares or (1,) * ranks
+    chunks, rounds = sum(parts), []
+    for distance in range(1, ranks):
+        targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
+        rounds.append(
+            tuple(
+                Move(rank, target, sum(parts[:target]), parts[target], chunks + rank * parts[target])
+                for rank, target in targets
+                if parts[target]
+            )
+        )
+    uneven, slots = parts if len(set(parts)) > 1 else (), chunks + ranks * max(parts)
+    return StepList("all_to_all", "pairwise", ranks, chunks, slots, tuple(rounds), chunks, uneven)
 
 
 def reduce_scatter_pairwise(ranks: int) -> StepList:
@@ -50,26 +68,3 @@ def reduce_scatter_pairwise(ranks: int) -> StepList:
         targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
         rounds.append(tuple(Move(rank, target, target, 1, target, adds=True) for rank, target in targets))
     return StepList("reduce_scatter", "pairwise", ranks, ranks, ranks, tuple(rounds))
-
-
-def _checked_shares(ranks: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
-        raise ArgumentError(f"shares={shares}: expected {ranks} integers >= 0, one per rank, not all 0")
-    return shares or (1,) * ranks
-
-
-def _exchange(shares: tuple[int, ...], distance: int) -> tuple[Move, ...]:
-    """Sends each rank's part for the rank at `distance`, into the sender's slots of that rank's output."""
-    ranks, chunks = len(shares), sum(shares)
-    targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
-    return tuple(
-        Move(rank, target, sum(shares[:target]), shares[target], chunks + rank * shares[target])
-        for rank, target in targets
-        if shares[target]
-    )
-
-
-def _exchanged(algorithm: str, shares: tuple[int, ...], rounds: Rounds) -> StepList:
-    ranks, chunks = len(shares), sum(shares)
-    uneven = shares if len(set(shares)) > 1 else ()
-    return StepList("all_to_all", algorithm, ranks, chunks, chunks + ranks * max(shares), rounds, chunks, uneven)

@@ -6,40 +6,30 @@ sizes (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
 
 from __future__ import annotations
 
-from penstock.network.fabric.steps import Move, Rounds, StepList, joined
+from penstock.network.fabric.steps import Collective, Move, Rounds, StepList, joined
 
 
-def all_reduce(ranks: int) -> StepList:
-    """Reduce-scatter, then all-gather: 2(n-1) rounds, 2(n-1)/n of the size."""
-    return StepList("all_reduce", "ring", ranks, ranks, ranks, reduced(ranks) + gathered(ranks))
+def all_reduce(ranks: int, ways: int = 1) -> StepList:
+    """Reduce-scatter, then all-gather: 2(n-1) rounds, 2(n-1)/n of the size.
 
-
-def reduce_scatter(ranks: int) -> StepList:
-    """One trip around the ring: n-1 rounds, (n-1)/n of the size."""
-    return StepList("reduce_scatter", "ring", ranks, ranks, ranks, reduced(ranks))
-
-
-def all_gather(ranks: int) -> StepList:
-    """One trip around the ring: n-1 rounds, (n-1)/n of the size."""
-    return StepList("all_gather", "ring", ranks, ranks, ranks, gathered(ranks))
-
-
-def all_reduce_2(ranks: int) -> StepList:
-    """Two rings: half of each part travels one way, half the other.
-
-    Full-duplex ports carry as much as with one ring. Links between neighbors, as on a torus, carry half as much.
+    With two ways, half of each part travels one way, half the other. Full-duplex ports carry as much as with one ring.
+    Links between neighbors, as on a torus, carry half as much.
     """
-    return StepList("all_reduce", "ring2", ranks, 2 * ranks, 2 * ranks, reduced(ranks, 2) + gathered(ranks, 2))
+    return _ring("all_reduce", ranks, ways, reduced(ranks, ways) + gathered(ranks, ways))
 
 
-def reduce_scatter_2(ranks: int) -> StepList:
-    """Both directions at once; see `all_reduce_2`."""
-    return StepList("reduce_scatter", "ring2", ranks, 2 * ranks, 2 * ranks, reduced(ranks, 2))
+def reduce_scatter(ranks: int, ways: int = 1) -> StepList:
+    """One trip around the ring: n-1 rounds, (n-1)/n of the size."""
+    return _ring("reduce_scatter", ranks, ways, reduced(ranks, ways))
 
 
-def all_gather_2(ranks: int) -> StepList:
-    """Both directions at once; see `all_reduce_2`."""
-    return StepList("all_gather", "ring2", ranks, 2 * ranks, 2 * ranks, gathered(ranks, 2))
+def all_gather(ranks: int, ways: int = 1) -> StepList:
+    """One trip around the ring: n-1 rounds, (n-1)/n of the size."""
+    return _ring("all_gather", ranks, ways, gathered(ranks, ways))
+
+
+def _ring(collective: Collective, ranks: int, ways: int, rounds: Rounds) -> StepList:
+    return StepList(collective, "ring" if ways == 1 else f"ring{ways}", ranks, ways * ranks, ways * ranks, rounds)
 
 
 def reduced(ranks: int, ways: int = 1) -> Rounds:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.network.fabric.algorithms.ring import gathered
 from penstock.network.fabric.steps import PIECES, Move, Rounds, StepList, mirrored
 
@@ -23,27 +25,21 @@ def broadcast_scattered(ranks: int) -> StepList:
 
 def broadcast_chain(ranks: int) -> StepList:
     """From rank to rank, piece by piece: n-2 + k rounds of 1/k of the size each, for k pieces."""
-    rounds = tuple(tuple(Move(hop, hop + 1, piece, 1, piece) for hop, piece in hops) for hops in _chain(ranks))
+    rounds = tuple(
+        tuple(Move(hop, hop + 1, n - hop, 1, n - hop) for hop in range(ranks - 1) if 0 <= n - hop < PIECES)
+        for n in range(ranks - 2 + PIECES)
+    )
     return StepList("broadcast", "chain", ranks, PIECES, PIECES, rounds)
 
 
 def reduce_binomial(ranks: int) -> StepList:
     """A binomial broadcast in reverse, adding: ceil(log2 n) rounds of the whole size each."""
-    rounds = tuple(
-        tuple(Move(move.source, move.target, 0, 1, 0, adds=True) for move in moves)
-        for moves in mirrored(_scattered(ranks))
-    )
-    return StepList("reduce", "binomial", ranks, 1, 1, rounds)
+    return StepList("reduce", "binomial", ranks, 1, 1, _adding(mirrored(broadcast_binomial(ranks).rounds)))
 
 
 def reduce_chain(ranks: int) -> StepList:
     """From the last rank to the root, piece by piece, each rank adding its own: n-2 + k rounds of 1/k of the size."""
-    last = ranks - 1
-    rounds = tuple(
-        tuple(Move(last - hop, last - hop - 1, piece, 1, piece, adds=True) for hop, piece in reversed(hops))
-        for hops in _chain(ranks)
-    )
-    return StepList("reduce", "chain", ranks, PIECES, PIECES, rounds)
+    return StepList("reduce", "chain", ranks, PIECES, PIECES, _adding(mirrored(broadcast_chain(ranks).rounds)))
 
 
 def scatter_binomial(ranks: int) -> StepList:
@@ -56,12 +52,8 @@ def gather_binomial(ranks: int) -> StepList:
     return StepList("gather", "binomial", ranks, ranks, ranks, mirrored(_scattered(ranks)))
 
 
-def _chain(ranks: int) -> list[list[tuple[int, int]]]:
-    """Returns, for each round, the hops of the chain that are in use and the piece that each one carries."""
-    return [
-        [(hop, number - hop) for hop in range(ranks - 1) if 0 <= number - hop < PIECES]
-        for number in range(ranks - 2 + PIECES)
-    ]
+def _adding(rounds: Rounds) -> Rounds:
+    return tuple(tuple(replace(move, adds=True) for move in moves) for moves in rounds)
 
 
 def _scattered(ranks: int) -> Rounds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from penstock.network.fabric.algorithms.forms import Terms
@@ -36,40 +37,26 @@ def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
     return tuple(own)
 
 
+def slots_by_port(moves: Iterable[Move]) -> Counter[tuple[int, bool]]:
+    """Returns how many slots pass each rank's port, out of it (True) and into it (False)."""
+    slots: Counter[tuple[int, bool]] = Counter()
+    for move in moves:
+        slots[move.source, True] += move.count
+        slots[move.target, False] += move.count
+    return slots
+
+
 def cost(steps: StepList) -> Terms:
     """Returns the number of rounds, and the total fraction of the size that passes each round's busiest rank.
 
     Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
     """
-    slots = 0
-    for moves in steps.rounds:
-        busy: Counter[tuple[int, bool]] = Counter()
-        for move in moves:
-            busy[move.source, True] += move.count
-            busy[move.target, False] += move.count
-        slots += max(busy.values(), default=0)
+    slots = sum(max(slots_by_port(moves).values(), default=0) for moves in steps.rounds)
     return Terms(len(steps.rounds), slots / steps.chunks)
 
 
 def is_even(steps: StepList) -> bool:
     """Whether each rank's port carries as much in total as the busiest ports of all rounds together."""
-    sent, received = sent_slots(steps), received_slots(steps)
+    passed = slots_by_port(chain.from_iterable(steps.rounds))
     busiest = round(cost(steps).bytes_factor * steps.chunks)
-    return all(max(sent[rank], received[rank]) == busiest for rank in range(steps.ranks))
-
-
-def sent_slots(steps: StepList) -> Counter[int]:
-    """Returns how many slots each rank sends."""
-    return _counted((move.source, move) for moves in steps.rounds for move in moves)
-
-
-def received_slots(steps: StepList) -> Counter[int]:
-    """Returns how many slots each rank receives."""
-    return _counted((move.target, move) for moves in steps.rounds for move in moves)
-
-
-def _counted(moves: Iterable[tuple[int, Move]]) -> Counter[int]:
-    slots: Counter[int] = Counter()
-    for rank, move in moves:
-        slots[rank] += move.count
-    return slots
+    return all(max(passed[rank, True], passed[rank, False]) == busiest for rank in range(steps.ranks))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.network.fabric.algorithms.volume import moves_of
+from penstock.network.fabric.algorithms.volume import RankRound, moves_of
 from penstock.network.fabric.emulation import payload
 from penstock.network.fabric.emulation.payload import Participant
 from penstock.network.fabric.emulation.wires import Message, Wire
@@ -57,49 +57,41 @@ class Stepwise:
         self._slot = slot
         self._rounds: list[_Round] = []
         touched: set[int] = set()
-        for number, sends, receives in moves_of(steps, place.rank):
-            sent = {slot for move in sends for slot in range(move.first, move.first + move.count)}
-            made = self._round(sends, receives, place.members, sent | touched)
-            self._rounds.append(_Round(number, *made))
-            touched = sent | {slot for move in receives for slot in range(move.into, move.into + move.count)}
+        for one in moves_of(steps, place.rank):
+            sent = {slot for move in one.sends for slot in range(move.first, move.first + move.count)}
+            self._rounds.append(self._round(one, sent | touched))
+            touched = sent | {slot for move in one.receives for slot in range(move.into, move.into + move.count)}
         self._stamps: list[Stamp] = []
 
-    def _round(
-        self, sends: Sequence[Move], receives: Sequence[Move], members: Sequence[int], busy: Set[int]
-    ) -> tuple[list[Message], list[Message], list[_Copy], list[_Copy]]:
+    def _round(self, one: RankRound, busy: Set[int]) -> _Round:
         """Returns the messages of a round, one per peer, and the copies to make before sending and after receiving.
 
         Receives are posted when the previous round begins; `busy` are the slots that are in use from then on.
         """
-        leaving: list[Message] = []
-        arriving: list[Message] = []
-        before: list[_Copy] = []
-        after: list[_Copy] = []
-        for peer, moves in _by(sends, "target").items():
-            if len(moves) == 1:
-                leaving.append(Message(self._slots(moves[0].first, moves[0].count), members[peer]))
-                continue
-            packed = self._packed(moves)
-            leaving.append(Message(packed, members[peer]))
-            before += [_Copy(piece, self._slots(m.first, m.count), False) for m, piece in self._pieces(moves, packed)]
-        for peer, moves in _by(receives, "source").items():
+        made, members = _Round(one.number, [], [], [], []), self.place.members
+        for peer, moves in _by(one.sends, "target").items():
+            buffer = self._slots(moves[0].first, moves[0].count)
+            if len(moves) > 1:
+                buffer, pieces = self._packed(moves)
+                made.before.extend(_Copy(piece, self._slots(m.first, m.count), False) for m, piece in pieces)
+            made.leaving.append(Message(buffer, members[peer]))
+        for peer, moves in _by(one.receives, "source").items():
             move = moves[0]
-            if len(moves) == 1 and not move.adds and busy.isdisjoint(range(move.into, move.into + move.count)):
-                arriving.append(Message(self._slots(move.into, move.count), members[peer]))
-                continue
-            packed = self._packed(moves)
-            arriving.append(Message(packed, members[peer]))
-            after += [_Copy(self._slots(m.into, m.count), piece, m.adds) for m, piece in self._pieces(moves, packed)]
-        return leaving, arriving, before, after
+            buffer = self._slots(move.into, move.count)
+            if len(moves) > 1 or move.adds or not busy.isdisjoint(range(move.into, move.into + move.count)):
+                buffer, pieces = self._packed(moves)
+                made.after.extend(_Copy(self._slots(m.into, m.count), piece, m.adds) for m, piece in pieces)
+            made.arriving.append(Message(buffer, members[peer]))
+        return made
 
     def _slots(self, first: int, count: int) -> Tensor:
         return self._memory[first * self._slot : (first + count) * self._slot]
 
-    def _packed(self, moves: Sequence[Move]) -> Tensor:
-        return self._memory.new_empty(sum(move.count for move in moves) * self._slot)
-
-    def _pieces(self, moves: Sequence[Move], packed: Tensor) -> Iterator[tuple[Move, Tensor]]:
-        return zip(moves, torch.split(packed, [move.count * self._slot for move in moves]), strict=True)
+    def _packed(self, moves: Sequence[Move]) -> tuple[Tensor, Iterator[tuple[Move, Tensor]]]:
+        """Returns a buffer for all moves, and each one's piece of it."""
+        sizes = [move.count * self._slot for move in moves]
+        packed = self._memory.new_empty(sum(sizes))
+        return packed, zip(moves, torch.split(packed, sizes), strict=True)
 
     def reset(self) -> None:
         self._memory[: len(self._given)].copy_(self._given)

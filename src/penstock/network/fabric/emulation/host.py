@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.distributed.launch.agent import end_with_parent
+from penstock.distributed.launch.endings import note
 from penstock.errors import FabricError, PenstockError
-from penstock.network.conditions import CpuUsage, cpu_usage
+from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.emulation import clock, links
 from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, check_backend, wrong
@@ -29,7 +31,7 @@ from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.emulation.wires import Wire
 from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
-from penstock.network.fabric.steadiness import WarmUp
+from penstock.network.fabric.warmup import WarmUp
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
@@ -55,7 +57,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
             _write(spec, folder, trials, watch)
         else:
             began = _follow(spec, trials)
-        record.add(cpu=gathered(cpu_usage().since(began), members))
+        record.add(cpu=gathered(cpu_since(began), members))
 
 
 def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
@@ -103,7 +105,7 @@ def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
     return {"warmup": spec.checked + warm.count, "steady": warm.is_steady}
 
 
-def _follow(spec: Spec, trials: Trials) -> CpuUsage:
+def _follow(spec: Spec, trials: Trials) -> dict[str, Any]:
     """On other hosts, runs all trials, warm-up included; returns the processor usage at the end of the warm-up."""
     began, count = cpu_usage(), 0
     while count < spec.trials:
@@ -116,8 +118,8 @@ def _follow(spec: Spec, trials: Trials) -> CpuUsage:
 
 
 def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> None:
-    samples, steps = SampleFile(folder / SAMPLES, HEAD), SampleFile(folder / STEPS, STEPS_HEAD)
-    try:
+    files = SampleFile(folder / SAMPLES, HEAD), SampleFile(folder / STEPS, STEPS_HEAD)
+    with closing(files[0]) as samples, closing(files[1]) as steps:
         for number in range(spec.trials):
             trial = trials.one()
             samples.add(trial.rows(number))
@@ -125,9 +127,6 @@ def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> Non
             if watch is not None:
                 watch(number)
         steps.add(trials.last_steps())
-    finally:
-        samples.close()
-        steps.close()
 
 
 def main() -> None:
@@ -137,6 +136,7 @@ def main() -> None:
     try:
         run(Spec.read(folder / SPEC), folder)
     except PenstockError as error:
+        note(int(os.environ.get("RANK", "0")), str(error))
         print(f"penstock: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)
         os._exit(2)  # gloo's destructors may wait for a lost host

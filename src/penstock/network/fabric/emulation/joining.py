@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from penstock.distributed.rendezvous import number_of
-from penstock.errors import ArgumentError, FabricError
+from penstock.distributed.failure_detector import Patience
+from penstock.distributed.rendezvous import number_of, start
+from penstock.errors import ArgumentError, FabricError, PipelineFailure
 from penstock.network.fabric.emulation.spec import Spec
-
-_Store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, though not re-exported
-_PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 _ANSWER_SECONDS = 3.0
 """How long hosts have to report that they are still there after one was lost."""
@@ -28,16 +24,14 @@ _ANSWER_SECONDS = 3.0
 _START = "start every host with torchrun, or pass --hosts to make them here"
 
 
-def started() -> tuple[int, int, str, int]:
-    """This host's rank, the number of hosts, and the address and port at which they meet, as torchrun has set them.
-
-    Raises ArgumentError if it has not.
-    """
+def started() -> tuple[int, int]:
+    """This host's rank, and the number of hosts, as torchrun has set them. Raises ArgumentError if it has not."""
     size = number_of("WORLD_SIZE", 1, remedy=_START)
     rank = number_of("RANK", 0, size - 1, _START)
-    if not (address := os.environ.get("MASTER_ADDR")):
+    if not os.environ.get("MASTER_ADDR"):
         raise ArgumentError(f"the environment has no MASTER_ADDR: {_START}")
-    return rank, size, address, number_of("MASTER_PORT", 1, 65535, _START)
+    number_of("MASTER_PORT", 1, 65535, _START)
+    return rank, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +58,16 @@ class Members:
 
     def who_is_lost(self) -> tuple[int, ...]:
         """Returns the hosts that do not answer within a few seconds. Called by every host that met an error."""
+        deadline, left = time.monotonic() + _ANSWER_SECONDS, list(range(self.size))
         try:
             self.store.set(f"still/{self.rank}", "here")
-            return without(self.store, "still", self.size, _ANSWER_SECONDS)
+            while left := [rank for rank in left if not self.store.check([f"still/{rank}"])]:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
         except (RuntimeError, OSError):  # the store was on host 0, which is lost
             return (0,) if self.rank else ()
-
-
-def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
-    """Waits until all ranks have set `key/rank`, for this many seconds at most; returns those that have not."""
-    deadline = time.monotonic() + seconds
-    left = list(range(size))
-    while True:
-        left = [rank for rank in left if not store.check([f"{key}/{rank}"])]
-        if not left or time.monotonic() > deadline:
-            return tuple(left)
-        time.sleep(0.05)
+        return tuple(left)
 
 
 @contextmanager
@@ -90,38 +78,17 @@ def joined(spec: Spec) -> Iterator[Members]:
         ArgumentError: the environment is not torchrun's, or the wrong number of hosts was started.
         FabricError: a host does not join in time.
     """
-    rank, size, address, port = started()
+    rank, size = started()
     if size != spec.hosts:
         raise ArgumentError(
             f"{size} processes were started for {spec.hosts} hosts: start {spec.hosts}, or change --hosts"
         )
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    limit = timedelta(seconds=spec.join_seconds)
     try:
-        store = _Store(address, port, None, rank == 0 and not agents, limit, wait_for_workers=False)
-    except (RuntimeError, OSError) as error:
-        raise FabricError(
-            f"host {rank} cannot reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
-        ) from None
-    try:
-        store.set(f"here/{rank}", socket.gethostname())
-        missing = without(store, "here", size, spec.join_seconds)
-    except (RuntimeError, OSError) as error:  # the store is on host 0
-        raise FabricError(f"host {rank}: host 0 left while the hosts were joining: {first_line(error)}") from None
-    if missing:
-        raise FabricError(
-            f"{hosts_text(missing)} did not join within {spec.join_seconds:g} s: "
-            f"{size - len(missing)} of {size} are here. Start the others with the same address, {address}:{port}"
-        )
-    try:
-        dist.init_process_group(
-            spec.backend,
-            store=_PrefixStore("fabric", store),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=spec.stall_seconds),
-        )
+        patience = Patience(join_seconds=spec.join_seconds)
+        store = start(spec.backend, patience, "penstock fabric", spec.stall_seconds)
         control = None if spec.backend == "gloo" else dist.new_group(backend="gloo")
+    except PipelineFailure as error:
+        raise FabricError(str(error)) from None
     except (RuntimeError, OSError) as error:
         raise FabricError(
             f"host {rank}: all hosts are here, but {spec.backend} cannot connect them: {first_line(error)}. Does "
@@ -131,14 +98,6 @@ def joined(spec: Spec) -> Iterator[Members]:
         yield Members(rank, size, store, control)
     finally:
         dist.destroy_process_group()
-
-
-def hosts_text(ranks: tuple[int, ...]) -> str:
-    """Returns "host 2", or "hosts 1, 2 and 3"."""
-    names = [str(rank) for rank in ranks]
-    if len(names) == 1:
-        return f"host {names[0]}"
-    return f"hosts {', '.join(names[:-1])} and {names[-1]}"
 
 
 def first_line(error: BaseException) -> str:

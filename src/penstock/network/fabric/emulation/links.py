@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -28,9 +27,10 @@ def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
         return []
     links = []
     for pair in probe.neighbors(spec.hosts):
+        shaped = ends_of(spec, pair)
         for left in reversed(range(TRIES)):
-            found = probe.measure(pair, wire, ends_of(spec, pair))
-            faults = [fault for ends, one in found.items() if (fault := above_shaper(spec, ends, one))]
+            found = probe.measure(pair, wire, shaped)
+            faults = [fault for way, one in found.items() if shaped and (fault := above_shaper(way, one, shaped[way]))]
             if not faults:
                 break
             if not left:
@@ -41,23 +41,17 @@ def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
     return list(by_ends.values())
 
 
-def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> str | None:
-    """Describes a measured rate that the shaper makes impossible; None if it is possible, or no shaper is known."""
-    rate = shaped_rate(spec, *ends)
-    if rate is None or (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
+def above_shaper(way: tuple[int, int], found: probe.Measured, ends: probe.Ends) -> str | None:
+    """Describes a measured rate that the shapers make impossible; None if it is possible."""
+    rate = min(ends.up, ends.down)
+    if (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
         return None
     said = "no finite rate" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f} Mbit/s"
     return (
-        f"Penstock measured the link from host {ends[0]} to host {ends[1]} {TRIES} times, at last as {said}, although "
+        f"Penstock measured the link from host {way[0]} to host {way[1]} {TRIES} times, at last as {said}, although "
         f"its shaper passes only {rate * 8e-6:,.1f} Mbit/s. This is a bug in Penstock that would make every figure "
         "wrong; run again on a machine with less other work"
     )
-
-
-def shaped_rate(spec: Spec, source: int, target: int) -> float | None:
-    """Returns the bytes per second that the shapers between two hosts allow; None if unknown."""
-    rates: Mapping[str, Any] | None = (spec.network or {}).get("rates")
-    return None if rates is None else float(min(rates["up"][source], rates["down"][target]))
 
 
 def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], probe.Ends] | None:

@@ -12,10 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock._base.files import write_json
+from penstock.distributed.failure import name_ranks
 from penstock.errors import FabricError
 from penstock.network.conditions import environment
 from penstock.network.fabric.emulation import clock
-from penstock.network.fabric.emulation.joining import Members, first_line, hosts_text, joined
+from penstock.network.fabric.emulation.joining import Members, first_line, joined
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.samples import RUN
 
@@ -51,7 +52,7 @@ def cause(members: Members, said: str) -> str:
     silent = members.who_is_lost()
     if silent:
         does = "does" if len(silent) == 1 else "do"
-        return f"host {members.rank}: {hosts_text(silent)} {does} not answer; {said}"
+        return f"host {members.rank}: {name_ranks(silent).replace('rank', 'host')} {does} not answer; {said}"
     return own if first.endswith(f": {said}") else first
 
 
@@ -59,13 +60,11 @@ class Record:
     """On host 0, the file, which is always complete JSON; on other hosts, nothing. Every host makes the same calls."""
 
     def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        hosts = told_apart(gathered(environment(interface), members))
+        hosts = told_apart(gathered(environment(), members))
         self._path = folder / RUN if members.rank == 0 else None
         self._found: dict[str, Any] = {
             "version": 1,
-            **{key: value for key, value in asdict(spec).items() if key != "workload"},
-            "workload": spec.workload.to_dict(),
+            **asdict(spec),
             "meets": spec.meets,
             "algorithms": [spec.algorithm_of(place) for place in range(len(spec.workload.transfers))],
             "environment": hosts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ from penstock.distributed.launch.step_file import announcer
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.collectives import Part
 from penstock.network.fabric.emulation.joining import Members
-from penstock.network.fabric.emulation.signals import Signals
+from penstock.network.fabric.emulation.signals import BOARD, Signals, StartBoard
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.emulation.start_board import StartBoard
 
 _KEEP, _ESTIMATE, _WARM = 1, 2, 4
 """Flags that host 0 announces before a trial: send the last trial's steps; re-estimate the clocks; warm-up."""
@@ -62,7 +62,9 @@ class Trials:
         self._offset_ns = clock.estimate(members.control).offset_ns
         self._estimated_at = time.monotonic()
         self._one_clock = clock.is_one(members.control)
-        board = StartBoard.of_environment(members.rank, spec.stall_seconds) if self._one_clock else None
+        board = None
+        if self._one_clock and (path := os.environ.get(BOARD)):
+            board = StartBoard(path, writes=members.rank == 0, stall_seconds=spec.stall_seconds)
         self._signals = Signals(members, board)
         self._slowest_ns = -1
         self._number = -1

@@ -21,7 +21,7 @@ from penstock._base.words import counted
 from penstock.errors import ArgumentError
 from penstock.network.fabric.traffic import gradients, measure, pipeline, tensor
 from penstock.network.fabric.traffic.layers import Job, Recorded, record
-from penstock.network.fabric.workload import Transfer, Workload
+from penstock.network.fabric.workload import Workload
 from penstock.partition.units.chain import as_module
 from penstock.schedule import Schedule
 from penstock.schedule.lowering import order_of
@@ -29,9 +29,7 @@ from penstock.schedule.lowering import order_of
 __all__ = ["Compute", "Traffic", "from_model"]
 
 Traffic = Literal["gradients", "pipeline", "tensor", "sharded"]
-"""What is sent: each layer's gradients, as in data-parallel training; everything that a pipeline and its replicas send;
-each layer's activations, as in tensor parallelism; or each layer's parameters and gradients, as in sharding.
-"""
+"""What is sent; see `from_model`."""
 
 Compute = Literal["none", "measure"] | float
 """No time; measured here; or the seconds of a stage's forward of one microbatch (its backward takes twice that)."""
@@ -89,11 +87,7 @@ def from_model(
         raise ArgumentError(f"traffic={traffic!r}: expected one of {', '.join(map(repr, get_args(Traffic)))}")
     if traffic == "sharded":
         traffic, sharded = "gradients", True
-    if traffic == "tensor":
-        _check_tensor(hosts, ranks, sharded, compute)
-        ranks = hosts  # of one group; there are no replicas
-    _check(hosts, ranks, sharded)
-    _check_compute(compute)
+    _check(hosts, ranks, traffic, sharded, compute)
     whole = as_module(model)
     given = whole, args, kwargs or {}
     _check_dtype(gradient_dtype, whole, traffic, sharded)
@@ -104,20 +98,18 @@ def from_model(
     depth = order.placement.depth
     options: dict[str, Any] = {"cuts": cuts, "opens": opens, "balance": "flops"}
     job = Job(record(*given, depth, **options), order, hosts, sharded, gradient_dtype)
-    made: Sequence[Transfer]
-    backward: Sequence[float]
     if traffic == "pipeline":
         stages = None if compute == "none" else [(seconds, 2 * seconds)] * depth
-        made, after = pipeline.transfers(
-            job, measure.stage_seconds(*given, depth, **options) if compute == "measure" else stages
-        )
+        if compute == "measure":
+            stages = measure.stage_seconds(*given, depth, **options)
+        made, after = pipeline.transfers(job, stages)
     else:
-        ready, after = gradients.transfers(job), 0.0
         forward, backward = seconds * depth, gradients.shares(job, 2 * seconds * depth)
-        if compute == "measure" and ready:
+        trained = any(parameter.requires_grad for parameter in whole.parameters())
+        if compute == "measure" and job.replicas > 1 and trained:
             forward, backward = measure.layer_seconds(whole, gradients.backward_layers(job), *given[1:])
         count = microbatches or 1  # of which the last one's gradients are sent
-        made = gradients.with_compute(ready, count * forward + (count - 1) * sum(backward), backward)
+        made, after = gradients.transfers(job, count * forward + (count - 1) * sum(backward), backward), 0.0
     if not made:
         raise ArgumentError(
             f"traffic={traffic!r} of {counted(ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
@@ -133,16 +125,6 @@ def from_model(
     )
 
 
-def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> None:
-    if ranks != 1 or sharded or hosts < 2:
-        raise ArgumentError(
-            f"traffic='tensor' with hosts={hosts}, ranks={ranks}, sharded={sharded}: all hosts divide each layer, so "
-            "pass 2 or more, and neither ranks nor sharded"
-        )
-    if compute == "measure":
-        raise ArgumentError("traffic='tensor' cannot measure divided layers here: pass compute='none', or seconds")
-
-
 def _tensor(recorded: Recorded, name: str, hosts: int, microbatches: int, seconds: float) -> Workload:
     made = tensor.transfers(recorded.products, microbatches, seconds)
     if not made:
@@ -153,7 +135,17 @@ def _tensor(recorded: Recorded, name: str, hosts: int, microbatches: int, second
     return Workload(name, tuple(made), hosts, min(sizes), 0.0, said)
 
 
-def _check(hosts: int, ranks: int, sharded: bool) -> None:
+def _check(hosts: int, ranks: int, traffic: Traffic, sharded: bool, compute: Compute) -> None:
+    number = isinstance(compute, (int, float)) and not isinstance(compute, bool)
+    if compute not in ("none", "measure") and not (number and 0 <= float(compute) < float("inf")):
+        raise ArgumentError(f"compute={compute!r}: expected 'none', 'measure', or the seconds of a stage's forward")
+    if traffic == "tensor" and (ranks != 1 or sharded or hosts < 2):
+        raise ArgumentError(
+            f"traffic='tensor' with hosts={hosts}, ranks={ranks}, sharded={sharded}: all hosts divide each layer, so "
+            "pass 2 or more, and neither ranks nor sharded"
+        )
+    if traffic == "tensor" and compute == "measure":
+        raise ArgumentError("traffic='tensor' cannot measure divided layers here: pass compute='none', or seconds")
     replicas = hosts // max(ranks, 1)
     if min(ranks, replicas) < 1 or ranks * replicas != hosts:
         raise ArgumentError(f"hosts={hosts}, ranks={ranks}, replicas={replicas}: hosts are ranks * replicas, both >= 1")
@@ -172,12 +164,6 @@ def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, 
             f"gradient_dtype={dtype}: fully_shard, which sharded=True stands for, sums the gradient of {lifted[0]!r} "
             "itself; leave gradient_dtype out"
         )
-
-
-def _check_compute(compute: Compute) -> None:
-    number = isinstance(compute, (int, float)) and not isinstance(compute, bool)
-    if compute not in ("none", "measure") and not (number and 0 <= float(compute) < float("inf")):
-        raise ArgumentError(f"compute={compute!r}: expected 'none', 'measure', or the seconds of a stage's forward")
 
 
 def _name(job: Job, traffic: Traffic, model: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import nn
 
@@ -12,12 +11,8 @@ from penstock._base.gradients import gradient_bytes
 from penstock.network.fabric.traffic.layers import Job, Layer, bytes_of, sharded_bytes
 from penstock.network.fabric.workload import Transfer
 
-
-class Ready(NamedTuple):
-    """A transfer, and the number of backward layers after which it can begin; -1: in the forward."""
-
-    transfer: Transfer
-    layers: int
+Ready = tuple[int, Transfer]
+"""A transfer, and the number of backward layers after which it can begin; -1: in the forward."""
 
 
 def backward_layers(job: Job) -> tuple[Layer, ...]:
@@ -25,25 +20,21 @@ def backward_layers(job: Job) -> tuple[Layer, ...]:
     return job.recorded.layers[::-1]
 
 
-def transfers(job: Job) -> list[Ready]:
-    """The transfers of a step, in order; none if there is only one replica."""
-    return list(_sharded(job) if job.sharded else _summed(job)) if job.replicas > 1 else []
-
-
-def with_compute(made: Sequence[Ready], forward: float, backward: Sequence[float]) -> list[Transfer]:
-    """The transfers with the computation between them.
+def transfers(job: Job, forward: float, backward: Sequence[float]) -> list[Transfer]:
+    """The transfers of a step, in order, with the computation between them; none if there is only one replica.
 
     Args:
         forward: seconds of all computation before the backward whose gradients are sent.
         backward: seconds by layer, in backward order.
     """
-    result, done = [], -1
-    for ready in made:
-        seconds = forward if done < 0 <= ready.layers else 0.0
-        seconds += sum(backward[max(done, 0) : max(ready.layers, 0)])
-        done = max(done, ready.layers)
-        result.append(replace(ready.transfer, compute_seconds=seconds))
-    return result
+    made: list[Transfer] = []
+    done = -1
+    for layers, transfer in _sharded(job) if job.sharded else _summed(job):
+        seconds = forward if done < 0 <= layers else 0.0
+        seconds += sum(backward[max(done, 0) : max(layers, 0)])
+        done = max(done, layers)
+        made.append(replace(transfer, compute_seconds=seconds))
+    return made if job.replicas > 1 else []
 
 
 def shares(job: Job, seconds: float) -> list[float]:
@@ -70,7 +61,7 @@ def _summed(job: Job) -> Iterator[Ready]:
         for suffix, hosts, held in _held(job, layer):
             if trained := [parameter for parameter in held if parameter.requires_grad]:
                 size = gradient_bytes(trained, job.gradient_dtype)
-                yield Ready(Transfer(layer.name + suffix, size, "all_reduce", hosts), place)
+                yield place, Transfer(layer.name + suffix, size, "all_reduce", hosts)
 
 
 def _sharded(job: Job) -> Iterator[Ready]:
@@ -80,7 +71,7 @@ def _sharded(job: Job) -> Iterator[Ready]:
         for suffix, hosts, held in _held(job, layer):
             size = sharded_bytes(held, job.replicas)
             name = f"{layer.name}{suffix}, {way}"
-            yield Ready(Transfer(name, size, "all_gather", hosts, 0.0, "parameters"), behind)
+            yield behind, Transfer(name, size, "all_gather", hosts, 0.0, "parameters")
 
     for layer in job.recorded.layers:
         yield from gathered(layer, "forward", -1)
@@ -88,4 +79,4 @@ def _sharded(job: Job) -> Iterator[Ready]:
         yield from gathered(layer, "backward", place - 1)
         for suffix, hosts, held in _held(job, layer):
             if size := sharded_bytes([parameter for parameter in held if parameter.requires_grad], job.replicas):
-                yield Ready(Transfer(f"{layer.name}{suffix}, gradients", size, "reduce_scatter", hosts), place)
+                yield place, Transfer(f"{layer.name}{suffix}, gradients", size, "reduce_scatter", hosts)

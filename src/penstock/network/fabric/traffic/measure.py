@@ -16,7 +16,8 @@ from penstock._base.trees import flatten, leaf_tensors
 from penstock.errors import ArgumentError
 from penstock.network.fabric.traffic.layers import Layer, record
 from penstock.partition.measure.clock import settle
-from penstock.partition.measure.running import RunningUnit, seeded
+from penstock.partition.measure.footprint import ends_of
+from penstock.partition.measure.running import Backward, RunningUnit
 from penstock.partition.run.loan import untouched_generators
 
 REPETITIONS = 5
@@ -25,7 +26,7 @@ REPETITIONS = 5
 
 def layer_seconds(
     model: nn.Module, layers: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[float, tuple[float, ...]]:
+) -> tuple[float, list[float]]:
     """The seconds of the forward, and of the backward from each layer's gradients to the next, in backward order.
 
     Args:
@@ -52,7 +53,7 @@ def layer_seconds(
         clones[key].register_post_accumulate_grad_hook(stamp(place))
     runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
     forwards, backwards = zip(*runs, strict=True)
-    return statistics.median(forwards), tuple(statistics.median(times) for times in zip(*backwards, strict=True))
+    return statistics.median(forwards), [statistics.median(times) for times in zip(*backwards, strict=True)]
 
 
 def _backward_of_layers(
@@ -63,12 +64,14 @@ def _backward_of_layers(
     ended[:] = [0] * len(ended)
     with untouched_generators():
         began = time.perf_counter_ns()
-        roots, seeds = seeded(leaf_tensors(model(*args, **kwargs)))
-        if not roots:
+        results = leaf_tensors(model(*args, **kwargs))
+        edges, ones = ends_of(results)
+        if not edges:
             raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
-        settle(roots[0].device)
+        gradients = ones()
+        settle(gradients[0].device)
         forward_ended = at = time.perf_counter_ns()
-        torch.autograd.backward(roots, seeds)
+        torch.autograd.backward(edges, gradients)
     seconds = []
     for end in ended:
         seconds.append(max(end - at, 0) / 1e9)
@@ -97,8 +100,8 @@ def stage_seconds(
             unit.first()
             for _ in range(REPETITIONS):
                 unit.run()
-            times = unit.times()
-            measured.append((times.forward, times.input_gradient + times.weight_gradient))
+            forward, backward = unit.medians(Backward.WHOLE)
+            measured.append((forward, backward))
             values |= {(stage.meta.index, o.name): x for o, x in zip(stage.meta.outputs, unit.outputs, strict=True)}
     return measured
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.network.fabric.grouped import like_as_one
+from penstock.network.fabric.grouping import like_as_one
 from penstock.network.fabric.traffic.layers import Product
 from penstock.network.fabric.workload import Transfer
 

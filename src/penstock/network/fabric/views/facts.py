@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock._base.words import counted
-from penstock.network.director import Happened
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.autocorrelation import FEWEST
 from penstock.network.fabric.ports import changed
@@ -17,6 +16,7 @@ from penstock.network.fabric.statistics import PERCENTILES, fewest
 from penstock.network.fabric.times import iterations_of, rate_key, runs_ahead
 from penstock.network.fabric.views.network import network_facts, saturated
 from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
+from penstock.network.scenario import Happened
 
 TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """Column headings of times, by their name in the results."""
@@ -107,40 +107,27 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if results["stalled"]:
         found.append(("stalls", _stalls(results["stalled"], len(run.start_ns))))
     found += [*network(run), *links(run), *(("fit", _fit(one["fit"])) for one in results["model"])]
-    late = max(figures_of_ranks(results), key=lambda figures: figures.last, default=None)
+    last = {rank: last for rank, (_, last) in figures_of_ranks(results).items()}
+    late = max(last, key=last.__getitem__, default=0)
     among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
-    if late and among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and late.last > _OFTEN:
-        found.append(
-            ("late", f"rank {late.rank} came last to {late.last:.0%} of its transfers: the others waited for it")
-        )
+    if among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and last[late] > _OFTEN:
+        found.append(("late", f"rank {late} came last to {last[late]:.0%} of its transfers: the others waited for it"))
     text = results["cpu"]["text"]
     if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
         found.append(("cpu", str(text)))
     return found
 
 
-class OfRank(NamedTuple):
-    """One rank's figures, over all trials of the transfers that it takes part in.
-
-    Attributes:
-        longest: the fraction of these in which it took the longest of all ranks.
-        last: the fraction of these in which it was the last to start, so that the others waited for it.
-    """
-
-    rank: int
-    longest: float
-    last: float
-
-
-def figures_of_ranks(results: dict[str, Any]) -> list[OfRank]:
-    """Returns the figures of each rank that takes part in a transfer; empty for a run without trials."""
-    counts: dict[int, tuple[int, int, int]] = {}
+def figures_of_ranks(results: dict[str, Any]) -> dict[int, tuple[float, float]]:
+    """Returns, for each rank that takes part in a transfer, in which fraction of its transfers it took the longest of
+    all, and in which it was the last to start, so that the others waited for it; empty for a run without trials."""
+    counts: dict[int, list[tuple[int, int, int]]] = {}
     for transfer in results["transfers"]:
-        for found in transfer["per_rank"]:
-            trials, longest, last = counts.get(found["rank"], (0, 0, 0))
-            more = transfer["trials"], found["trials_slowest"], found["trials_latest"]
-            counts[found["rank"]] = (trials + more[0], longest + more[1], last + more[2])
-    return [OfRank(rank, longest / n, last / n) for rank, (n, longest, last) in sorted(counts.items())]
+        for one in transfer["per_rank"]:
+            found = transfer["trials"], one["trials_slowest"], one["trials_latest"]
+            counts.setdefault(one["rank"], []).append(found)
+    sums = {rank: [sum(column) for column in zip(*counts[rank], strict=True)] for rank in sorted(counts)}
+    return {rank: (longest / trials, last / trials) for rank, (trials, longest, last) in sums.items()}
 
 
 def _stalls(stalled: Sequence[int], trials: int) -> str:

@@ -8,12 +8,11 @@ and not for others; the columns of the other mode contain N/A, or null in JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from penstock.network.fabric.algorithms import busbw_factor
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.terms import busbw_factor
 from penstock.network.fabric.times import TransferTimes, iterations_of, rate_key
 from penstock.network.fabric.workload import NCCL, REDUCES, Workload
 
@@ -38,48 +37,56 @@ _HEAD = (
 _BLANK = _RIGHT.format("N/A", "N/A", "N/A", "N/A")
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A transfer as nccl-tests shows it. Times in microseconds, bandwidths in 1e9 B/s; None without trials."""
+def to_dict(run: Run, results: dict[str, Any], average: Average = "avg") -> dict[str, Any]:
+    """Returns the JSON that `nccl-tests --json` writes, with transfers in order of execution; `experiment_name` holds
+    the collective and the transfer. Times are in microseconds, bandwidths in 1e9 B/s; None without trials.
 
-    name: str
-    collective: str
-    size: int
-    count: int
-    type: str
-    redop: str
-    root: int
-    time: float | None
-    algbw: float | None
-    busbw: float | None
-    trials: int
-
-
-def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Line]:
-    """Returns one line per transfer, in order of execution."""
-    workload = Workload.from_dict(run.record["workload"])
-    made = []
-    for place, transfer in enumerate(results["transfers"]):
-        collective, size = transfer["collective"], transfer["bytes"]
+    The number of wrong elements can only be 0: the warm-up checks results, and no trial begins after a wrong one. It is
+    None if they were not checked.
+    """
+    record, workload = run.record, Workload.from_dict(run.record["workload"])
+    wrong = 0 if record["warmup"] and len(run.start_ns) else None
+    rows = []
+    for place, one in enumerate(results["transfers"]):
+        collective, size, ranks = one["collective"], one["bytes"], len(one["ranks"])
         mean = _mean(TransferTimes.of(run, workload, place), collective, average)
-        ranks = len(transfer["ranks"])
         algbw = size / mean / 1e9 if mean else None
-        made.append(
-            Line(
-                name=transfer["name"],
-                collective=collective,
-                size=size,
-                count=size // workload.element_bytes // (ranks if collective in _COUNTS_PIECES else 1),
-                type=NCCL.get(workload.number, workload.number),
-                redop=workload.op if collective in REDUCES else "none",
-                root=0 if collective in _ROOTED else -1,
-                time=mean and mean * 1e6,
-                algbw=algbw,
-                busbw=algbw and algbw * busbw_factor(collective, ranks, transfer["shares"]),
-                trials=transfer["trials"],
-            )
+        busbw = algbw and algbw * busbw_factor(collective, ranks, one["shares"])
+        measured = {"time": mean and mean * 1e6, "alg_bw": algbw, "bus_bw": busbw, "nwrong": wrong}
+        in_place = collective in _IN_PLACE
+        rows.append(
+            {
+                "size": size,
+                "count": size // workload.element_bytes // (ranks if collective in _COUNTS_PIECES else 1),
+                "type": NCCL.get(workload.number, workload.number),
+                "redop": workload.op if collective in REDUCES else "none",
+                "root": "0" if collective in _ROOTED else "-1",
+                "out_of_place": None if in_place else measured,
+                "in_place": measured if in_place else None,
+                "actual_iterations": one["trials"],
+                "experiment_name": f"{_PROGRAMS.get(collective, collective)}_perf: {one['name']}",
+            }
         )
-    return made
+    hosts = enumerate(record["environment"])
+    return {
+        "version": 2,
+        "config": {
+            "nthreads": 1,
+            "ngpus": 1,
+            "minimum_bytes": min(row["size"] for row in rows),
+            "maximum_bytes": max(row["size"] for row in rows),
+            "warmup_iters": record["warmup"],
+            "iterations": record["trials"],
+            "aggregated_iterations": iterations_of(record),
+            "validation": int(wrong is not None),
+            "graph": 0,
+            "devices": [{"rank": rank, "group": 0, "hostname": host.get("host", "")} for rank, host in hosts],
+        },
+        "results": rows,
+        "out_of_bounds": {"count": 0, "okay": "true"},
+        "average_bus_bandwidth": {"bandwidth": _average_busbw(rows), "okay": "unchecked"},
+        "errors": [results["missing"]] if results["missing"] else [],
+    }
 
 
 def _mean(times: TransferTimes, collective: str, average: Average) -> float | None:
@@ -93,38 +100,46 @@ def _mean(times: TransferTimes, collective: str, average: Average) -> float | No
     return float(over_ranks[average].mean())
 
 
+def _average_busbw(rows: Sequence[dict[str, Any]]) -> float:
+    found: list[float | None] = [(row["in_place"] or row["out_of_place"])["bus_bw"] for row in rows]
+    known = [busbw for busbw in found if busbw is not None]
+    return sum(known) / max(len(known), 1)
+
+
 def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
     """Returns what nccl-tests would have printed: a table per collective, with transfers in order of execution."""
-    return "\n".join(_lines(run, rows(run, results, average))) + "\n"
+    return "\n".join(_lines(to_dict(run, results, average))) + "\n"
 
 
-def _lines(run: Run, found: list[Line]) -> Iterator[str]:
-    record, wrong = run.record, _wrong(run)
-    for collective in dict.fromkeys(row.collective for row in found):
-        table = [row for row in found if row.collective == collective]
-        sizes = [row.size for row in table]
-        yield f"# Collective test starting: {_program(collective)}"
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    config = found["config"]
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in found["results"]:
+        tables.setdefault(row["experiment_name"].partition(": ")[0], []).append(row)
+    for program, rows in tables.items():
+        sizes = [row["size"] for row in rows]
+        yield f"# Collective test starting: {program}"
         yield (
-            f"# nThread 1 nGpus 1 minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {record['warmup']} "
-            f"iters: {record['trials']} agg iters: {iterations_of(record)} validation: {int(wrong is not None)} "
-            "graph: 0"
+            f"# nThread 1 nGpus 1 minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {config['warmup_iters']} "
+            f"iters: {config['iterations']} agg iters: {config['aggregated_iterations']} "
+            f"validation: {config['validation']} graph: 0"
         )
         yield "#"
         yield "# Using devices"
-        for rank, host in enumerate(record["environment"]):
-            yield f"#  Rank {rank:2d} on {host.get('host', ''):>10} device cpu"
+        for device in config["devices"]:
+            yield f"#  Rank {device['rank']:2d} on {device['hostname']:>10} device cpu"
         yield "#"
         yield from _HEAD
-        for row in table:
-            numbers = (_number(row.time, 7), _bandwidth(row.algbw), _bandwidth(row.busbw))
-            body = _RIGHT.format(*numbers, "N/A" if wrong is None else wrong)
-            both = _BLANK + body if collective in _IN_PLACE else body + _BLANK
-            yield f"{row.size:12d}{_LEFT.format(row.count, row.type, row.redop, row.root)}{both}"
-        busbw = [row.busbw for row in table if row.busbw is not None]
-        yield f"# {'Out of bounds values':<20} : {wrong or 0} {'FAILED' if wrong else 'OK'}"
-        yield f"# {'Avg bus bandwidth':<20} : {sum(busbw) / max(len(busbw), 1):g} "
+        for row in rows:
+            one = row["in_place"] or row["out_of_place"]
+            numbers = (_number(one["time"], 7), _bandwidth(one["alg_bw"]), _bandwidth(one["bus_bw"]))
+            body = _RIGHT.format(*numbers, "N/A" if one["nwrong"] is None else one["nwrong"])
+            both = _BLANK + body if row["in_place"] else body + _BLANK
+            yield f"{row['size']:12d}{_LEFT.format(*(row[key] for key in ('count', 'type', 'redop', 'root')))}{both}"
+        yield f"# {'Out of bounds values':<20} : 0 OK"
+        yield f"# {'Avg bus bandwidth':<20} : {_average_busbw(rows):g} "
         yield "#"
-        yield f"# Collective test concluded: {_program(collective)}"
+        yield f"# Collective test concluded: {program}"
 
 
 def _number(value: float | None, width: int) -> str:
@@ -146,58 +161,3 @@ def _bandwidth(value: float | None, width: int = 6) -> str:
         return f"{value:{width}.4f}"
     digits, _, power = f"{value:.1e}".partition("e")
     return f"{f'{digits}e{int(power)}':>{width}}"
-
-
-def _program(collective: str) -> str:
-    return f"{_PROGRAMS.get(collective, collective)}_perf"
-
-
-def _wrong(run: Run) -> int | None:
-    """Returns the number of wrong elements, or None if they were not checked.
-
-    It can only be 0: the warm-up checks results, and no trial begins after a wrong one.
-    """
-    return 0 if run.record["warmup"] and len(run.start_ns) else None
-
-
-def to_dict(run: Run, results: dict[str, Any], average: Average = "avg") -> dict[str, Any]:
-    """Returns the JSON that `nccl-tests --json` writes; `experiment_name` holds the collective and the transfer."""
-    record, found, wrong = run.record, rows(run, results, average), _wrong(run)
-    sizes = [row.size for row in found]
-    busbw = [row.busbw for row in found if row.busbw is not None]
-    hosts = enumerate(record["environment"])
-    return {
-        "version": 2,
-        "config": {
-            "nthreads": 1,
-            "ngpus": 1,
-            "minimum_bytes": min(sizes),
-            "maximum_bytes": max(sizes),
-            "warmup_iters": record["warmup"],
-            "iterations": record["trials"],
-            "aggregated_iterations": iterations_of(record),
-            "validation": int(wrong is not None),
-            "graph": 0,
-            "devices": [{"rank": rank, "group": 0, "hostname": host.get("host", "")} for rank, host in hosts],
-        },
-        "results": [_entry(row, wrong) for row in found],
-        "out_of_bounds": {"count": wrong or 0, "okay": "false" if wrong else "true"},
-        "average_bus_bandwidth": {"bandwidth": sum(busbw) / max(len(busbw), 1), "okay": "unchecked"},
-        "errors": [results["missing"]] if results["missing"] else [],
-    }
-
-
-def _entry(row: Line, wrong: int | None) -> dict[str, Any]:
-    measured = {"time": row.time, "alg_bw": row.algbw, "bus_bw": row.busbw, "nwrong": wrong}
-    in_place = row.collective in _IN_PLACE
-    return {
-        "size": row.size,
-        "count": row.count,
-        "type": row.type,
-        "redop": row.redop,
-        "root": str(row.root),
-        "out_of_place": None if in_place else measured,
-        "in_place": measured if in_place else None,
-        "actual_iterations": row.trials,
-        "experiment_name": f"{_program(row.collective)}: {row.name}",
-    }

@@ -91,15 +91,15 @@ def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
     heads = ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last"]
     heads += ["busy", "switches", "clock offset"]
     rows = []
-    for found in figures_of_ranks(results):
+    for rank, (took_longest, came_last) in figures_of_ranks(results).items():
         told = [record.get(key) or () for key in ("cpu", "clock", "environment")]
-        cpu, clock, host = (one[found.rank] if found.rank < len(one) else {} for one in told)
+        cpu, clock, host = (one[rank] if rank < len(one) else {} for one in told)
         wall = cpu.get("wall_seconds")
         used = cpu.get("cpu_seconds", 0.0)
         switches = cpu.get("involuntary_switches")
-        row = [str(found.rank), str(host.get("host", ""))]
-        row += [seconds(by_rank.get(found.rank, {}).get(name)) for name in ("p50", "p99")]
-        row += [f"{found.longest:.0%}", f"{found.last:.0%}", f"{used / wall:.0%}" if wall else NONE]
+        row = [str(rank), str(host.get("host", ""))]
+        row += [seconds(by_rank.get(rank, {}).get(name)) for name in ("p50", "p99")]
+        row += [f"{took_longest:.0%}", f"{came_last:.0%}", f"{used / wall:.0%}" if wall else NONE]
         row += [f"{switches:,}" if switches is not None else NONE, _clock(clock)]
         rows.append(row)
     return {"heads": heads, "rows": rows}

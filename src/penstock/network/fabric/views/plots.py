@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.words import counted
-from penstock.network.fabric.grouped import groups
+from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.times import TransferTimes
-from penstock.network.fabric.units import size_text
 from penstock.network.fabric.views.chart import (
     COLORS,
     INK,
@@ -30,6 +29,7 @@ from penstock.network.fabric.views.chart import (
 from penstock.network.fabric.views.facts import rate_unit
 from penstock.network.fabric.views.numbers import cut, cut_apart, seconds
 from penstock.network.fabric.workload import Workload
+from penstock.network.quantities import size_text
 from penstock.report.marks import Axis
 
 Floats = NDArray[np.float64]
@@ -125,7 +125,10 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
         far = far[np.argsort(-took[far], kind="stable")]
         top = 28 + 104 * row
         panel = Panel(columns, Scale(took.min() / 1.12, took.max() * 1.25, top + 72, top, is_log=True))
-        note = _trials_note(float(medians[number]), took[far], trial[far])
+        note = f"median {seconds(float(medians[number]))}"
+        if len(far):
+            slowest = f"slowest {seconds(float(took[far[0]]))} in trial {trial[far[0]]:,}"
+            note = f"{note}, {counted(len(far), 'outlier')}, {slowest}"
         panel.title(cut(results["groups"][number]["name"], 48), note)
         panel.y_axis(seconds)
         for stalled in results["stalled"][:MAX_MARKED]:
@@ -138,14 +141,6 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
     stalls = "; dotted: it met a requested stall" if results["stalled"] else ""
     panels[-1].x_ticks(Axis.of(trials, "slots").ticks, f"trial, in order; completion time of the slowest rank{stalls}")
     return svg(104 * len(shown) + 40, panels)
-
-
-def _trials_note(median: float, far: Floats, trials: NDArray[np.int64]) -> str:
-    """Summarizes outliers; `far` has their times, slowest first, and `trials` their trials."""
-    text = f"median {seconds(median)}"
-    if not len(far):
-        return text
-    return f"{text}, {counted(len(far), 'outlier')}, slowest {seconds(float(far[0]))} in trial {trials[0]:,}"
 
 
 # -- by size ----------------------------------------------------------------------------------------------------------

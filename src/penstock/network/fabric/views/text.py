@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.network.fabric.compare import FEWEST, Comparison, Difference
+from penstock.network.fabric.compare import FEWEST
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.views.facts import TIMES, columns, facts, notes, title, warnings
 from penstock.network.fabric.views.numbers import NONE, cut, seconds
@@ -75,7 +75,7 @@ def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_w
 
 
 def show_comparison(
-    comparison: Comparison, console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
+    comparison: dict[str, Any], console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
 ) -> None:
     """Prints two runs side by side, with their names and their reports' warnings, and which of their differences are
     more than chance."""
@@ -84,20 +84,20 @@ def show_comparison(
     for letter, lines in zip("AB", warned, strict=False):
         for line in lines:
             console.print(Text(f"warning: {letter}: {line}", "bold yellow"), soft_wrap=True)
-    for setting, (a, b) in comparison.other_settings.items():
+    for setting, (a, b) in comparison["other_settings"].items():
         console.print(Text(f"{setting}: {a} in A, {b} in B"), soft_wrap=True)
     console.print()
-    rows = [*comparison.transfers, *([comparison.step] if comparison.step else [])]
+    rows = [one for one in (*comparison["transfers"], comparison["step"]) if one]
     whole = _compared(rows, tails=True)
     print_unbroken(console, whole if width_of(whole, console) <= console.width else _compared(rows, tails=False))
     console.print()
-    for letter, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
+    for letter, only in (("A", comparison["only_in_a"]), ("B", comparison["only_in_b"])):
         if only:
             console.print(Text(f"only in {letter}: {', '.join(only)}"), soft_wrap=True)
     verdict = "No difference shown: what differs may be chance."
-    if comparison.differs:
+    if comparison["differs"]:
         verdict = "The runs differ."
-    elif all(one.verdict == "too few samples" for one in rows):
+    elif all(one["verdict"] == "too few samples" for one in rows):
         verdict = f"Too few samples to tell: each run needs {FEWEST} trials or more."
     console.print(Text(verdict, "bold"))
     console.print(Text(COMPARISON_NOTE, "dim"))
@@ -109,17 +109,18 @@ COMPARISON_NOTE = (
 )
 
 
-def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
+def _compared(rows: Sequence[dict[str, Any]], *, tails: bool) -> Table:
     further = ["p99 A", "p99 B"] if tails else []
     made = table("transfer", *(["bytes"] if tails else []), "p50 A", "p50 B", "B/A", "", *further, "verdict")
     for column in made.columns:
         column.justify = "left" if column.header in ("transfer", "", "verdict") else "right"
     for one in rows:
-        low_high = one.ratio_interval
+        low_high = one["ratio_interval"]
         interval = f"{low_high[0]:.3f} to {low_high[1]:.3f}" if low_high else ""
-        ratio = NONE if one.ratio is None else f"{one.ratio:.3f}"
-        cells = [one.name if tails else cut(one.name, 20), *([f"{one.bytes:,}"] if tails else [])]
-        cells += [*map(seconds, one.p50_s), ratio, interval, *(map(seconds, one.p99_s) if tails else [])]
-        verdict = f"differs: {', '.join(one.differs_in)}" if one.verdict == "differs" else one.verdict
-        made.add_row(*map(Text, [*cells, verdict]), style="bold" if one.verdict == "differs" else "")
+        ratio = NONE if one["ratio"] is None else f"{one['ratio']:.3f}"
+        cells = [one["name"] if tails else cut(one["name"], 20), *([f"{one['bytes']:,}"] if tails else [])]
+        cells += [*map(seconds, one["p50_s"]), ratio, interval, *(map(seconds, one["p99_s"]) if tails else [])]
+        differs = ", ".join(one["differs_in"])
+        verdict = f"differs: {differs}" if differs else one["verdict"]
+        made.add_row(*map(Text, [*cells, verdict]), style="bold" if differs else "")
     return made

@@ -124,8 +124,7 @@ export class Band {
     this.name = given.name ?? "";
     this.note = given.note ?? "";
     this.ops = ops;
-    this.slices = given.slices ?? 1; // of a microbatch, by which actions are numbered
-    this.said = given.said ?? {}; // a sentence for each op, as penstock.schedule.said writes it
+    this.said = given.said ?? {}; // a sentence for each op, as penstock.schedule.describe writes it
     this.lanes = [];
     let first = 0;
     for (const [rank, each] of given.ranks.entries()) {
@@ -173,11 +172,11 @@ export class Band {
     return found;
   }
 
-  /** An action's name: 2F3, or F3 where each rank has one stage; F3.1 of slice 1 of microbatch 3; in a box "send 3". */
+  /** An action's name: 2F3, or F3 where each rank has one stage; in a box "send 3". */
   label(lane, place, full = false) {
     const name = this.ops[lane.op[place]];
     const at = lane.microbatch[place];
-    const number = at < 0 ? "" : this.slices === 1 ? at : `${Math.floor(at / this.slices)}.${at % this.slices}`;
+    const number = at < 0 ? "" : at;
     if (!full && !KINDS.includes(name)) return `${name.split("_")[0].toLowerCase()} ${number}`.trim();
     return `${full || this.chunked ? lane.stage[place] : ""}${name}${number}`;
   }

@@ -7,7 +7,7 @@ export function meaning(band, op) {
   return (band.said[op] ?? op).split(/[[,]/)[0];
 }
 
-/** A sentence of penstock.schedule.said: what stands in brackets is left out if one of its values is missing. */
+/** A sentence of penstock.schedule.describe: what stands in brackets is left out if one of its values is missing. */
 function filled(sentence, values) {
   const known = (part) => [...part.matchAll(/\{(\w+)\}/g)].every(([, name]) => values[name] >= 0);
   const whole = sentence.replace(/\[([^\]]*)\]/g, (_, part) => (known(part) ? part : ""));
@@ -17,10 +17,7 @@ function filled(sentence, values) {
 /** An action in words: `forward of microbatch 3, stage 1`. */
 function said(band, lane, place) {
   const op = band.ops[lane.op[place]];
-  const number = lane.microbatch[place];
-  const values = { stage: lane.stage[place], peer: lane.peer?.[place] ?? -1, number };
-  values.microbatch = Math.floor(number / band.slices);
-  values.slice = number < 0 ? -1 : number % band.slices;
+  const values = { stage: lane.stage[place], peer: lane.peer?.[place] ?? -1, microbatch: lane.microbatch[place] };
   return filled(band.said[op] ?? op, values);
 }
 

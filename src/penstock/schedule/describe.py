@@ -1,7 +1,7 @@
 """Actions in words, in one form for pictures, traces and pages: a sentence for each op, with places to be filled in.
 
 `{microbatch}` and the like are values; what stands in brackets is left out where one of its values is not known. A page
-gets `sentences` as data and fills them in itself, for the action under the pointer (static/words.js).
+gets `SENTENCES` as data and fills them in itself, for the action under the pointer (static/words.js).
 """
 
 from __future__ import annotations
@@ -57,32 +57,24 @@ _OPTIONAL = re.compile(r"\[([^\]]*)\]")
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
-def sentence(op: Op, slices: int = 1) -> str:
-    """`forward[ of microbatch {microbatch}], stage {stage}`. `slices`: of the schedule, as in `Schedule.slices`."""
+def _sentence(op: Op) -> str:
     what = WORDS[Kind.of(op)] if op.is_compute else _OTHERS[op]
-    piece = "slice {slice} of microbatch {microbatch}" if slices > 1 else "microbatch {microbatch}"
-    if op is Op.REDUCE_GRAD:
-        piece = "tie {number}"
-    return f"{what}[ of {piece}], stage {{stage}}[ {'to' if op.is_send else 'from'} stage {{peer}}]"
+    piece = "tie" if op is Op.REDUCE_GRAD else "microbatch"
+    return f"{what}[ of {piece} {{microbatch}}], stage {{stage}}[ {'to' if op.is_send else 'from'} stage {{peer}}]"
 
 
-def sentences(slices: int = 1) -> dict[str, str]:
-    """Those of all ops, by the op's name."""
-    return {op.value: sentence(op, slices) for op in Op}
+SENTENCES: Mapping[str, str] = MappingProxyType({op.value: _sentence(op) for op in Op})
+"""One for each op, by the op's name: `forward[ of microbatch {microbatch}], stage {stage}`."""
 
 
-def said_of(action: Action, slices: int = 1) -> str:
+def describe(action: Action) -> str:
     """An action in words: `forward of microbatch 3, stage 1`."""
-    number = action.microbatch
-    text = _with_known(action.op, slices, has_number=number is not None, has_peer=action.peer is not None)
-    piece, rest = divmod(number or 0, slices)
-    return text.format(stage=action.stage, peer=action.peer, number=number, microbatch=piece, slice=rest)
+    text = _with_known(action.op, has_number=action.microbatch is not None, has_peer=action.peer is not None)
+    return text.format(stage=action.stage, microbatch=action.microbatch, peer=action.peer)
 
 
 @cache
-def _with_known(op: Op, slices: int, *, has_number: bool, has_peer: bool) -> str:
-    """A sentence without brackets: of these, those whose values are known."""
-    known = {"microbatch": has_number, "slice": has_number, "number": has_number, "peer": has_peer}
-    return _OPTIONAL.sub(
-        lambda part: part[1] if all(map(known.get, _PLACE.findall(part[1]))) else "", sentence(op, slices)
-    )
+def _with_known(op: Op, *, has_number: bool, has_peer: bool) -> str:
+    """A sentence without brackets: of these, those whose value is known."""
+    known = {"microbatch": has_number, "peer": has_peer}
+    return _OPTIONAL.sub(lambda part: part[1] if known[_PLACE.findall(part[1])[0]] else "", SENTENCES[op.value])

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.schedule import Action, Dependencies, Op, Row, Schedule
-from penstock.schedule.said import sentences
+from penstock.schedule.describe import SENTENCES
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory
-from penstock.simulate.columns import column
+from penstock.simulate.computations import column
 from penstock.simulate.waits import CriticalPath, critical_path
 
 OPS = [op.value for op in Op]
@@ -105,8 +105,7 @@ def band(
         }
         for rank, track in enumerate(timeline.tracks)
     ]
-    slices = 1 if schedule is None else schedule.slices
-    return {"name": name, "note": note, "slices": slices, "said": sentences(slices), "ranks": ranks}
+    return {"name": name, "note": note, "said": dict(SENTENCES), "ranks": ranks}
 
 
 def curve(held: Memory, limit: float | None = None, *, unit: str = "bytes", label: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from drawn_runs import run_of
 from rich.console import Console
 
 from penstock.network.fabric.compare import compare
-from penstock.network.fabric.grouped import groups
+from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import Summary
@@ -94,7 +94,7 @@ def test_samples_of_one_trial_count_as_one() -> None:
     alone = draw_.lognormal(0, 0.5, 300)
     rows = np.repeat(alone[:, None], 16, axis=1)
     summary, of_one = Summary.of(rows), Summary.of(alone)
-    assert (summary.count, summary.effective, summary.p99) == (300, of_one.effective, None)
+    assert (summary.count, summary.effective, summary.figures["p99"]) == (300, of_one.effective, None)
     assert summary.mean_interval == pytest.approx(of_one.mean_interval)
     assert summary.intervals["p50"] == pytest.approx(of_one.intervals["p50"], rel=0.02)
     covered = 0
@@ -148,11 +148,11 @@ def test_pictures_have_a_curve_and_a_name_for_each_cut_and_direction(shown: tupl
 def test_two_runs_are_compared_by_cut_and_direction() -> None:
     (a, _), (b, _) = drawn(), drawn(slower=1.5)
     found = compare(a, b)
-    assert sorted(one.name for one in found.transfers if "->" in one.name) == CUTS
-    assert found.step is not None
-    assert all(one.ratio == pytest.approx(1.5, rel=1e-3) for one in found.transfers)
-    assert all(one.verdict == "differs" for one in found.transfers)
-    assert [one.trials for one in found.transfers] == [(TRIALS, TRIALS)] * 10, "those of a trial are one sample"
+    assert sorted(one["name"] for one in found["transfers"] if "->" in one["name"]) == CUTS
+    assert found["step"] is not None
+    assert all(one["ratio"] == pytest.approx(1.5, rel=1e-3) for one in found["transfers"])
+    assert all(one["verdict"] == "differs" for one in found["transfers"])
+    assert [one["trials"] for one in found["transfers"]] == [[TRIALS, TRIALS]] * 10, "those of a trial are one sample"
     console = Console(width=160, file=io.StringIO(), highlight=False)
     show_comparison(found, console)
     assert "F0 stage" not in console.file.getvalue()  # type: ignore[attr-defined]

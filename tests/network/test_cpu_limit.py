@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import FabricError
-from penstock.network import holdback, keeper
+from penstock.network import cpu_limit, keeper
 from penstock.network.checks import why_not
-from penstock.network.holdback import Groups, quota
+from penstock.network.cpu_limit import Groups, quota
 from penstock.network.machines import Machines, clean
 
 pytestmark = pytest.mark.alone
@@ -40,9 +40,9 @@ FORKING = f"echo $$; while :; do {sys.executable} -I -S -c 1; done"
 MAKER = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
-from penstock.network import holdback
+from penstock.network import cpu_limit
 from penstock.network.machines import Machines
-holdback.VERSIONS = (int(sys.argv[1]),)
+cpu_limit.VERSIONS = (int(sys.argv[1]),)
 with Machines(2, slow={1: 0.05}) as made:
     line = made.command(1, [sys.executable, "-I", "-S", "-c", "print(flush=True)\\nwhile True: pass"])
     busy = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
@@ -66,7 +66,7 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"cgroup v{asked}: {error}")
     keeper.remove(emulation)
     assert keeper.groups_of(emulation) == []
-    monkeypatch.setattr(holdback, "VERSIONS", (asked,))
+    monkeypatch.setattr(cpu_limit, "VERSIONS", (asked,))
     return asked
 
 
@@ -262,7 +262,7 @@ def test_where_nothing_works_no_host_is_made(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_group_that_cannot_be_limited_is_refused_with_the_reason(
     version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdback, "quota", lambda share: (1, 1))
+    monkeypatch.setattr(cpu_limit, "quota", lambda share: (1, 1))
     refused = r"no host can be slowed on this machine: .*cgroup v\d \(cpu\.\S+\): .*Invalid argument"
     with pytest.raises(FabricError, match=refused):
         Machines(3, slow={1: 0.5, 2: 0.5}).__enter__()
@@ -272,7 +272,7 @@ def test_a_group_that_cannot_be_limited_is_refused_with_the_reason(
 def test_who_is_not_root_is_told_so_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(holdback, "VERSIONS", ())
+    monkeypatch.setattr(cpu_limit, "VERSIONS", ())
     with pytest.raises(FabricError, match="root"), Machines(2, slow={1: 0.5}):
         pass
 
@@ -331,7 +331,7 @@ def test_a_group_of_version_2_stands_where_the_cpu_is_handed_down(
         (tmp_path / folder / "cgroup.subtree_control").write_text(f"{handed}\n")
     (tmp_path / "a.slice/b.slice/c.scope").mkdir()
     monkeypatch.setattr(keeper, "group_mounts", lambda: [(1, Path("/none"), "/"), (2, tmp_path, root)])
-    monkeypatch.setattr(holdback, "_own", lambda version: own)
+    monkeypatch.setattr(cpu_limit, "_own", lambda version: own)
     Groups("penstock-1-2-3", {5: 0.25}, 2)
     made = tmp_path / parent / "penstock-1-2-3-h5-cpu"
     assert keeper.groups_of("penstock-1-2-3") == [made]
@@ -342,7 +342,7 @@ def test_version_2_is_not_used_where_nothing_hands_the_cpu_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "group_mounts", lambda: [(2, tmp_path, "/")])
-    monkeypatch.setattr(holdback, "_own", lambda version: "/")
+    monkeypatch.setattr(cpu_limit, "_own", lambda version: "/")
     with pytest.raises(OSError, match="delegates the cpu controller"):
         Groups("penstock-1-2-3", {5: 0.25}, 2)
     with pytest.raises(OSError, match="no cgroup v1"):

@@ -76,7 +76,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Shown:
+class Contents:
     """Everything that a page shows of a run, a trace or a plan.
 
     Attributes:
@@ -85,7 +85,7 @@ class Shown:
         troubles: what ended the run before its time, or seems to have.
         warnings: what a reader has to know to read it right.
         figures: the summary.
-        bands: the timelines, as `penstock.report.web.page_data.band` makes them.
+        bands: the timelines, as `penstock.report.web.timeline_data.band` makes them.
         idle: None: nothing is known of why ranks are idle.
         improvements: what to change first; `nothing_better` is said if there is nothing.
         memory: of each rank, if it is known; `memory_note` says what is counted.

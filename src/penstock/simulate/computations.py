@@ -75,6 +75,16 @@ class Columns:
     def stages(self) -> int:
         return len(self.rank_of)
 
+    @property
+    def rank(self) -> Ints:
+        """The rank of each node."""
+        return np.repeat(np.arange(self.ranks), np.diff(self.first))
+
+    @property
+    def stage(self) -> Ints:
+        """The stage of each node."""
+        return np.concatenate([column(row.stage) for row in self.rows])
+
     def nodes(self, rank: int) -> slice:
         """The nodes of a rank."""
         return slice(int(self.first[rank]), int(self.first[rank + 1]))
@@ -151,7 +161,7 @@ def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) 
     ops, joined = np.empty(first[-1], np.int8), []
     tables: dict[Op, Ints] = {}
     for part in _parts(rows, first):
-        if not ((part.stage < schedule.stages) & (part.number < schedule.numbers)).all():
+        if not ((part.stage < schedule.stages) & (part.number < schedule.microbatches)).all():
             return None
         if (rank_of[part.stage] != part.rank).any():
             return None
@@ -177,12 +187,12 @@ def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) 
 
 def _enter(tables: dict[Op, Ints], schedule: Schedule, part: _Part) -> None:
     """Writes a part's nodes into the tables of their ops, each at its place: stage * numbers + number."""
-    place = part.stage.astype(np.int64) * schedule.numbers + part.number
+    place = part.stage.astype(np.int64) * schedule.microbatches + part.number
     for op in COMPUTE:
         chosen = np.flatnonzero(part.op == op.code)[::-1]  # if an action occurs twice, the first counts
         if len(chosen):
             if op not in tables:
-                tables[op] = np.full(schedule.stages * schedule.numbers, -1, np.int32)
+                tables[op] = np.full(schedule.stages * schedule.microbatches, -1, np.int32)
             tables[op][place[chosen]] = chosen + part.begin
 
 
@@ -203,26 +213,15 @@ def _wanted(
     """For each need of each op: the op, the nodes that have the need, their stages, the stages and the places that they
     look at, and which ops can fill it there. Nodes that look at their own stage have the very same array for both.
     """
-    slices = schedule.slices
     for op in occurring:
         chosen = np.flatnonzero(part.op == op.code)
         nodes, stage, number = part.begin + chosen, part.stage[chosen], part.number[chosen]
         for need in NEEDS[op]:
-            if slices == 1 and need.where in (Where.EARLIER, Where.LATER):
-                continue
-            other, number_there = stage, number
-            match need.where:
-                case Where.BELOW:
-                    other = np.array(neighbors.below)[stage]
-                case Where.ABOVE:
-                    other = np.array(neighbors.above)[stage]
-                case Where.EARLIER:
-                    number_there = np.where(number % slices > 0, number - 1, -1)
-                case Where.LATER:
-                    number_there = np.where((number + 1) % slices > 0, number + 1, -1)
-            place = other * np.int64(schedule.numbers) + number_there
-            if need.where is Where.SAME or (there := (other >= 0) & (number_there >= 0)).all():
+            other = stage
+            if need.where is not Where.SAME:
+                other = np.array(neighbors.below if need.where is Where.BELOW else neighbors.above)[stage]
+            place = other * np.int64(schedule.microbatches) + number
+            if other is stage or (there := other >= 0).all():
                 yield op, nodes, stage, other, place, need.ops
             elif there.any():
-                of_those = stage[there]
-                yield op, nodes[there], of_those, of_those if other is stage else other[there], place[there], need.ops
+                yield op, nodes[there], stage[there], other[there], place[there], need.ops

@@ -4,24 +4,21 @@
 
 alpha is the fixed cost of a message in seconds; beta is in seconds per byte (R. Hockney, The communication challenge
 for MPP, 1994). The model assumes that each rank has one full-duplex port, that the network between the ports is never
-the bottleneck, and that adding is free. The closed forms are in `terms`.
+the bottleneck, and that adding is free. Its closed forms are in `algorithms`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.network.fabric.algorithms import algorithms
+from penstock.network.fabric.algorithms import algorithms, closed_form
 from penstock.network.fabric.algorithms.forms import Terms
-from penstock.network.fabric.terms import busbw_factor, closed_form
-
-HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,40 +83,6 @@ def predict(link: LinkFit, collective: str, algorithm: str, ranks: int, size_byt
     return link.seconds(closed_form(collective, algorithm, ranks), size_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted times of one collective of one size among `ranks` ranks.
-
-    Attributes:
-        seconds: by algorithm.
-        best: the fastest algorithm.
-        bus_bytes_per_second: the best algorithm's bus bandwidth, as nccl-tests defines it.
-    """
-
-    collective: str
-    ranks: int
-    bytes: float
-    seconds: dict[str, float]
-    best: str
-    bus_bytes_per_second: float
-
-
-def predictions(
-    link: LinkFit,
-    collective: str,
-    size_bytes: float,
-    ranks: Iterable[int] = HOSTS,
-) -> list[Prediction]:
-    """Predicts each number of ranks, by default up to 4096, for all algorithms."""
-    rows = []
-    for n in ranks:
-        seconds = {name: predict(link, collective, name, n, size_bytes) for name in algorithms(collective)}
-        best = min(seconds, key=lambda name: seconds[name])
-        rate = size_bytes * busbw_factor(collective, n) / seconds[best] if seconds[best] else math.inf
-        rows.append(Prediction(collective, n, size_bytes, seconds, best, rate))
-    return rows
-
-
 def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
     """Returns the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
 
@@ -149,28 +112,28 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
     return found
 
 
-def slowest_of(links: Iterable[LinkFit]) -> LinkFit:
-    """Combines the largest alpha and the largest beta of one or more links, which limit a collective of any size."""
-    links = tuple(links)
-    return LinkFit(max(link.alpha_seconds for link in links), max(link.beta_seconds_per_byte for link in links))
+def combined(links: Iterable[LinkFit], of: Callable[..., float] = max) -> LinkFit | None:
+    """Combines the largest alpha and the largest beta of links (`of=min`: the smallest), which limit a collective of
+    any size; None without links."""
+    found = tuple(links)
+    if not found:
+        return None
+    return LinkFit(of(one.alpha_seconds for one in found), of(one.beta_seconds_per_byte for one in found))
 
 
-def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
-    """Returns the links as `penstock simulate --links` reads them: from a run's record, or one fit for every pair.
+def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
+    """Returns a run's links as `penstock simulate --links` reads them: those measured or, if none were, the slowest of
+    the fits in its results' `model`; None if there are neither.
 
     Pairs that were not measured get the slowest measured values, as "all".
-
-    Raises:
-        ArgumentError: the record has no measured links.
     """
-    units = "latency in seconds, bandwidth in bytes per second"
-    if isinstance(found, LinkFit):
-        return {"units": units, "links": [], "all": _link(found)}
-    pairs = dict(record_links(found))
-    if not pairs:
-        raise ArgumentError("the run measured no links: run again with --backend gloo, which measures them")
+    pairs = dict(record_links(record))
+    fits = [LinkFit(one["fit"]["alpha_seconds"], one["fit"]["beta_seconds_per_byte"]) for one in model]
+    slowest = combined(pairs.values() or fits)
+    if slowest is None:
+        return None
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
-    return {"units": units, "links": links, "all": _link(slowest_of(pairs.values()))}
+    return {"units": "latency in seconds, bandwidth in bytes per second", "links": links, "all": _link(slowest)}
 
 
 def _link(link: LinkFit) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Test whether two series of times differ: in the median, in shape, or in the tail. Uses scipy where it can.
 
+A test returns its p-value: how likely series that do not differ are as far apart (two-sided).
+
 Consecutive trials depend on each other (a full queue stays full for a while), and tests that assume independence find
 differences between a run and itself. Each test here therefore takes the number of independent samples into account
 (`correlation_time`), by inflating the variance or by counting fewer samples.
@@ -10,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +22,7 @@ from penstock.network.fabric.statistics import CONFIDENCE, Interval
 Samples = NDArray[np.float64]
 
 
-class Tested(NamedTuple):
-    """A test statistic, and the probability of one as extreme if nothing differs (two-sided)."""
-
-    statistic: float
-    p: float
-
-
-def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> Tested:
+def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> float:
     """Tests by Mann and Whitney's U: the number of pairs in which the sample of `a` is larger, ties counting half.
 
     The p-value is the normal approximation's. The variance is corrected for ties and the statistic for continuity (H.
@@ -39,9 +33,9 @@ def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> Tested:
     u = float(stats.rankdata(np.concatenate([a, b]))[: len(a)].sum()) - len(a) * (len(a) + 1) / 2
     variance = _variance(a, b) * inflation
     if variance <= 0:
-        return Tested(u, 1.0)
+        return 1.0
     z = max(abs(u - len(a) * len(b) / 2) - 0.5, 0) / math.sqrt(variance)
-    return Tested(u, 2 * float(special.ndtr(-z)))
+    return 2 * float(special.ndtr(-z))
 
 
 def _variance(a: Samples, b: Samples) -> float:
@@ -50,7 +44,7 @@ def _variance(a: Samples, b: Samples) -> float:
     return m * n / 12 * (m + n + 1) * float(stats.tiecorrect(stats.rankdata(np.concatenate([a, b]))))
 
 
-def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | None = None) -> Tested:
+def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | None = None) -> float:
     """Tests by the largest distance between the distribution functions, with Kolmogorov's limiting distribution.
 
     Stephens' correction is applied (M. Stephens, Use of the Kolmogorov-Smirnov, Cramer-von Mises and related statistics
@@ -61,20 +55,17 @@ def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | 
     m, n = effective or (len(a), len(b))
     distance = float(stats.ks_2samp(a, b, method="asymp").statistic)
     root = math.sqrt(m * n / (m + n))
-    return Tested(distance, float(special.kolmogorov((root + 0.12 + 0.11 / root) * distance)))
+    return float(special.kolmogorov((root + 0.12 + 0.11 / root) * distance))
 
 
-def tails(a: Samples, b: Samples, q: float) -> Tested:
+def tails(a: Samples, b: Samples, q: float) -> float:
     """Tests whether one series has more than its share of the slowest samples of both, with Fisher's exact test.
 
-    Consecutive slow samples are one event and count once. The statistic is the fraction of the events in `b`.
+    Consecutive slow samples are one event and count once.
     """
     threshold = float(np.quantile(np.concatenate([a, b]), q))
     slow = [_events(one > threshold) for one in (a, b)]
-    if not sum(slow):
-        return Tested(0.5, 1.0)
-    table = [slow, [len(a) - slow[0], len(b) - slow[1]]]
-    return Tested(slow[1] / sum(slow), float(scipy()[0].fisher_exact(table).pvalue))
+    return float(scipy()[0].fisher_exact([slow, [len(a) - slow[0], len(b) - slow[1]]]).pvalue)
 
 
 def _events(slow: NDArray[np.bool_]) -> int:

@@ -16,11 +16,11 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Op
 from penstock.schedule.timeline import Timeline
 from penstock.trace.chrome import IN_TURNS, read_chrome, without_operations
-from penstock.trace.columns import read_columns, read_lists
 from penstock.trace.event import Event, Recording, numbered
 from penstock.trace.names import OPS, own_pattern
 from penstock.trace.runs import RunRead, is_run
 from penstock.trace.runs import read_run as read_folder
+from penstock.trace.tables import read_columns, read_lists
 
 _MAX_NAMED = 4
 _UNLIKE = 1.25

@@ -35,7 +35,7 @@ def groups(workload: Workload) -> list[Group]:
     return _by_name(workload, _own_name)
 
 
-def of_like_layers(workload: Workload) -> list[Group]:
+def group_similar_layers(workload: Workload) -> list[Group]:
     """Groups transfers as `groups` does, and merges layers that differ only in one module number: h.*.attn."""
     found = _by_name(workload, lambda name: like(_own_name(name)))
     names = [{_own_name(workload.transfers[place].name) for place in group.places} for group in found]
