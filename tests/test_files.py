@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 
 from network.fabric.made_runs import made_run, write_run
 from penstock._base import files
+from penstock._base.errors import ArgumentError, PenstockError
 from penstock.cli import app
 from penstock.costs import MeasuredLink, Profile, Tied, UnitCost, read_costs, read_links, read_profile
 from penstock.costs.hardware.specs import device
-from penstock.errors import ArgumentError, PenstockError
 from penstock.network.fabric.compare import compare
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import RUN, SAMPLES, Run

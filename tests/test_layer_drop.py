@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from penstock import pipeline, profile
+from penstock._base.errors import PartitionError
 from penstock._base.stages import ties
-from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error

@@ -10,23 +10,23 @@ from penstock._base import __version__ as __version__
 from penstock._base.lazy import TYPE_CHECKING, face, lent, moved
 
 if TYPE_CHECKING:
+    from penstock._base.errors import ArgumentError as ArgumentError
+    from penstock._base.errors import CheckpointError as CheckpointError
+    from penstock._base.errors import ClosedError as ClosedError
+    from penstock._base.errors import FabricError as FabricError
+    from penstock._base.errors import MissingExtraError as MissingExtraError
+    from penstock._base.errors import NonFiniteError as NonFiniteError
+    from penstock._base.errors import PartitionError as PartitionError
+    from penstock._base.errors import PenstockError as PenstockError
+    from penstock._base.errors import PipelineFailure as PipelineFailure
+    from penstock._base.errors import PlanError as PlanError
+    from penstock._base.errors import ScheduleError as ScheduleError
+    from penstock._base.errors import ShapeError as ShapeError
+    from penstock._base.errors import VerificationError as VerificationError
     from penstock._base.marks import current_microbatch as current_microbatch
     from penstock._base.marks import current_stage as current_stage
     from penstock._base.marks import cut as cut
     from penstock.costs.profile import Profile as Profile
-    from penstock.errors import ArgumentError as ArgumentError
-    from penstock.errors import CheckpointError as CheckpointError
-    from penstock.errors import ClosedError as ClosedError
-    from penstock.errors import FabricError as FabricError
-    from penstock.errors import MissingExtraError as MissingExtraError
-    from penstock.errors import NonFiniteError as NonFiniteError
-    from penstock.errors import PartitionError as PartitionError
-    from penstock.errors import PenstockError as PenstockError
-    from penstock.errors import PipelineFailure as PipelineFailure
-    from penstock.errors import PlanError as PlanError
-    from penstock.errors import ScheduleError as ScheduleError
-    from penstock.errors import ShapeError as ShapeError
-    from penstock.errors import VerificationError as VerificationError
     from penstock.pipe.build import pipeline as pipeline
     from penstock.pipe.inspection import Inspection as Inspection
     from penstock.pipe.inspection import inspect as inspect
@@ -46,7 +46,7 @@ _HOMES = {
     "pipe.pipeline": "Pipeline",
     "pipe.build": "pipeline",
     "_base.marks": "cut current_microbatch current_stage",
-    "errors": (
+    "_base.errors": (
         "ArgumentError CheckpointError ClosedError FabricError MissingExtraError NonFiniteError "
         "PartitionError PenstockError PipelineFailure PlanError ScheduleError ShapeError VerificationError"
     ),
@@ -66,7 +66,7 @@ _HOMES = {
 
 _SUBPACKAGES = frozenset(
     (
-        *("checkpoint", "costs", "errors", "integrations", "network", "plan", "report", "schedule", "simulate"),
+        *("checkpoint", "costs", "integrations", "network", "plan", "report", "schedule", "simulate"),
         *("testing", "trace", "verification"),
     )
 )
@@ -81,6 +81,7 @@ moved.update(  # until 0.2
         "penstock.explain.reading": "penstock.trace.files",
         "penstock.balance": "penstock.costs",
         "penstock.blame": "penstock.verification.blame",
+        "penstock.errors": "penstock._base.errors",
         "penstock.explain": "penstock.plan.explain",
         "penstock.fabric": "penstock.network.fabric",
         "penstock.hardware": "penstock.costs.hardware",

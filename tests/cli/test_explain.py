@@ -14,9 +14,9 @@ from command_line import as_json, output, refusal
 from rich.console import Console
 
 from penstock._base import files
+from penstock._base.errors import ArgumentError
 from penstock.cli.explain import show
 from penstock.costs import Profile, UnitCost
-from penstock.errors import ArgumentError
 from penstock.plan.explain import explain, read_run
 from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate

@@ -7,7 +7,7 @@ import sys
 import pytest
 from command_line import refusal
 
-from penstock.errors import MissingExtraError
+from penstock._base.errors import MissingExtraError
 from penstock.network.fabric.warmup import trend
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from command_line import as_json, output, penstock, refusal
 
+from penstock._base.errors import ArgumentError, FabricError
 from penstock.cli._traffic import TrafficOptions
 from penstock.cli.fabric import _check
-from penstock.errors import ArgumentError, FabricError
 from penstock.network import checks, machines, shapers
 from penstock.network.checks import why_not
 from penstock.network.fabric.emulation import coordinate

@@ -11,11 +11,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from penstock._base.errors import ArgumentError, VerificationError
 from penstock.cli import app
 from penstock.cli import verify as command
 from penstock.cli.verify import rank_main
 from penstock.distributed.launch.target import load
-from penstock.errors import ArgumentError, VerificationError
 from penstock.schedule import generator
 from scaffolding.patient import finished
 from scaffolding.ranks import Ranks

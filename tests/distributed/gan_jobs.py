@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PenstockError
+from penstock._base.errors import PenstockError
 
 STEPS, MICROBATCHES = 3, 4
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock._base.errors import PenstockError
 from penstock.distributed.world import World
-from penstock.errors import PenstockError
 from penstock.runtime.execute import transport_choice
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.transport.shared_memory import Neighbors

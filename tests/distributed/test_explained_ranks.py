@@ -8,7 +8,7 @@ from pathlib import Path
 import explain_jobs
 import pytest
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Explanation, explain, read_run, run_of
 from penstock.report.web.sources import contents_of
 from scaffolding.ranks import Ranks

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
+from penstock._base.errors import PipelineFailure
 from penstock._base.process import Process, ProcessState
 from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import FailureDetector, Patience
@@ -18,7 +19,6 @@ from penstock.distributed.heartbeat_server import Connection
 from penstock.distributed.joining import Meeting, Missing, place_of
 from penstock.distributed.launcher import Launcher
 from penstock.distributed.watchdog import Watchdog
-from penstock.errors import PipelineFailure
 
 RECEIVE = Position("1RECV_F0", (0,))
 

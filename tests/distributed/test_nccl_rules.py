@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from nccl_jobs import BUGS, MICROBATCHES, MODELS, RULES, Cell
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Numbers
 from penstock.testing.nccl import nccl_rules

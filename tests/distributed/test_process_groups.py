@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock._base.errors import ArgumentError
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.groups import GROUP_SECONDS, GroupOptions, Groups, Way, matchings
 from penstock.distributed.world import World
-from penstock.errors import ArgumentError
 
 
 @given(st.sets(st.sampled_from(list(permutations(range(6), 2)))))

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from penstock._base import process
+from penstock._base.errors import ArgumentError, PipelineFailure
 from penstock.distributed import joining, rendezvous
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.joining import Meeting, Missing
-from penstock.errors import ArgumentError, PipelineFailure
 
 
 def words(address: tuple[str, int], *, rank: int = 1, ranks: int = 4, reached: bool = False, left: Any = None) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed import sharing_jobs as jobs
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.execute.transport_choice import accelerator_of, check_apart, check_queues
 from scaffolding.ranks import Ranks
 

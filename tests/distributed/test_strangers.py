@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from penstock._base.errors import PipelineFailure
 from penstock.distributed import heartbeat_server
 from penstock.distributed.failure import Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.heartbeat_server import Connection, HeartbeatServer, connect
 from penstock.distributed.joining import Missing
 from penstock.distributed.watchdog import Watchdog
-from penstock.errors import PipelineFailure
 
 DEEP = b"[" * 500_000
 PATIENCE = Patience(beat_seconds=0.1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from blocks import ROOT, blocks
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 
 PAGE = [block for block in blocks() if block.path == ROOT / "docs" / "recording.md"]
 MODEL, *EXAMPLES = (block for block in PAGE if block.language == "python")

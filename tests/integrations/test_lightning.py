@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
 from scaffolding.scripts import lines_here

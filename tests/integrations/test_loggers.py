@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.integrations.loggers import (
     CsvLog,
     JsonLinesLog,

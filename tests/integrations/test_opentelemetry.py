@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import spans_jobs
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.integrations.opentelemetry import export_spans
 from penstock.schedule import Op, add_communication, generate
 from penstock.schedule.timeline import Timeline

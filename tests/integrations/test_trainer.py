@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import penstock
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.integrations.accelerate import ranks_as_one_device
 from penstock.integrations.transformers import PipelineTrainer
 from penstock.pipe.pipeline import Pipeline

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.background import AHEAD_NS, Neighbor, Stream, arrivals, parse_background
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns

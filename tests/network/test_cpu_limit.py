@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import FabricError
+from penstock._base.errors import FabricError
 from penstock.network import cpu_limit, keeper
 from penstock.network.checks import why_not
 from penstock.network.cpu_limit import Groups, quota

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.impairment import Bursts, Chance, Impairment
 from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Link
 from penstock.network.parse import parse_link

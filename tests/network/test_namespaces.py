@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ArgumentError, FabricError
+from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import checks, keeper, subnets
 from penstock.network.checks import why_not
 from penstock.network.machines import Machines, clean

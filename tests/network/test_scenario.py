@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.parse import parse_link
 from penstock.network.scenario import Event, Play, State, playing, read_scenario
 from penstock.network.topology import Topology

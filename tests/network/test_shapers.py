@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError, FabricError
+from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import keeper, machines, shapers
 from penstock.network.checks import why_not
 from penstock.network.machines import Machines

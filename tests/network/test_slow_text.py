@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.cpu_limit import parse_slow
 from penstock.network.machines import Machines
 

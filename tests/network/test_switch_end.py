@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import FabricError
+from penstock._base.errors import FabricError
 from penstock.network import keeper
 from penstock.network.checks import why_not
 from penstock.network.machines import Machines

@@ -14,7 +14,7 @@ from chained import NoStreams
 from torch import Tensor, nn
 
 from penstock import inspect, verify
-from penstock.errors import ArgumentError, PartitionError
+from penstock._base.errors import ArgumentError, PartitionError
 from penstock.partition import Partition, Partitioner
 from scaffolding.models import gpt, mlp, skips
 

@@ -10,7 +10,7 @@ from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 
 from penstock import inspect
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.partition import Partitioner
 from scaffolding.models import Case, squared_error
 

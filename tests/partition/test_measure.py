@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.costs.stage_costs import priced
-from penstock.errors import ArgumentError
 from penstock.partition import Balance, Choice, Partitioner, Room, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import PartitionError
 from penstock.costs import Profile
-from penstock.errors import PartitionError
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock, measuring
 from penstock.partition.measure.measuring import measure

@@ -11,7 +11,7 @@ import torch
 from chained import NoStreams
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.partition import Partitioner
 
 WIDTH = 4

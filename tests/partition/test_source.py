@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock import demo
 from penstock._base import compat, trees
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.partition import Partitioner, source
 from penstock.partition.recorder import recorder
 

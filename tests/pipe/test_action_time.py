@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import penstock
+from penstock._base.errors import ArgumentError
 from penstock.costs import read_profile
-from penstock.errors import ArgumentError
 from penstock.pipe import profiling
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PenstockError
+from penstock._base.errors import PenstockError
 
 WIDTH, ROWS = 4, 8
 RANKS, MICROBATCHES = 2, 4

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, Tied, UnitCost
-from penstock.errors import ArgumentError
 from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, Wanted, choices, make_plans, read_plan
 from penstock.plan.bounds import least_seconds
 from penstock.plan.layout import kinds_of_ranks

@@ -9,8 +9,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks/prediction"))
 
 from calibration import Host
 
+from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
-from penstock.errors import ArgumentError
 from penstock.plan import Cluster, Plan, Sizes, Wanted, make_plans
 from penstock.simulate import LinkCost
 from report import Ran, predicted

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from penstock.errors import MissingExtraError, ScheduleError
+from penstock._base.errors import MissingExtraError, ScheduleError
 from penstock.report.colors import LIGHT, shade
 from penstock.report.svg import panel_of, svg
 from penstock.schedule import Action, Op, Placement, Row, Schedule, generate
@@ -80,6 +80,6 @@ def test_plot_is_in_proportion_to_time(timeline: Timeline) -> None:
 
 
 def test_plot_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.errors.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock._base.errors.importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"plot\(\): this needs matplotlib, pip install 'penstock\[plot\]'"):
         generate("gpipe", 2, 2).plot()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, shade
 from penstock.report.svg import panel_of, svg
 from penstock.schedule import Action, Placement, Schedule, generate

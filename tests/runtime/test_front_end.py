@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import penstock
+from penstock._base.errors import ArgumentError
 from penstock.distributed.world import World
-from penstock.errors import ArgumentError
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.schedule.lowering import order_of

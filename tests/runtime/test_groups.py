@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import penstock
 from distributed.group_jobs import CUTS, Seen, model, options_of, train
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_pipeline, in_a_pipeline_of
 from penstock import checkpoint
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.pipe.scaler import _next
 from scaffolding.models import CASES
 from scaffolding.ranks import Ranks

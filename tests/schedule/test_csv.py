@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     Action,
     Format,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from penstock.errors import ScheduleError
+from penstock._base.errors import ScheduleError
 from penstock.schedule import Dependencies, Schedule, add_communication, drop_backward, generate, linearize
 from scaffolding.some_schedules import arbitrary, generated
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import add_communication, generate, grid, reduce_ties, split_backward
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import (
     Action,
     Op,

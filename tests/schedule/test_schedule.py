@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule import Action, Op, Overlap, Placement, Row, Schedule, generate
 from scaffolding.some_schedules import arbitrary, generated
 

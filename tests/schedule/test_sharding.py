@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from penstock._base.errors import ArgumentError
 from penstock._base.stages import StageMeta
-from penstock.errors import ArgumentError
 from penstock.schedule import (
     Action,
     Op,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
+from penstock._base.errors import ScheduleError
 from penstock.schedule import Op, Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, critical_path, earliest, idle, memory, peaks, simulate

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow import seconds, tick
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     Action,
     Dependencies,

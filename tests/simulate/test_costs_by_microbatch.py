@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow import seconds
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Dependencies, Placement, Schedule, generate
 from penstock.schedule.order import earliest_times
 from penstock.simulate import StageCost, memory, peaks, simulate

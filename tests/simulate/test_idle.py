@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule import Action, Op, Schedule, add_communication, generate, reduce_ties
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import Cause, critical_path, idle, simulate

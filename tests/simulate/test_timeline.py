@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Action, add_communication, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import simulate

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.endings import RankFailure
 from penstock.distributed.launch.processes import Ended, Outcome, explain_end
-from penstock.errors import ArgumentError
 from penstock.network import keeper, nodes
 from penstock.network.scenario import read_scenario
 from penstock.testing import BadNetwork

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock._base.errors import ShapeError
 from penstock._base.stages import Link
-from penstock.errors import ShapeError
 from penstock.runtime.transport import Agreement, Endpoint, from_bytes, to_bytes
 from penstock.runtime.transport.local import LocalChannel, LocalTransport
 from penstock.testing import check_factory, check_transport

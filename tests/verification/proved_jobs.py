@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import penstock
-from penstock.errors import VerificationError
+from penstock._base.errors import VerificationError
 from penstock.pipe import verified
 from penstock.runtime.loss.loss import LossHead
 from scaffolding.models import GPT, token_error

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.schedule import Schedule, generate, generator, generators
 from penstock.schedule.generators import Numbers
 from scaffolding.model_kinds import DEPTHS, EXAMPLES

@@ -26,8 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import printable
-from penstock.errors import ArgumentError
 
 T = TypeVar("T")
 FilePath = str | os.PathLike[str]

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 P = TypeVar("P", bound=Tensor)
 

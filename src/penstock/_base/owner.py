@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from penstock._base.errors import ArgumentError, warn
 from penstock._base.process import Process, lives
 from penstock._base.words import line_of
-from penstock.errors import ArgumentError, warn
 
 NAME = ".owner.json"
 _MAX_CHARACTERS = 200

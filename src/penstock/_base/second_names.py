@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from penstock.errors import ArgumentError, CheckpointError, PenstockError
+from penstock._base.errors import ArgumentError, CheckpointError, PenstockError
 from penstock.pipe.pipeline import Pipeline
 
 T = TypeVar("T")

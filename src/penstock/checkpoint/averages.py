@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError
 from penstock.checkpoint.contents import Own
 from penstock.checkpoint.export import bytes_of
-from penstock.errors import ArgumentError
 from penstock.partition import tensors_in
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.gradients.distribution import copy_into

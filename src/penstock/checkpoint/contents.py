@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
 REST = "rest"

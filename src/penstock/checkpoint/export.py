@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import atomic
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import OWN_PART, attempt, together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Around, Reader
-from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.gradients.distribution import whole
 

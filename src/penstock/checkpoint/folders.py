@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 METADATA = ".metadata"
 """The file that `torch.distributed.checkpoint` writes last."""

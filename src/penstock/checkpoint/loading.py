@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import on_first, together
@@ -30,7 +31,6 @@ from penstock.checkpoint.contents import (
 )
 from penstock.checkpoint.saving import finish
 from penstock.checkpoint.storage import Reader
-from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
 

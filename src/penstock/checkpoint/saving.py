@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from penstock._base import owner
+from penstock._base.errors import ArgumentError
 from penstock.checkpoint import folders, storage
 from penstock.checkpoint.all_or_none import OWN_PART, attempt, in_words, on_first, together
 from penstock.checkpoint.averages import Divided, check_shared
@@ -40,7 +41,6 @@ from penstock.checkpoint.contents import (
     optimizer_state,
 )
 from penstock.distributed.groups import is_part_of_job, new_group
-from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
 _LOOK_SECONDS = 0.1

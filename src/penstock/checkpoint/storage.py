@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
+from penstock._base.errors import ArgumentError, CheckpointError
 from penstock._base.files import read_bytes
 from penstock._base.words import in_a_line, line_of
 from penstock.checkpoint.contents import REST, Rest
 from penstock.checkpoint.folders import METADATA
 from penstock.checkpoint.unpickling import NotAllowedError, unpickle
-from penstock.errors import ArgumentError, CheckpointError
 
 
 def hush() -> None:

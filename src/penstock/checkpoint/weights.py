@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError, CheckpointError, require
 from penstock._base.files import read_json, validate
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
-from penstock.errors import ArgumentError, CheckpointError, require
 from penstock.partition.units.chain import as_module, known_names
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.gradients.distribution import copy_into

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock import __version__
+from penstock._base import __version__
+from penstock._base.errors import ArgumentError, PartitionError, PenstockError, VerificationError, formatted
 from penstock._base.second_names import of_peer
 from penstock._base.words import printable
 from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
 from penstock.distributed.launch.endings import stopped_by
-from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError, formatted
 
 VERBS = (
     *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),

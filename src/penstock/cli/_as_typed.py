@@ -9,8 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
-from penstock.errors import ArgumentError
 
 _OTHERS = {"join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
 """Library arguments whose options have a different name."""

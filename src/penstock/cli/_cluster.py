@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted, sized
 from penstock.cli._options import check_count, options_on
 from penstock.cli._target import link_of
-from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.costs import Profile

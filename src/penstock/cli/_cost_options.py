@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
+from penstock._base.errors import ArgumentError
 from penstock.cli._options import options_on
 from penstock.cli._target import compute_as_ranks, link_of, profile_target, profiles_of
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
 from penstock.costs.links import assumed, usual_link
-from penstock.errors import ArgumentError
 from penstock.simulate import Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import finite, write_json
 from penstock.cli._options import Json, option
-from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.network.fabric.samples import Run

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from penstock._base.errors import ArgumentError
 from penstock.cli._options import options_on
-from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network import MAX_HOSTS
 from penstock.schedule import MICROBATCHES
 

@@ -10,11 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
+from penstock._base.errors import ArgumentError, ScheduleError, check_counts
 from penstock._base.files import read_text
 from penstock._base.words import counted
 from penstock.cli._as_typed import in_options
 from penstock.cli._options import CUT, USUAL, integers, options_on
-from penstock.errors import ArgumentError, ScheduleError, check_counts
 from penstock.schedule import (
     MICROBATCHES,
     Generator,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from penstock._base.errors import ArgumentError
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option
-from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
-from penstock.errors import ArgumentError, check_counts
 from penstock.network.fabric.presets import preset
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective

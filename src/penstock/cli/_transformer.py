@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
+from penstock._base.errors import ArgumentError
 from penstock.cli._options import options_on
-from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.costs.hardware import Device

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from penstock._base.errors import VerificationError, check_counts
 from penstock._base.files import check_writable, finite, write_text
 from penstock._base.words import counted
 from penstock.cli._options import Json, output_option, spread
 from penstock.cli._target import TargetName, loaded
-from penstock.errors import VerificationError, check_counts
 
 
 @spread

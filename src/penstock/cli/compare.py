@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import finite
 from penstock.cli._options import Json, spread
 from penstock.cli.runs import figures
-from penstock.errors import ArgumentError
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.cli._options import Json, option, spread
 from penstock.cli._outcome import Written, format_of
-from penstock.errors import ArgumentError
 from penstock.report.text import pairs, print_unbroken, table
 from penstock.schedule import names
 from penstock.simulate.figures import title

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from penstock._base.errors import CheckpointError
 from penstock.cli._options import option
-from penstock.errors import CheckpointError
 
 
 def export(

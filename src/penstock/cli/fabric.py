@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock._base.errors import ArgumentError, FabricError, require
 from penstock.cli._as_typed import Commands
 from penstock.cli._dry_run import show_traffic
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, prepare, report, show_run
@@ -22,7 +23,6 @@ from penstock.cli._network import NetworkOptions
 from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._predict import predict
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
-from penstock.errors import ArgumentError, FabricError, require
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.emulation.spec import Spec, Watch, usual_algorithm
 from penstock.network.fabric.samples import RUN, SAMPLES

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import write_text
 from penstock.cli._options import option, spread
-from penstock.errors import ArgumentError
 
 
 @spread

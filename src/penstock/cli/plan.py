@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock._base.errors import ArgumentError, check_seconds
 from penstock._base.files import check_writable
 from penstock._base.words import counted
 from penstock.cli._cluster import ClusterOptions, cautions, check_of
@@ -19,7 +20,6 @@ from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._plan_tables import show, show_lack
 from penstock.cli._target import compute_as_ranks, profile_target, profiles_of
 from penstock.cli._transformer import TransformerOptions
-from penstock.errors import ArgumentError, check_seconds
 
 if TYPE_CHECKING:
     from penstock.costs import Profile

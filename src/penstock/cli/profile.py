@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock._base.errors import check_counts
 from penstock._base.files import check_writable
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import check_count, integers, option, output_option, spread
 from penstock.cli._target import Leaves, Microbatches, Opens, TargetName, loaded, names, profile_target
-from penstock.errors import check_counts
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock._base.errors import ArgumentError, FabricError
 from penstock.cli._network import NetworkOptions, network_option
 from penstock.cli._options import option, spread
 from penstock.distributed.launch.processes import VERIFY, check, launch
 from penstock.distributed.launch.user import User
-from penstock.errors import ArgumentError, FabricError
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines

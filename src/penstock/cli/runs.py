@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import sized
 from penstock.cli._options import Json, option, spread
-from penstock.errors import ArgumentError
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:

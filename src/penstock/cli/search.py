@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
@@ -17,7 +18,6 @@ from penstock.cli._options import CUT, Json, options_on, output_option, spread
 from penstock.cli._order import weigh_search
 from penstock.cli._outcome import format_of, show
 from penstock.costs import Costs, Outcome
-from penstock.errors import ArgumentError, check_counts
 from penstock.schedule import MICROBATCHES, Placement, generate, generators, write_csv
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import chunks

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from rich.text import Text
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import write_text
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
@@ -18,7 +19,6 @@ from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, slots
 from penstock.costs import Outcome, with_one_model
-from penstock.errors import ArgumentError
 from penstock.report.svg import WIDTH, panel_of, unit_of
 from penstock.report.svg import svg as draw
 from penstock.report.web.picture import browser, write_drawing

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from rich.console import Console
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
@@ -17,7 +18,6 @@ from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, format_of, show, shown_causes
 from penstock.cli._sweep import show_sweep, sweep, sweep_to_dict
 from penstock.costs import Costs, Outcome, with_one_model
-from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
 from penstock.report.text import pairs, print_unbroken, table
 from penstock.simulate.figures import chunks

@@ -8,8 +8,8 @@ import webbrowser
 from pathlib import Path
 from typing import Annotated
 
+from penstock._base.errors import ArgumentError, require
 from penstock.cli._options import option
-from penstock.errors import ArgumentError, require
 
 EPILOG = """\
 The studio is for this machine alone, unless --host says otherwise. Whoever opens it needs the token in the printed \

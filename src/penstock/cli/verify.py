@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 
-from penstock._base.files import finite
-from penstock._base.words import counted
-from penstock.cli._comparison_table import show
-from penstock.cli._options import CUT, USUAL_OF_BATCH, Json, option, output_option, spread
-from penstock.cli._order import ALL, weigh
-from penstock.cli._target import SplitOptions, TargetName, loaded
-from penstock.distributed.launch.processes import launch
-from penstock.errors import (
+from penstock._base.errors import (
     ArgumentError,
     PartitionError,
     PenstockError,
@@ -32,6 +25,13 @@ from penstock.errors import (
     check_counts,
     formatted,
 )
+from penstock._base.files import finite
+from penstock._base.words import counted
+from penstock.cli._comparison_table import show
+from penstock.cli._options import CUT, USUAL_OF_BATCH, Json, option, output_option, spread
+from penstock.cli._order import ALL, weigh
+from penstock.cli._target import SplitOptions, TargetName, loaded
+from penstock.distributed.launch.processes import launch
 from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
 from penstock.schedule.generators import Numbers
 

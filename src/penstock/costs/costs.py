@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.costs.links import MeasuredLinks
 from penstock.costs.units import UnitsToCut
-from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import LinkCost, OfStage, StageCost, divided, each_of

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 Floats = NDArray[np.float64]
 

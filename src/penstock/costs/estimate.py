@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock.costs.hardware import (
     USUAL,
     Device,
@@ -17,7 +18,6 @@ from penstock.costs.hardware import (
     seconds_of,
 )
 from penstock.costs.profile import OPTIMIZER_VALUES, Operations, Profile, UnitCost
-from penstock.errors import ArgumentError
 
 _MOVED = 7
 """Values that AdamW reads or writes for each that is trained: it and its state, there and back, and the gradient."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, quoted, read_json, validate
 from penstock.costs.costs import Costs
 from penstock.costs.links import ANY_PAIR, MeasuredLinks
-from penstock.errors import ArgumentError
 from penstock.simulate.costs import LinkCost, OfStage, StageCost, check_bandwidth, check_cost
 
 _MEMORY = ("activation", "parameters", "gradients", "optimizer", "unsharded")

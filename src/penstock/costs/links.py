@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.simulate.costs import LinkCost
 
 if TYPE_CHECKING:

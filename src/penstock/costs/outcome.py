@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from penstock._base.errors import ArgumentError
 from penstock.costs.costs import Costs
-from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule
 from penstock.simulate import memory
 from penstock.simulate.costs import each_of

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.words import shortened
 from penstock.costs.hardware import Operation
-from penstock.errors import ArgumentError
 
 VERSION = 1
 """Of the JSON. A file of another version is refused."""

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost, amounts
-from penstock.errors import ArgumentError
 
 GROWING = tuple(
     name for name in amounts(UnitCost) if name not in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.costs.profile import Profile, UnitCost

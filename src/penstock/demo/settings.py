@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import ArgumentError, check_counts
+from penstock._base.errors import ArgumentError, check_counts
 from penstock.schedule import MICROBATCHES, Schedule, generate
 
 LAYERS = 4

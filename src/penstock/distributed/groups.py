@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from penstock._base.compat import bound_to, is_bound, set_limit
+from penstock._base.errors import ArgumentError, ClosedError
 from penstock.distributed.world import World
-from penstock.errors import ArgumentError, ClosedError
 
 Way = tuple[int, int]
 """From one rank of the pipeline to another."""

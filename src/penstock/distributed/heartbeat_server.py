@@ -30,11 +30,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock._base.errors import PipelineFailure
 from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.distributed.failure import Failure, Sighting
 from penstock.distributed.failure_detector import FailureDetector, Patience
-from penstock.errors import PipelineFailure
 
 _MAX_BYTES = 1 << 20
 _GREETING_BYTES = 512

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from penstock._base.errors import PipelineFailure
 from penstock._base.process import Process
 from penstock._base.words import line_of
 from penstock.distributed.failure import name_ranks
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.launcher import Launcher
-from penstock.errors import PipelineFailure
 
 _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5

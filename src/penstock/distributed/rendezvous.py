@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from penstock._base.errors import ArgumentError
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.joining import Meeting, Missing, attempt
-from penstock.errors import ArgumentError
 
 _URL = "env://?world_size=-1"
 """The store of the environment's variables, which then does not wait for all ranks: those that come say who is missing

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock._base.errors import PipelineFailure
 from penstock._base.process import Process
 from penstock._base.words import in_a_line
 from penstock.distributed import heartbeat_server, host_clock
@@ -36,7 +37,6 @@ from penstock.distributed.host_clock import HostOffset
 from penstock.distributed.joining import Meeting, Missing, Store, say
 from penstock.distributed.launch.endings import FAILURES, await_culprit, exit_status, note
 from penstock.distributed.launcher import Launcher
-from penstock.errors import PipelineFailure
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0

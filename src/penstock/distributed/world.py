@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
 from penstock.distributed import rendezvous
-from penstock.errors import ArgumentError, check_counts
 
 PIPELINE = "pp"
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any, NoReturn
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 try:
     from accelerate import Accelerator, PartialState

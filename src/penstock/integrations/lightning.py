@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError
 from penstock.checkpoint import load, save
-from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
 try:

@@ -20,8 +20,8 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError, require
 from penstock._base.files import quoted
-from penstock.errors import ArgumentError, require
 from penstock.pipe.result import StepResult
 
 

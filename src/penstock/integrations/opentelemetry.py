@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from penstock.errors import ArgumentError, require
+from penstock._base.errors import ArgumentError, require
 from penstock.schedule.timeline import Timeline
 
 _NANOSECONDS = 1e9

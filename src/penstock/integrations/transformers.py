@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import checkpoint
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.integrations.accelerate import ranks_as_one_device
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.step.results import Wanted

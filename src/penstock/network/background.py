@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import parse_csv, quoted, read_text
-from penstock.errors import ArgumentError
 from penstock.network import quantities as q
 
 FRAME_BYTES = 1514

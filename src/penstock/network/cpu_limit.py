@@ -26,7 +26,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.errors import ArgumentError, FabricError
+from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import keeper
 
 PERIOD_US = 10_000

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 DISTRIBUTIONS = ("uniform", "normal", "pareto", "paretonormal")
 """Distributions of the jitter, as in netem."""

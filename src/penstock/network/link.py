@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.impairment import NOTHING, Impairment
 
 _ETHERNET, _HEADERS = 14, 52

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.errors import ArgumentError, FabricError
+from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import MAX_HOSTS, keeper, subnets
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not

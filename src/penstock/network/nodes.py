@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
+from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.agent import agent_command
 from penstock.distributed.launch.endings import FAILURES
 from penstock.distributed.launch.processes import (
@@ -22,7 +23,6 @@ from penstock.distributed.launch.processes import (
 from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
 from penstock.distributed.launch.step_file import read_step
 from penstock.distributed.launch.user import User
-from penstock.errors import ArgumentError
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event, playing
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network import quantities as q
 from penstock.network.impairment import DISTRIBUTIONS, Bursts, Chance, Impairment
 from penstock.network.link import BUFFER_BYTES, Link

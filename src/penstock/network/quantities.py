@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([A-Za-z]*)")
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import read_toml
 from penstock._base.words import line_of
-from penstock.errors import ArgumentError
 from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link

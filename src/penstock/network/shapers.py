@@ -13,7 +13,7 @@ import subprocess
 import time
 from dataclasses import dataclass, replace
 
-from penstock.errors import ArgumentError, FabricError
+from penstock._base.errors import ArgumentError, FabricError
 from penstock.network.checks import why_not
 from penstock.network.keeper import tool
 from penstock.network.namespaces import within

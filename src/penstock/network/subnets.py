@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 
-from penstock.errors import FabricError
+from penstock._base.errors import FabricError
 from penstock.network.keeper import tool
 
 ALL = ipaddress.IPv4Network("10.64.0.0/10")

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.costs import Problem, Profile, UnitCost, best_starts, stage_loads
 from penstock.costs.links import link_of
 from penstock.costs.stage_costs import crossing_seconds, priced, with_memory
-from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
 from penstock.partition.cut.choice import Choice
 from penstock.partition.cut.places import module_at

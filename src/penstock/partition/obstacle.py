@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 
 OUTSIDE = "Do it outside of the model"
 ELSEWHERE = f"{OUTSIDE}, or in a module of its own that leaves=[...] names, so that it runs as a whole"

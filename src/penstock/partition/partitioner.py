@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import autocast_kinds, autocast_state
+from penstock._base.errors import ArgumentError, PartitionError, check_counts
 from penstock._base.marks import computing
 from penstock._base.trees import Flat, flatten, unflatten
 from penstock._base.words import counted
 from penstock.costs import Profile
-from penstock.errors import ArgumentError, PartitionError, check_counts
 from penstock.partition.cut.balance import candidates, cut_at, joined, spans, too_few
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import a
-from penstock.errors import ArgumentError
 from penstock.partition.units.chain import as_module
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.gradients.distribution import parallelized_by

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.errors import ArgumentError, PartitionError, check_counts, warn
 from penstock._base.lazy import borrowed
 from penstock._base.second_names import OF_PIPELINE, also
 from penstock._base.words import counted
@@ -21,7 +22,6 @@ from penstock.distributed.failure_detector import Patience
 from penstock.distributed.groups import GROUP_SECONDS, GroupOptions
 from penstock.distributed.launch.processes import VERIFY
 from penstock.distributed.world import World, device_named, device_of, join
-from penstock.errors import ArgumentError, PartitionError, check_counts, warn
 from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.partition.units.chain import as_module
 from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.gradients.distribution import local, on_host, whole
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """The optimizer's options for a parameter (`{"lr": 1e-4}`), by its name; None leaves it out."""

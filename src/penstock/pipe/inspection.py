@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError, PenstockError, check_counts
 from penstock._base.gradients import checked_dtype, gradient_bytes
 from penstock._base.second_names import OF_PIPELINE, also
 from penstock._base.stages import MODEL_INPUT, gradient_routes, ties
 from penstock._base.trees import leaf_tensors
 from penstock._base.words import counted
 from penstock.distributed.world import World
-from penstock.errors import ArgumentError, PenstockError, check_counts
 from penstock.partition import Balance, Partition
 from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.units.chain import as_module

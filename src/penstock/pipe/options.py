@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.gradients import checked_dtype
-from penstock.errors import ArgumentError, check_counts
 from penstock.partition import Balance, Choice, Room
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction

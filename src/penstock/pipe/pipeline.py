@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.second_names import nearest
 from penstock._base.stages import StageMeta
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import public_name
 from penstock.pipe.clipping import clip

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._base.errors import ArgumentError, PlanError, warn
 from penstock._base.words import counted
 from penstock.costs import MadeFor, first_difference
 from penstock.distributed.world import World
-from penstock.errors import ArgumentError, PlanError, warn
 from penstock.partition.measure.units import identity
 from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan

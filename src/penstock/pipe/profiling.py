@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._base.errors import ArgumentError, check_counts, check_seconds
 from penstock._base.trees import Flat, map_tensors, unflatten
 from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, estimated, fitted, read_profile
 from penstock.costs.hardware import Device, Efficiency
 from penstock.costs.hardware import device as known
 from penstock.distributed.world import World, device_named, device_of, join
-from penstock.errors import ArgumentError, check_counts, check_seconds
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.clock import undisturbed
 from penstock.partition.measure.units import identity

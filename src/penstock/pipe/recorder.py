@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock._base.errors import warn
 from penstock._base.files import write_whole
 from penstock.distributed.failure import Failure, Position
 from penstock.distributed.launch.endings import register_run
 from penstock.distributed.watchdog import Watchdog
 from penstock.distributed.world import World
-from penstock.errors import warn
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import passed
 from penstock.runtime.execute.clock import counter

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.step.results import SharedLoss
 from penstock.schedule.timeline import Timeline
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock._base import owner
-from penstock.errors import ArgumentError, ClosedError
+from penstock._base.errors import ArgumentError, ClosedError
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.values.defaults import default_kwargs
 from penstock.pipe.options import Options

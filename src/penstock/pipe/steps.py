@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError, warn
 from penstock._base.marks import computing
 from penstock._base.trees import unflatten
 from penstock.distributed.launch.step_file import announcer
-from penstock.errors import ArgumentError, warn
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import STRICT
 from penstock._base.words import counted
 from penstock.costs.sizes import Sizes
-from penstock.errors import ArgumentError, check_counts
 from penstock.plan.cluster import Cluster
 from penstock.schedule import Placement, generator, generators
 from penstock.schedule.generators import Generator, Numbers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock._base.errors import ArgumentError, check_seconds
 from penstock._base.words import counted
-from penstock.errors import ArgumentError, check_seconds
 from penstock.simulate.costs import NO_COST, LinkCost
 
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.words import shortened
 from penstock.costs import MadeFor
-from penstock.errors import ArgumentError, ScheduleError
 from penstock.plan.choice import Choice
 from penstock.schedule import Schedule
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from penstock._base.errors import ArgumentError
 from penstock.costs import variation
 from penstock.costs.sizes import Sizes
 from penstock.costs.stage_costs import stage_cost
-from penstock.errors import ArgumentError
 from penstock.plan.bounds import least_seconds, least_seconds_anyhow
 from penstock.plan.choice import ANY, Choice, Wanted, choices
 from penstock.plan.cluster import Cluster

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
+from penstock._base.errors import ArgumentError
 from penstock.costs import Problem, UnitCost, best_starts
 from penstock.costs.stage_costs import priced, problem_of, with_memory
-from penstock.errors import ArgumentError
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster, Kind
 from penstock.plan.keeping import Demand, Way, best_keeping

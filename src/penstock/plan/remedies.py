@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from penstock._base.errors import ArgumentError
 from penstock.costs import counted_again
 from penstock.costs.sizes import Sizes
-from penstock.errors import ArgumentError
 from penstock.plan.choice import Choice, Wanted
 from penstock.plan.cluster import Cluster
 from penstock.plan.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import require
+from penstock._base.errors import require
 from penstock.report.colors import LIGHT, ink, shade
 from penstock.report.marks import Axis, Mark, has_chunks, longest_label, marks
 from penstock.report.svg import panel_of, svg, unit_of

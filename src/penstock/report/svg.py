@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, Theme, ink, shade
 from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Action, Schedule

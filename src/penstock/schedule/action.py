@@ -10,8 +10,8 @@ import enum
 import re
 from dataclasses import dataclass
 
+from penstock._base.errors import ScheduleError
 from penstock._base.files import quoted
-from penstock.errors import ScheduleError
 
 
 class Op(enum.Enum):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import ScheduleError
+from penstock._base.errors import ScheduleError
 from penstock.schedule.action import OPS, SENDS, Action, Op
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
 from penstock.schedule.order import Advance, advance, describe_cycle

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import SENDS, Action, Op, Overlap
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
 from penstock.schedule.order import runnable_order

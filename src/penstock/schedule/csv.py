@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TextIO, TypeAlias, get_args
 
 from penstock._base import files
-from penstock.errors import ArgumentError, ScheduleError
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, parse_item
 from penstock.schedule.communication import add_communication
 from penstock.schedule.dependencies import stages_with_backward

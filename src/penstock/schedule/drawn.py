@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock._base.errors import ScheduleError
 from penstock._base.lazy import borrowed
-from penstock.errors import ScheduleError
 
 
 class Drawn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.order import earliest_times
 from penstock.schedule.passes import drop_communication

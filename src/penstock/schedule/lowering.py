@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.second_names import schedule_of_peer
 from penstock._base.stages import StageMeta, backward_links, forward_links, links_of, needs_backward
 from penstock._base.words import counted
-from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     MICROBATCHES,
     Op,

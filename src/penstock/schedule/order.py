@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.errors import ScheduleError
+from penstock._base.errors import ScheduleError
 from penstock.schedule.action import Action
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.schedule import Schedule

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.dependencies import stages_with_backward
 from penstock.schedule.row import Row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 MAX_RANKS = 65_536
 """Of a schedule or a timeline in a file: more than any job has."""

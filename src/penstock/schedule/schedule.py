@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import SupportsIndex
 
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import quoted
-from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.drawn import Drawn
 from penstock.schedule.placement import Placement

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-from penstock.errors import ArgumentError, check_counts
+from penstock._base.errors import ArgumentError, check_counts
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule

@@ -14,9 +14,9 @@ from itertools import compress
 from operator import sub
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op
 from penstock.schedule.drawn import Drawn
 from penstock.schedule.placement import MAX_RANKS

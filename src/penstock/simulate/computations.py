@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError
+from penstock._base.errors import ScheduleError
 from penstock.schedule import Action, Dependencies, Op, Row, Schedule
 from penstock.schedule.dependencies import NEEDS, Neighbors, Where
 from penstock.schedule.order import runnable_order

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Op, Placement, Schedule
 
 BOUND = 1e100

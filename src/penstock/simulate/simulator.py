@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule import Dependencies, Schedule
 from penstock.schedule.order import runnable_order
 from penstock.schedule.timeline import Timeline, Track

@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Op, Row, Schedule
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate.computations import IS_COMPUTE, Columns, Floats, Ints, column

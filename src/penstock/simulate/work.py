@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Op
 from penstock.simulate.computations import Columns, Floats, Ints
 from penstock.simulate.costs import BOUND, SECONDS_OF, LinkCost, Links, StageCost, cost_between

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock._base.compat import bound_to, is_bound
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.execute import clock
 from penstock.runtime.transport.staging import Courier, Operation
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network import nodes
 from penstock.network.checks import why_not
 from penstock.network.machines import Machines

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock._base.errors import VerificationError
 from penstock.distributed.launch.target import call, load
-from penstock.errors import VerificationError
 from penstock.verification.blame.command import blame
 from penstock.verification.blame.finding import Blame
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.errors import ShapeError
 from penstock._base.stages import Link
-from penstock.errors import ShapeError
 from penstock.runtime.transport.protocol import Channel
 from penstock.testing.transport_steps import (
     LINK,

@@ -13,7 +13,7 @@ from enum import Enum
 
 import numpy as np
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Op, Schedule
 from penstock.simulate.computations import Floats
 from penstock.trace.event import Event

@@ -11,8 +11,8 @@ from operator import itemgetter
 from re import Pattern
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import quoted
-from penstock.errors import ArgumentError
 from penstock.schedule import Action, Op
 from penstock.trace.event import Event, Recording
 from penstock.trace.names import STAGES_SAID_BY, Named, read_name

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import quoted, read_json, read_text
-from penstock.errors import ArgumentError
 from penstock.schedule import Op
 from penstock.schedule.timeline import Timeline
 from penstock.trace.chrome import IN_TURNS, read_chrome, without_operations

@@ -10,8 +10,8 @@ from itertools import islice
 
 import numpy as np
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import Numbers, generators
 from penstock.schedule.timeline import Timeline, refuse_far_numbers

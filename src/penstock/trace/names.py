@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import quoted
-from penstock.errors import ArgumentError
 from penstock.schedule import Op
 
 OPS = {

@@ -9,9 +9,9 @@ from functools import cache
 from itertools import zip_longest
 from typing import Any
 
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import MAX_QUOTED, parse_csv, quoted
 from penstock._base.words import line_of
-from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Action, Op
 from penstock.trace.event import Event, Recording
 from penstock.trace.names import field_named, numbers_of, read_name

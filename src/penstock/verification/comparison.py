@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock.errors import VerificationError
+from penstock._base.errors import VerificationError
 from penstock.partition.values.memory import same_bits
 
 TIED_TOLERANCE, TIED_EPSILONS = 1e-6, 4

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
+from penstock._base.errors import ArgumentError
 from penstock._base.words import a, in_a_line
-from penstock.errors import ArgumentError
 from penstock.partition.run.loan import generators
 from penstock.partition.units.chain import as_module
 from penstock.partition.units.units import refuse_lazy

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.errors import PartitionError
 from penstock._base.second_names import OF_PIPELINE, also, nearest
 from penstock._base.stages import ties
 from penstock._base.trees import leaf_tensors, map_tensors
 from penstock._base.words import in_a_line, line_of
-from penstock.errors import PartitionError
 from penstock.partition.chance.gate import Gate
 from penstock.pipe import verified
 from penstock.pipe.arguments import checked_inputs

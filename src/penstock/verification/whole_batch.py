@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock._base.errors import ArgumentError
 from penstock._base.marks import NOW, computing
 from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock._base.words import shortened
-from penstock.errors import ArgumentError
 from penstock.partition.state.reach import Reach
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import Dims

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
+from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.step_file import read_step
-from penstock.errors import ArgumentError
 
 
 @pytest.fixture

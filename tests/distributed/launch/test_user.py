@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.endings import RankFailure, register_run
 from penstock.distributed.launch.processes import Ended, Outcome, explain_end, memory
 from penstock.distributed.launch.user import User
-from penstock.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become others")
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock._base.errors import FabricError
 from penstock.distributed import host_clock
-from penstock.errors import FabricError
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.network.fabric.emulation import clock, links, probe, signals
 from penstock.network.fabric.emulation import trials as trials_module

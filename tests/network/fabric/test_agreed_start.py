@@ -12,7 +12,7 @@ import fabric_jobs as jobs
 import numpy as np
 import pytest
 
-from penstock.errors import FabricError
+from penstock._base.errors import FabricError
 from penstock.network.fabric.emulation import signals
 from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.signals import StartBoard, enough

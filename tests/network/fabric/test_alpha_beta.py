@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
 from penstock.network.fabric.algorithms.forms import Terms
 from penstock.network.fabric.algorithms.volume import cost

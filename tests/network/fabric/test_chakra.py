@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("google.protobuf")
 from chakra_reader import read_chakra
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric import chakra, presets
 from penstock.network.fabric.workload import Transfer, Workload
 

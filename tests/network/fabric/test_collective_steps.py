@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_proof import prove, wanted
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, generate, rooted
 from penstock.network.fabric.algorithms import tree as trees
 from penstock.network.fabric.algorithms.tree import double_tree

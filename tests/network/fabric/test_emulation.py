@@ -22,8 +22,8 @@ from host_processes import Seen, kill_rank, processes
 from typer.testing import CliRunner
 
 from penstock._base import owner
+from penstock._base.errors import ArgumentError, FabricError
 from penstock.cli import app
-from penstock.errors import ArgumentError, FabricError
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.emulation import coordinate, joining
 from penstock.network.fabric.emulation.coordinate import emulate

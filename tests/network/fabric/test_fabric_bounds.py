@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from drawn_runs import run_of
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.algorithms.forms import Terms
 from penstock.network.fabric.alpha_beta import LinkFit, predict

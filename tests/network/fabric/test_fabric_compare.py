@@ -12,7 +12,7 @@ from drawn_runs import run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.compare import FEWEST, compare
 from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.network.fabric.samples import Run

@@ -15,7 +15,7 @@ from drawn_runs import EPOCH_NS, run_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.alpha_beta import LinkFit, predict
 from penstock.network.fabric.forecast import HOSTS, forecast

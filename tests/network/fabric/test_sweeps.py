@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.workload import MAX_SIZES, Workload
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.partition import Partitioner
 from penstock.partition.cut.balance import even_starts
 from scaffolding.models import gpt, mlp

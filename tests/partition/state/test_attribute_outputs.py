@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import inspect, pipeline, verify
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from scaffolding.everything import everything_goes
 from scaffolding.proofs import proven
 

@@ -16,8 +16,8 @@ from chained import NoStreams, assert_same, fresh, run_chained, run_unsplit
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten, unflatten
-from penstock.errors import PartitionError
 from penstock.partition import Partitioner
 from scaffolding.models import Case, llama
 

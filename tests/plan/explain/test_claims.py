@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import even, recorded, timeline, twice
 
+from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
-from penstock.errors import ArgumentError
 from penstock.plan.explain import Explanation, Predicted, explain, read_run, run_of
 from penstock.plan.explain.case import Change
 from penstock.plan.explain.changes import Trial, suggestions

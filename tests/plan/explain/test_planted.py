@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import LINK, even, recorded, timeline, twice, without
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Explanation, explain, run_of
 from penstock.plan.explain.changes import Trial, suggestions
 from penstock.plan.explain.where import Reason

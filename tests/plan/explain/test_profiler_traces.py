@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from planted import even, timeline, twice
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Explanation, explain, read_run
 from penstock.schedule.timeline import Timeline
 

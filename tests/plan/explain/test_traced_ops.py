@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Event
 from penstock.plan.explain.case import case_of_traced
 from penstock.plan.explain.stragglers import slowdowns, usual

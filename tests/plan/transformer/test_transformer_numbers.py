@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.plan.transformer import NAMED, Job, Transformer, transformer
 from penstock.plan.transformer.memory import layer_activations, layer_held
 from penstock.plan.transformer.operations import Grid, head_work, layer_work

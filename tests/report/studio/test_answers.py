@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from penstock._base.errors import ArgumentError
 from penstock.cli import app
-from penstock.errors import ArgumentError
 from penstock.report.studio import answers
 from penstock.report.studio.question import MAX_SIZES, Question
 from penstock.schedule import generators

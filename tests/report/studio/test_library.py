@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock._base import files
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.report import write_perfetto
 from penstock.report.studio import background
 from penstock.report.studio.app import Studio

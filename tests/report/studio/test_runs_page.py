@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import write_whole
-from penstock.errors import ArgumentError
 from penstock.plan.explain import explain, read_run
 from penstock.report import write_perfetto
 from penstock.report.studio.live import in_words, live

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock._base.errors import ArgumentError, ShapeError
 from penstock._base.trees import flatten
-from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch.batch_dims import Dims
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import Microbatches, cut, kind_of, rows_of, sizes_of, split

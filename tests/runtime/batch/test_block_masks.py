@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
 import penstock
-from penstock.errors import ShapeError
+from penstock._base.errors import ShapeError
 from scaffolding.proofs import proven
 
 ROWS, LENGTH, WIDTH = 5, 32, 16

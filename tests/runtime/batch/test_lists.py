@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Microbatches, ShapeError, pipeline, verify
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from scaffolding.models import squared_error
 from scaffolding.proofs import close
 from scaffolding.small import mlp

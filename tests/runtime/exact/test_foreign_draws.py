@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from penstock import pipeline, verify
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from scaffolding.models import Layers, squared_error
 from scaffolding.proofs import proven

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import penstock
+from penstock._base.errors import ArgumentError
 from penstock.distributed.world import World, device_of, join
-from penstock.errors import ArgumentError
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport

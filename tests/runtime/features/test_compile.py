@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from distributed.jobs import train, train_here
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.features.compiled import notes_of
 from scaffolding.models import CASES, TRANSFORMERS, gpt
 from scaffolding.proofs import proven

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from penstock import pipeline, verify
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.features import registry
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Features, Start

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import ArgumentError, NonFiniteError
+from penstock._base.errors import ArgumentError, NonFiniteError
 from penstock.runtime.features import finite
 from scaffolding.models import CASES, gpt
 from scaffolding.small import batch, mlp

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.schedule import Schedule
 
 WIDTH = 5

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock import pipeline, verify
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.features import offload
 from penstock.runtime.features.offload import Away, Offload
 from penstock.schedule import generate, split_backward

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.loss.loss import LossHead, own_loss, root_of, weighted_sum, weights
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from scaffolding.models import TRANSFORMERS
 from scaffolding.small import WIDTH, batch, mlp

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import ArgumentError, PartitionError
+from penstock._base.errors import ArgumentError, PartitionError
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock._base.errors import ShapeError
 from penstock._base.stages import Link
-from penstock.errors import ShapeError
 from penstock.runtime.transport.agreement import Agreement, is_channels_last
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from some_costs import some_costs
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Placement, check
 from penstock.simulate import memory
 from penstock.simulate.costs import LinkCost, StageCost

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Placement, check, generate, generators
 from penstock.schedule.generators import Numbers
 from penstock.simulate import memory, simulate

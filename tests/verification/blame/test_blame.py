@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError, PipelineFailure
 from penstock.distributed.launch.agent import left
-from penstock.errors import ArgumentError, PipelineFailure
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 from penstock.testing import assert_same_training

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock._base.errors import ArgumentError
 from penstock.costs.hardware.roofline import USUAL, Efficiency, Operation
 from penstock.costs.hardware.specs import Device
-from penstock.errors import ArgumentError
 
 LIKELY = np.array([0.3, 0.3, 0.2, 1.0])
 """How far constants usually are from where a fit starts, in the units below. A measurement that is off by `MISFIT` of

@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT
 from penstock._base.words import counted
 from penstock.costs.hardware.specs import Device
-from penstock.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, quoted, read_toml
 from penstock._base.words import did_you_mean, line_of
-from penstock.errors import ArgumentError
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 """Those for which a device may have a peak. "tf32" is float32 with products of reduced precision."""

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, parse_json, read_json, validate, write_whole
 from penstock._base.words import line_of
-from penstock.errors import ArgumentError
 
 FAILURES = "PENSTOCK_FAILURES"
 """In the environment of a job: the file in which `RankFailure`s are left. Whoever set it prints the first."""

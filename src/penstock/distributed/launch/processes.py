@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.process import cores
 from penstock.distributed.launch.agent import TAG, agent_command, kill_left, left
 from penstock.distributed.launch.endings import (
@@ -32,7 +33,6 @@ from penstock.distributed.launch.endings import (
     write_failure_to_runs,
 )
 from penstock.distributed.launch.user import User
-from penstock.errors import ArgumentError, check_counts
 
 VERIFY = "PENSTOCK_VERIFY"
 """Of the environment: set if pipelines are to be verified in their first step."""

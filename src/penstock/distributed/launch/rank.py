@@ -18,9 +18,9 @@ from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
+from penstock._base.errors import PipelineFailure, PlanError
 from penstock._base.words import in_a_line
 from penstock.distributed.launch.endings import await_culprit, exit_status, first_noted, note
-from penstock.errors import PipelineFailure, PlanError
 
 _DOUBT_SECONDS = 0.5
 _SAYS_ALL = PipelineFailure, PlanError

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 VARIABLE = "PENSTOCK_STEP_FILE"
 """Of the environment: the file."""

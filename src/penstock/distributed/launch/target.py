@@ -20,9 +20,9 @@ import numpy
 import torch
 from torch import nn
 
+from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.words import a, in_a_line, line_of
 from penstock.distributed.launch import transformers_config
-from penstock.errors import ArgumentError, PenstockError
 
 _FORM = "pass module:function or file.py:function"
 _MAX_MESSAGE = 500

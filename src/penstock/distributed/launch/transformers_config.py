@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from penstock._base.errors import ArgumentError, require
 from penstock._base.words import sized
-from penstock.errors import ArgumentError, require
 
 PREFIX = "hf:"
 _FORM = f"{PREFIX}path/to/config.json, or {PREFIX}path/to/config.json:ROWSxLENGTH"

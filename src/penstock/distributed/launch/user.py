@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import line_of
-from penstock.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True)

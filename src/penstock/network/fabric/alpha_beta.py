@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, closed_form
 from penstock.network.fabric.algorithms.forms import Terms
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.errors import require
+from penstock._base.errors import require
 
 Series = NDArray[np.float64]
 

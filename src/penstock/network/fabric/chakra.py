@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import replacing, write_json
-from penstock.errors import ArgumentError
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.workload import Transfer, Workload
 

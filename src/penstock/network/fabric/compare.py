@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.autocorrelation import correlation_time
 from penstock.network.fabric.grouping import Group, groups
 from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails

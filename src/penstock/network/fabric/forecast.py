@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
 from penstock.network.fabric.algorithms.volume import is_even
 from penstock.network.fabric.alpha_beta import LinkFit, combined, crossovers, fit, predict, record_links

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.workload import Transfer, Workload
 
 MLP_WIDTHS = (784, 256, 128, 64, 10)

@@ -21,9 +21,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, MAX_VALUES, quoted, read_bytes, read_json, validate
 from penstock._base.words import all_printable, line_of
-from penstock.errors import ArgumentError
 from penstock.network.fabric.ports import topology_of
 from penstock.network.fabric.record_file import RecordFile
 

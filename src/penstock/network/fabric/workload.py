@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, get_args
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
-from penstock.errors import ArgumentError
 from penstock.network.fabric.steps import Collective
 from penstock.network.quantities import size_text
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any
 
-from penstock.errors import FabricError
+from penstock._base.errors import FabricError
 from penstock.network.topology import Topology
 
 PROGRAM = ("-P", "-m", "penstock.network.switch.serve")

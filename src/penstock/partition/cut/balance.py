@@ -16,9 +16,9 @@ from typing import Literal
 from torch import fx, nn
 
 from penstock._base.compat import any_autocast
+from penstock._base.errors import PartitionError
 from penstock._base.words import counted
 from penstock.costs import Problem, best_starts
-from penstock.errors import PartitionError
 from penstock.partition.cut.places import is_mark, named_calls, position_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import named
 from penstock.costs import Profile, read_profile
-from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Weighed
 
 BalanceName = Literal["time", "flops", "memory", "parameters", "layers"]

@@ -9,8 +9,8 @@ from itertools import accumulate
 
 from torch import nn
 
+from penstock._base.errors import PartitionError
 from penstock.costs import Profile
-from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Weighed, candidates, even_starts, heaviest_stage
 from penstock.partition.cut.places import is_mark, place_of
 from penstock.partition.recording.recording import Recording

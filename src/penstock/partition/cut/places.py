@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
+from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
-from penstock.errors import PartitionError
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import Chain, unwrapped
 from penstock.partition.units.units import canonical_names, real_name, resolve

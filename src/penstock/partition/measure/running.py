@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge
 from torch.profiler import record_function
 
 from penstock._base.compat import cpu_allocations, size_of, storage_of
+from penstock._base.errors import PartitionError
 from penstock.costs import SPLIT_SECONDS, UnitCost
-from penstock.errors import PartitionError
 from penstock.partition.measure.clock import Clock
 from penstock.partition.measure.footprint import Footprint, ends_of, usual_loss
 from penstock.partition.stages.stage import Stage

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, TensorMeta
 from penstock._base.trees import flatten
 from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, Tied, UnitCost
-from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate, cut_at, joined, spans
 from penstock.partition.measure.footprint import Footprint, footprint, on_fakes
 from penstock.partition.measure.kinds import kind_of

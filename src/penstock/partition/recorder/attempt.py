@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
 from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, generator_of, has_global_backward_hooks, quiet
+from penstock._base.errors import PartitionError
 from penstock._base.marks import calling_at_marks
 from penstock._base.trees import Flat, flatten, unflatten
-from penstock.errors import PartitionError
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Attempt, Recorder

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.partition.chance.branches import with_branches
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempt import record_path

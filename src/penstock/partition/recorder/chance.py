@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from penstock._base.compat import FakeTensor, unset_fake_temporarily
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.chance import foreign
 from penstock.partition.chance.foreign import States

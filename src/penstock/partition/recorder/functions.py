@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from penstock._base.compat import flex_attention
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recording.calls import called

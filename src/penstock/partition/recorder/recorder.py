@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from penstock._base.closures import apart
 from penstock._base.compat import DATA_DEPENDENT, quiet, storage_of, unset_fake_temporarily
+from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock._base.trees import flatten, leaf_tensors
 from penstock._base.words import in_ranges
-from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock._base.compat import FakeTensor, in_checkpoint, storage_of
+from penstock._base.errors import PartitionError
 from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
-from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls

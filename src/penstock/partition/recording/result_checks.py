@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten
-from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact, Pattern
 from penstock.partition.units.units import Learned, Opening
 

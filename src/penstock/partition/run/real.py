@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from penstock._base.compat import FakeTensor, storage_of, unset_fake_temporarily
+from penstock._base.errors import PartitionError
 from penstock._base.trees import map_tensors
-from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
 from penstock.partition.state.left_behind import attributes_of
 from penstock.partition.units.units import Call, Unit, has_forward

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import FakeTensor, quiet, storage_of, unset_fake_temporarily
+from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten, leaf_tensors, map_tensors
 from penstock._base.words import shortened
-from penstock.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.state.assumptions import words_of_class

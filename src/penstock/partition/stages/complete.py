@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from penstock._base.errors import PartitionError
 from penstock._base.words import shortened
-from penstock.errors import PartitionError
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.stage import Stage
 from penstock.partition.units.units import has_forward

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from penstock._base.errors import ShapeError
 from penstock._base.trees import unflatten
-from penstock.errors import ShapeError
 from penstock.partition.chance.gate import Gate
 from penstock.partition.recording.guards import Guard
 from penstock.partition.recording.recording import Constant

@@ -13,8 +13,8 @@ from functools import cached_property
 
 from torch import fx, nn
 
+from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, Input, Output, TensorMeta
-from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.recording import Recording
 from penstock.partition.state.remembered import Remembered, refuse_apart

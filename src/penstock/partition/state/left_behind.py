@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import PartitionError
 from penstock._base.trees import Flat, flatten, unflatten
-from penstock.errors import PartitionError
 from penstock.partition.state.reach import Holder
 from penstock.partition.values.objects import tensors_in
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import shortened
-from penstock.errors import ArgumentError
 
 
 class Chain(nn.Module):

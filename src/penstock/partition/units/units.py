@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.partition.units.chain import Chain, unwrapped
 
 Call = Callable[..., Any]

@@ -20,9 +20,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock._base.compat import WeakStorage, size_of, storage_of, unset_fake_temporarily
+from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock._base.trees import flatten
-from penstock.errors import PartitionError
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.source import current_line
 from penstock.partition.watch.work import Operation, tensors_of, work_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.plan.explain.case import Case, Change, case_of
 from penstock.plan.explain.factors import Factors, factors_of
 from penstock.plan.explain.predicted import Predicted

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.plan.explain.case import Case, Change, case_of
 from penstock.plan.explain.changes import LEAST_GAIN, Trial, suggestions, what_if
 from penstock.plan.explain.factors import factors_of, seconds_of

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.costs import Profile, UnitCost, best_starts
 from penstock.costs.links import link_of
 from penstock.costs.stage_costs import priced, problem_of
-from penstock.errors import ArgumentError
 from penstock.plan.explain.schedules import Price
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline

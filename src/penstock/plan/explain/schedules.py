@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.plan.explain.case import Case, Change
 from penstock.plan.explain.factors import PLACE
 from penstock.schedule import Op, Schedule, generate, names, peak_activations

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.plan.explain.case import case_of_traced
 from penstock.plan.explain.factors import SLOW, Factors, factors_of
 from penstock.schedule import Schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.errors import ArgumentError, check_counts
+from penstock._base.errors import ArgumentError, check_counts
 from penstock.plan.transformer.model import Transformer
 
 Recompute = Literal["none", "selective", "full"]

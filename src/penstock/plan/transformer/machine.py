@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock._base.errors import ArgumentError
 from penstock.costs.hardware import USUAL, Cable, Device, Efficiency
-from penstock.errors import ArgumentError
 from penstock.plan.transformer.operations import Grid
 from penstock.simulate import LinkCost
 

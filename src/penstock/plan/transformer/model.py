@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 Style = Literal["gpt", "llama"]
 """What the numbers leave open: "gpt" has biases, LayerNorm, learned positions, dropout, GELU and an output layer that

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
-from penstock.errors import ArgumentError
 from penstock.plan.transformer.model import Transformer
 
 NAMED = {

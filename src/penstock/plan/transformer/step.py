@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from penstock._base.errors import ArgumentError
 from penstock.costs.stage_costs import priced
-from penstock.errors import ArgumentError
 from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job
 from penstock.plan.transformer.machine import Machine
 from penstock.plan.transformer.memory import dummies

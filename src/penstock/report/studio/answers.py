@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.report import Moment, panel_of, svg, to_perfetto, walkthrough
 from penstock.report.studio.question import MAX_CELLS, MAX_SECONDS, MAX_TO_SEARCH, Question
 from penstock.report.web.timeline_data import Order, band, curve, timeline_data

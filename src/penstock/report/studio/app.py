@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.files import finite
-from penstock.errors import ArgumentError, PenstockError
 from penstock.report.frame import base_style
 from penstock.report.studio import answers, background, live
 from penstock.report.studio.guard import ENTER, HEADERS, Guard

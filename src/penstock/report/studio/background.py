@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ArgumentError, PenstockError
+from penstock._base.errors import ArgumentError, PenstockError
 from penstock.report.studio import opened
 from penstock.report.web.page import page
 from penstock.report.web.sources import contents_of

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.files import read_json
-from penstock.errors import ArgumentError, PenstockError
 from penstock.trace.files import SUFFIXES
 from penstock.trace.runs.about import FORMAT
 from penstock.trace.runs.folder import ABOUT

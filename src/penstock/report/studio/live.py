@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock._base.errors import ScheduleError
 from penstock._base.words import counted
-from penstock.errors import ScheduleError
 from penstock.report.walkthrough import WORK
 from penstock.schedule import Action
 from penstock.trace.runs import About, RankState, read_run

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import read_text
-from penstock.errors import ArgumentError
 from penstock.report.studio.question import MAX_SIZES
 from penstock.report.web.sources import contents_of
 from penstock.report.web.timeline_data import band, timeline_data

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Generator, generator
 from penstock.schedule.generators import Numbers
 

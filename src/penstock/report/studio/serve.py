@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uvicorn
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.report.studio.app import Studio
 from penstock.report.studio.guard import Guard, in_address
 from penstock.report.studio.library import Library

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from importlib.resources import files
 
+from penstock._base.errors import require
 from penstock._base.files import finite
 from penstock._base.words import sized
-from penstock.errors import require
 from penstock.report.frame import frame
 from penstock.report.web.assets import asset, bundle, embedded
 from penstock.report.web.contents import Contents, duration

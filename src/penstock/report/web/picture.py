@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from penstock._base.errors import ArgumentError, MissingExtraError
 from penstock._base.files import replacing
-from penstock.errors import ArgumentError, MissingExtraError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _FLAGS = (

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.words import counted, sized
-from penstock.errors import ArgumentError, ScheduleError
 from penstock.plan.explain import Explanation
 from penstock.report.web.contents import Contents, Course, Figure, Held, date_text, duration
 from penstock.report.web.measured import TURNS_NOTE, against, compared, idle_of, predicted_of, reasons

@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import json_or_none
-from penstock.errors import ArgumentError
 from penstock.plan import Plan
 from penstock.plan.explain import Explanation, Predicted, Run, explain, read_run, run_of
 from penstock.report.web.contents import Contents

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError
 from penstock._base.trees import flatten
-from penstock.errors import ArgumentError
 from penstock.partition.values.memory import overlap
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.cutting import Batch

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from penstock._base.errors import ArgumentError, ShapeError
 from penstock._base.trees import flatten
-from penstock.errors import ArgumentError, ShapeError
 
 Dim = int | str | None
 """A dimension (from the end if negative); None: each microbatch gets the whole leaf. For outputs also how the values of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ShapeError
+from penstock._base.errors import ShapeError
 
 
 def cut(mask: Any, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:

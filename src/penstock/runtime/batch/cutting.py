@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock._base.compat import is_block_mask
+from penstock._base.errors import ArgumentError, ShapeError
 from penstock._base.trees import flatten, unflatten
 from penstock._base.words import counted
-from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, checked, parse, plain
 from penstock.runtime.batch.microbatches import CutBatch, Microbatches

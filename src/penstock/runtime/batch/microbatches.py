@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from penstock._base.compat import is_block_mask
+from penstock._base.errors import ArgumentError, ShapeError
 from penstock._base.trees import Flat, Leaf, flatten, map_tensors, unflatten
 from penstock._base.words import counted
-from penstock.errors import ArgumentError, ShapeError
 from penstock.partition.stages.partition import describe
 from penstock.runtime.batch import block_masks
 from penstock.runtime.batch.batch_dims import FIRST, Dims

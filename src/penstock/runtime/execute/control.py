@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._base.compat import default_store
+from penstock._base.errors import PipelineFailure
 from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.failure import OUTSIDE, Failure, Position
 from penstock.distributed.failure_detector import Patience
@@ -24,7 +25,6 @@ from penstock.distributed.groups import GroupOptions, Groups
 from penstock.distributed.joining import place_of
 from penstock.distributed.watchdog import Watchdog
 from penstock.distributed.world import World, backend_of, check_alike, is_accelerator
-from penstock.errors import PipelineFailure
 from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Message, Pending

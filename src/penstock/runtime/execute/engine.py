@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import autocast_kinds
+from penstock._base.errors import PartitionError
 from penstock._base.marks import computing
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.groups import GroupOptions
 from penstock.distributed.world import World, is_accelerator
-from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Marks, Moment, clock_of, counter, noting_messages, shifted
 from penstock.runtime.execute.control import Arriving, Control

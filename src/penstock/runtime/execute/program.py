@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from penstock._base.errors import ScheduleError
 from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.world import World
-from penstock.errors import ScheduleError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.assembly import assemble
 from penstock.runtime.execute.clock import Clock, Counter, Marks

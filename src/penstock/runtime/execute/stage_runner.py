@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from penstock._base.compat import gradient_edge
+from penstock._base.errors import PartitionError
 from penstock._base.marks import NOW
 from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
-from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Features, Forward, Rerun, Start, within

@@ -9,11 +9,11 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
+from penstock._base.errors import ArgumentError
 from penstock._base.process import Process
 from penstock._base.words import named
 from penstock.distributed.groups import Groups
 from penstock.distributed.world import is_accelerator
-from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Control
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.protocol import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.runtime.features import recomputed_layers
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage

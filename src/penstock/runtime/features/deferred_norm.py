@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the public class
 from torch.utils.hooks import RemovableHandle
 
 from penstock._base.compat_compiler import compiled as compiled_as
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.exact.streams import Hook
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor, fx
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.front_end import Stage
 from penstock.schedule import Action
 

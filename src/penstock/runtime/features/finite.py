@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from penstock._base.errors import NonFiniteError
 from penstock._base.trees import flatten
-from penstock.errors import NonFiniteError
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start, recorded_code
 from penstock.runtime.front_end import Partition, Stage

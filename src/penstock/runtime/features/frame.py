@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from penstock._base.compat import reduction_dtype
+from penstock._base.errors import ArgumentError
 from penstock._base.gradients import gradient_dtype
-from penstock.errors import ArgumentError
 from penstock.runtime.features.feature import recorded_code
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import is_distributed, parallelized_by

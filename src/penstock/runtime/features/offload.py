@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock._base.compat import WeakStorage, storage_of
+from penstock._base.errors import ArgumentError
 from penstock._base.words import in_ranges
-from penstock.errors import ArgumentError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Saved, SavedTensor, check_unchanged
 from penstock.runtime.features.compiled import any_compiled

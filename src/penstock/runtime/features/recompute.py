@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from penstock._base.errors import PartitionError
 from penstock._base.stages import StageMeta
 from penstock._base.words import in_ranges, named
-from penstock.errors import PartitionError
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import SavedTensor

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock._base.errors import ArgumentError
 from penstock._base.trees import flatten, map_tensors, unflatten
-from penstock.errors import ArgumentError
 from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import named
-from penstock.errors import ArgumentError
 from penstock.runtime.features.checkpointed_norm import CheckpointedNorms
 from penstock.runtime.features.compiled import Compiled, OwnGradients
 from penstock.runtime.features.context import MakeFeature, StageContext, check_forward_order

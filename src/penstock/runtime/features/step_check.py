@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import generator_of
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.runtime.gradients.distribution import is_distributed

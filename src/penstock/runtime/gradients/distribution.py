@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.gradients import gradient_dtype
-from penstock.errors import ArgumentError
 from penstock.runtime.front_end import Stage
 
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.gradients import buckets
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.groups import Groups
 from penstock.distributed.world import World
-from penstock.errors import ArgumentError
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import mesh_dimensions
 from penstock.runtime.gradients.sums import GradientSum

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.gradients import by_gradient_dtype, gradient_dtype, slot_elements
-from penstock.errors import ArgumentError
 from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
 from penstock.runtime.transport.protocol import Pending
 

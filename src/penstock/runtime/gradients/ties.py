@@ -18,9 +18,9 @@ from typing import NamedTuple
 from torch import nn
 
 from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks
+from penstock._base.errors import PartitionError
 from penstock._base.stages import ties, ties_across_ranks
 from penstock.distributed.failure import Position
-from penstock.errors import PartitionError
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.transport.protocol import Transport

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.trees import leaf_tensors
 from penstock._base.words import in_a_line
-from penstock.errors import ArgumentError, PenstockError
 from penstock.runtime.loss.loss import Loss
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock._base.closures import contents, globals_named
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.partition import leaves_of, tensors_in
 from penstock.partition.state.library import is_library
 from penstock.runtime.front_end import Partition

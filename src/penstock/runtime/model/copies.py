@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock._base.errors import PartitionError
 from penstock._base.stages import shifted
-from penstock.errors import PartitionError
 from penstock.partition.state.remembered import refuse_copies
 from penstock.runtime.front_end import Partition
 

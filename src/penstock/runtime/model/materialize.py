@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import generator_of
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.runtime.exact.streams import key_of, mix
 
 Materialize = Callable[[str, nn.Module], None]

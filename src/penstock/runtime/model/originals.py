@@ -10,7 +10,7 @@ from operator import attrgetter, is_
 
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, PartitionError
+from penstock._base.errors import ArgumentError, PartitionError
 
 
 class Originals:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import plain_tensors
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.partition import tensors_in
 
 WRITE_ALL = (

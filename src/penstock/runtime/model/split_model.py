@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import autocast_kinds, autocast_state, plain_tensors
+from penstock._base.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock._base.marks import computing
 from penstock._base.stages import ties
-from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock._base.compat import storage_of
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.partition.values.memory import overlap
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import Stage

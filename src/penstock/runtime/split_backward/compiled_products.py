@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock._base.compat_compiler import add_input, copy_of_recorded, size_in
-from penstock.errors import PartitionError
+from penstock._base.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall, Term, cast_back, total_of, value_of

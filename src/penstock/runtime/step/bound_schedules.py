@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock._base.compat import gradient_edge
+from penstock._base.errors import ArgumentError, ShapeError, warn
 from penstock._base.trees import flatten
-from penstock.errors import ArgumentError, ShapeError, warn
 from penstock.partition.state.remembered import refuse_samples
 from penstock.runtime.batch.microbatches import CutBatch, kind_of
 from penstock.runtime.batch.outline import Outline

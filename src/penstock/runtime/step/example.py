@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError
 from penstock._base.trees import flatten
-from penstock.errors import ArgumentError
 from penstock.runtime.batch.microbatches import Microbatches
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 _running: list[Hashable] = []
 _lock = threading.RLock()

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import FakeTensorMode, fake_mode, quiet
+from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.stages import Output, needs_backward
 from penstock._base.trees import map_tensors
 from penstock._base.words import in_a_line
-from penstock.errors import ArgumentError, PenstockError
 from penstock.partition.run.loan import Snapshot
 from penstock.runtime.execute.engine import BoundSchedule
 from penstock.runtime.loss.loss import no_gradient

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError
 from penstock._base.process import cores
 from penstock._base.trees import map_tensors
 from penstock.distributed.groups import Groups
-from penstock.errors import ArgumentError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.clock import Moment

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from penstock._base.errors import ShapeError
 from penstock._base.gradients import CACHE_LINE_BYTES
 from penstock._base.stages import Link
-from penstock.errors import ShapeError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.protocol import Message

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock._base.errors import ShapeError
 from penstock._base.stages import Link
 from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.groups import Groups
-from penstock.errors import ShapeError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement, Layouts, describe

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.second_names import schedule_of_peer
 from penstock._base.words import did_you_mean
-from penstock.errors import ArgumentError, check_counts
 from penstock.schedule.generators.chimera import chimera
 from penstock.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.generators.gpipe import gpipe, looped_bfs

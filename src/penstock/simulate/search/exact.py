@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ArgumentError, ScheduleError, check_counts, require
+from penstock._base.errors import ArgumentError, ScheduleError, check_counts, require
 from penstock.schedule import Placement
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.errors import ScheduleError
+from penstock._base.errors import ScheduleError
 from penstock.schedule import Schedule, check
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, simulate

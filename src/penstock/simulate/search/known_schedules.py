@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Op, Schedule, generate, generators, split_backward
 from penstock.simulate import Links
 from penstock.simulate.costs import StageCost

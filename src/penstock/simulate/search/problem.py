@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from penstock.errors import ArgumentError, check_counts
+from penstock._base.errors import ArgumentError, check_counts
 from penstock.schedule import Op, Placement, Row, Schedule
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost, cost_between, costs_by_stage

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from random import Random
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.schedule import Placement, generators
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost

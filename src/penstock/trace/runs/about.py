@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, STRICT, quoted, validate
 from penstock._base.words import all_printable, printable
-from penstock.errors import ArgumentError
 from penstock.schedule import Placement
 
 FORMAT = "penstock run"

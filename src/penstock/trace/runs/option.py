@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 
 WARM_STEPS = 5
 """The first step with a timeline: before it, whatever is made once is made."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_BYTES, json_or_none, read_bytes, read_json, validate
-from penstock.errors import ArgumentError
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.trace.runs.about import FORMAT, About

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
 from penstock._base.words import printable
-from penstock.errors import ArgumentError
 
 _MAX_LINE = 1000  # `to_line` writes fewer than 200 characters
 

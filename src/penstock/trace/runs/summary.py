@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock._base.errors import PenstockError
 from penstock._base.files import MAX_QUOTED
 from penstock._base.words import in_a_line, line_of
-from penstock.errors import PenstockError
 from penstock.trace.runs.about import About
 from penstock.trace.runs.health import health
 from penstock.trace.runs.progress import Progress

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock._base.errors import ArgumentError
 from penstock._base.files import read_json, read_text, remove_leftovers, write_whole
 from penstock._base.words import in_a_line
-from penstock.errors import ArgumentError
 from penstock.trace.runs.about import About
 from penstock.trace.runs.folder import (
     ABOUT,

@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.distributed.launch.agent import kill_left
 from penstock.distributed.launch.processes import QUIET, supervise
 from penstock.distributed.launch.target import Target
-from penstock.errors import ArgumentError
 from penstock.partition.units.chain import as_module
 from penstock.verification.blame.finding import Blame
 from penstock.verification.blame.judge import judge

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._base.errors import ArgumentError
 from penstock._base.trees import leaf_tensors
 from penstock.distributed.launch.target import Target
-from penstock.errors import ArgumentError
 from penstock.verification.blame.finding import Finding
 from penstock.verification.blame.names import Part, digest
 from penstock.verification.blame.replay import Data

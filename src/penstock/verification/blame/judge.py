@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import shortened
 from penstock.distributed.launch.target import Target
-from penstock.errors import ArgumentError
 from penstock.partition.values.memory import same_bits
 from penstock.schedule import Action, Op, Row
 from penstock.schedule.timeline import Timeline, Times

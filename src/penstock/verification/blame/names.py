@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, PipelineFailure
+from penstock._base.errors import ArgumentError, PipelineFailure
 from penstock.verification.comparison import Comparison
 from penstock.verification.trail import Place
 

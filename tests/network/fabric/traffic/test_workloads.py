@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.presets import preset
 from penstock.network.fabric.traffic import from_model, layers, pipeline
 from penstock.network.fabric.workload import Workload

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, get_args
 
+from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
-from penstock.errors import ArgumentError
 from penstock.network.fabric.algorithms import bruck, direct, forms, halving, ring, rooted, tree
 from penstock.network.fabric.algorithms.forms import Terms
 from penstock.network.fabric.steps import Collective, StepList

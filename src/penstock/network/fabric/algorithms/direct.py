@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.steps import Move, StepList
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms.volume import RankRound, moves_of
 from penstock.network.fabric.emulation import payload
 from penstock.network.fabric.emulation.payload import Participant

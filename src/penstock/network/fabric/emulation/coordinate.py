@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock._base import owner
+from penstock._base.errors import ArgumentError, FabricError
 from penstock._base.files import read_bytes, read_json, write_json
 from penstock._base.words import counted
 from penstock.distributed.launch.processes import Patience, memory
-from penstock.errors import ArgumentError, FabricError
 from penstock.network import nodes
 from penstock.network.fabric.emulation.signals import BOARD
 from penstock.network.fabric.emulation.spec import Spec, Watch

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock._base.errors import FabricError, PenstockError
 from penstock.distributed.launch.agent import end_with_parent
 from penstock.distributed.launch.endings import note
-from penstock.errors import FabricError, PenstockError
 from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.emulation import clock, links

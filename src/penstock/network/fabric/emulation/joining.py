@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock._base.errors import ArgumentError, FabricError, PipelineFailure
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.rendezvous import number_of, start
-from penstock.errors import ArgumentError, FabricError, PipelineFailure
 from penstock.network.fabric.emulation.spec import Spec
 
 _ANSWER_SECONDS = 3.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.errors import FabricError
+from penstock._base.errors import FabricError
 from penstock.network.fabric.emulation import probe
 from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.run_file import gathered

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock._base.errors import FabricError
 from penstock._base.files import write_json
 from penstock.distributed.failure import name_ranks
-from penstock.errors import FabricError
 from penstock.network.conditions import environment
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.joining import Members, first_line, joined

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock._base.errors import FabricError
 from penstock._base.process import lives
-from penstock.errors import FabricError
 from penstock.network.fabric.emulation.joining import Members
 
 _FIRST_NS = 2_000_000

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import STRICT, read_json, validate, write_json
-from penstock.errors import ArgumentError, check_counts
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.network.fabric.samples import SPEC
 from penstock.network.fabric.workload import Workload

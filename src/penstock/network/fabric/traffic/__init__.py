@@ -15,10 +15,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
 from penstock._base.stages import MODEL_INPUT
 from penstock._base.words import counted
-from penstock.errors import ArgumentError
 from penstock.network.fabric.traffic import gradients, measure, pipeline, tensor
 from penstock.network.fabric.traffic.layers import Job, Recorded, record
 from penstock.network.fabric.workload import Workload

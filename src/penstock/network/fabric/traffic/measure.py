@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.errors import ArgumentError
 from penstock._base.stages import MODEL_INPUT
 from penstock._base.trees import flatten, leaf_tensors
-from penstock.errors import ArgumentError
 from penstock.network.fabric.traffic.layers import Layer, record
 from penstock.partition.measure.clock import settle
 from penstock.partition.measure.footprint import ends_of

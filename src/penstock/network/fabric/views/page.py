@@ -8,8 +8,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+from penstock._base.errors import require
 from penstock._base.files import write_text
-from penstock.errors import require
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.views.facts import (
     TIMES,

@@ -25,7 +25,7 @@ import sys
 import warnings
 from pathlib import Path
 
-_OWN_FOLDER = str(Path(__file__).parent) + os.sep
+_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 
 
 class PenstockError(Exception):
