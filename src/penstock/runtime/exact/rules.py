@@ -234,9 +234,12 @@ def copy_as(
     layout: Layout, tensor: Tensor, device: torch.device | None = None, *, non_blocking: bool = False
 ) -> Tensor:
     """A copy of `tensor` in fresh memory with this layout, on `device` (default: where it is)."""
-    buffer = allocate(layout, tensor.device if device is None else device)
-    if not buffer.packed and tensor.stride() == layout.stride and tensor.shape == layout.shape:
-        return buffer.tensor.copy_(tensor.detach(), non_blocking=non_blocking)
+    device = tensor.device if device is None else device
+    shape, stride, dtype, misalignment, _ = layout
+    if not misalignment and tensor.stride() == stride and tensor.shape == shape and is_dense(shape, stride):
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return made.copy_(tensor.detach(), non_blocking=non_blocking)
+    buffer = allocate(layout, device)
     buffer.flat.copy_(pack(tensor), non_blocking=non_blocking)
     return unpack(buffer)
 

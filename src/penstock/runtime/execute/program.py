@@ -25,11 +25,10 @@ from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.assembly import assemble
 from penstock.runtime.execute.clock import Clock, Counter, Marks
-from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features.context import Binding, StageContext
-from penstock.runtime.features.feature import Features, Start, within
+from penstock.runtime.features.feature import Feature, Start, calls, contexts, within
 from penstock.runtime.gradients.replicas import Average
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.loss.loss import LossHead
@@ -146,12 +145,12 @@ class Program:
         row = binding.schedule.rows[rank]
         builder = RouteBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
-        self.runners: dict[int, StageRunner] = {}
+        self.stages: dict[int, BoundStage] = {}
         for index in placement.stages_on(rank):
             stages = [partition.stages[index] for partition in partitions]
             own_head = head if placement.is_last(index) else None
             context = StageContext(binding, world.numbers[rank], index, stages, row, device, own_head, streams)
-            self.runners[index] = assemble(context, builder)
+            self.stages[index] = BoundStage(context, builder)
         self._reducers = reducers
         self._averages = averages
         self._sharded = binding.sharded
@@ -167,13 +166,13 @@ class Program:
                 arriving.remove(action.stage)
                 bound = _after_unshard(bound, binding.sharded[action.stage], world.partners)
             actions.append(bound)
-        self.actions = with_neighbors(actions, {index: runner.features for index, runner in self.runners.items()})
+        self.actions = with_neighbors(actions, {index: stage.features for index, stage in self.stages.items()})
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
         start = Start(reduces, feed.loss_scale)
-        for index, runner in self.runners.items():
-            runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
+        for index, stage in self.stages.items():
+            stage.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 
     def _bind(self, rank: int, action: Action) -> BoundAction:
         text = str(action)
@@ -184,25 +183,27 @@ class Program:
             sharded = self._sharded[action.stage]
             act = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
             return BoundAction(rank, action, None, act, running, running)
-        runner = self.runners[action.stage]
-        microbatch = _number(action)
-        routes = runner.routes(microbatch)
+        stage = self.stages[action.stage]
+        microbatch = action.microbatch
+        assert microbatch is not None
+        routes = stage.routes(microbatch)
+        around = contexts(stage.features, "around", action) if action.op.is_compute else None
         match action.op:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)
-                work = _around(runner.features, action, runner.forward)
-                return BoundAction(rank, action, partial(runner.await_inputs, microbatch), work, waiting, running)
+                work = within(around, stage.forward(microbatch))
+                return BoundAction(rank, action, stage.await_inputs(microbatch), work, waiting, running)
             case Op.B | Op.I:
                 waiting = self._waiting("RECV_B", action, routes.grads_in)
-                work = _around(runner.features, action, runner.backward)
-                return BoundAction(rank, action, partial(runner.await_grads, microbatch), work, waiting, running)
+                work = within(around, stage.backward(microbatch))
+                return BoundAction(rank, action, stage.await_grads(microbatch), work, waiting, running)
             case Op.W:
-                work = _around(runner.features, action, runner.weight_backward)
+                work = within(around, stage.weight_backward(microbatch))
                 return BoundAction(rank, action, None, work, running, running)
             case Op.SEND_F | Op.SEND_B:
                 route = route_of(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
                 blocked = Position(text, (self._numbers[self._placement.rank_of[route.stage]],))
-                return BoundAction(rank, action, None, partial(runner.send, microbatch, route), blocked, blocked)
+                return BoundAction(rank, action, None, stage.send(microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
                 return BoundAction(rank, action, None, partial(route.channel.post, microbatch), running, running)
@@ -218,23 +219,6 @@ class Program:
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
         peers = sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
-
-
-def _around(features: Features, action: Action, run: Callable[..., None]) -> Callable[..., None]:
-    """What runs a computation, with what features have around it."""
-    work = partial(run, _number(action))
-
-    def with_features(_: Action, *ready: Any) -> None:
-        work(*ready)
-
-    wrapped = within(features.around, with_features)
-    return work if wrapped is with_features else partial(wrapped, action)
-
-
-def _number(action: Action) -> int:
-    """A computation's microbatch."""
-    assert action.microbatch is not None
-    return action.microbatch
 
 
 def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
@@ -255,7 +239,7 @@ def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]
     return replace(bound, wait=wait, waiting=Position(words, peers), work=after)
 
 
-def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
+def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Sequence[Feature]]) -> list[BoundAction]:
     """A row in which each computation's features are called around its neighbors (`Feature.upcoming`, `Feature.past`).
 
     Args:
@@ -267,8 +251,8 @@ def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Featur
     last: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
     for before, after in pairwise(computing):
         action, following = actions[before].action, actions[after].action
-        first[before] = [partial(call, following) for call in features[following.stage].upcoming]
-        last[after] = [partial(call, action) for call in features[action.stage].past]
+        first[before] = calls(features[following.stage], "upcoming", following)
+        last[after] = calls(features[action.stage], "past", action)
     for place in computing:
         if first[place] or last[place]:
             found[place] = replace(actions[place], work=_between(first[place], actions[place].work, last[place]))
@@ -290,15 +274,8 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
 def within_context(each: BoundAction, context: Callable[[str], AbstractContextManager[Any]]) -> BoundAction:
     """An action whose wait and work each run in what `context` returns for its text, such as `2F3` and `2F3 waits`."""
 
-    def wrapped(call: Callable[..., Any], text: str) -> Callable[..., Any]:
-        def called(*args: Any) -> Any:
-            with context(text):
-                return call(*args)
-
-        return called
-
-    wait = None if each.wait is None else wrapped(each.wait, f"{each.action} waits")
-    return replace(each, wait=wait, work=wrapped(each.work, str(each.action)))
+    wait = None if each.wait is None else within(partial(context, f"{each.action} waits"), each.wait)
+    return replace(each, wait=wait, work=within(partial(context, str(each.action)), each.work))
 
 
 def _between(
