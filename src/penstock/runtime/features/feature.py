@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, fx
 
 from penstock._base.errors import ArgumentError
+from penstock.runtime.exact.rules import NOTHING as NOTHING
 from penstock.runtime.front_end import Stage
 from penstock.schedule import Action
 
@@ -23,17 +24,6 @@ Forward = Callable[..., Sequence[Tensor]]
 Context = AbstractContextManager[Any]
 
 T = TypeVar("T")
-
-
-class _Nothing:
-    """`nullcontext` without calls of Python: it enters and leaves by functions in C, which do nothing here."""
-
-    __enter__ = [].clear
-    __exit__ = "".format  # takes any arguments, and returns an empty text, so that exceptions pass
-
-
-NOTHING: Context = cast(Context, _Nothing())
-"""For a feature that has nothing to do; may be entered any number of times."""
 
 
 class Start(NamedTuple):
