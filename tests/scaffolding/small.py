@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.execute.stage import BoundStage
 
 torch.set_num_threads(1)  # tests compare bits
 
@@ -36,10 +36,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def training_runners(pipe: Pipeline) -> list[StageRunner]:
-    """The runners of this process's stages in a training step."""
+def training_stages(pipe: Pipeline) -> list[BoundStage]:
+    """This process's stages in a training step."""
     job = next(job for job in pipe.session.steps.bound_schedules if job.training)
-    return [runner for program in job.programs for runner in program.runners.values()]
+    return [stage for program in job.programs for stage in program.stages.values()]
 
 
 class Retrieval(nn.Module):

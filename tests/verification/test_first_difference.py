@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from penstock import Pipeline, Report, verify
 from penstock.pipe.steps import Steps
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.local import LocalChannel
 from scaffolding.proofs import after_each_step
@@ -47,9 +48,22 @@ def begins(report: Report, *words: str) -> None:
         assert word in report.first.text, report.first.text
 
 
-def code(runner: StageRunner) -> Any:
+def code(stage: BoundStage) -> Any:
     """What a stage runs."""
-    return runner._functions[0].__self__  # type: ignore[attr-defined]
+    return stage._functions[0].__self__  # type: ignore[attr-defined]
+
+
+def noting(run: Callable[..., None], running: list[int]) -> Callable[..., None]:
+    """`run`, during which `running` is not empty."""
+
+    def noted(*args: Any) -> None:
+        running.append(1)
+        try:
+            run(*args)
+        finally:
+            running.pop()
+
+    return noted
 
 
 def test_nothing_begins_where_all_is_right() -> None:
@@ -82,30 +96,39 @@ def test_two_microbatches_that_are_swapped(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_frozen_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = StageRunner.backward
+    backward = BoundStage.backward
 
-    def frozen(self: StageRunner, microbatch: int, grads: Any) -> None:
-        backward(self, microbatch, grads)
-        if self.index == 1:
-            code(self).get_submodule("layers.2").bias.grad = None
+    def frozen(self: BoundStage, microbatch: int) -> Any:
+        run = backward(self, microbatch)
 
-    monkeypatch.setattr(StageRunner, "backward", frozen)
+        def run_frozen(grads: Any) -> None:
+            run(grads)
+            if self.index == 1:
+                code(self).get_submodule("layers.2").bias.grad = None
+
+        return run_frozen
+
+    monkeypatch.setattr(BoundStage, "backward", frozen)
     begins(proof(), "on stage 1", "the gradient of 'layers.2.bias', which is computed from the right", "it is missing")
 
 
 @pytest.mark.parametrize(("factor", "words"), [(2.0, "the term of microbatch 1 is there twice"), (0.0, "is missing")])
 def test_a_microbatch_that_counts_wrongly(monkeypatch: pytest.MonkeyPatch, factor: float, words: str) -> None:
-    backward = StageRunner.backward
+    backward = BoundStage.backward
 
-    def wrong(self: StageRunner, microbatch: int, grads: Any) -> None:
+    def wrong(self: BoundStage, microbatch: int) -> Any:
+        run = backward(self, microbatch)
         biases = [m.bias for m in code(self).modules() if isinstance(getattr(m, "bias", None), nn.Parameter)]
-        before = [torch.zeros_like(b) if b.grad is None else b.grad.clone() for b in biases]
-        backward(self, microbatch, grads)
-        for bias, was in zip(biases, before, strict=True):
-            if self.index == 0 and microbatch == 1:
+
+        def run_wrong(grads: Any) -> None:
+            before = [torch.zeros_like(b) if b.grad is None else b.grad.clone() for b in biases]
+            run(grads)
+            for bias, was in zip(biases, before, strict=True):
                 bias.grad = was + (bias.grad - was) * factor
 
-    monkeypatch.setattr(StageRunner, "backward", wrong)
+        return run_wrong if self.index == 0 and microbatch == 1 else run
+
+    monkeypatch.setattr(BoundStage, "backward", wrong)
     begins(proof(), "step 1 on stage 0", "the gradient of 'layers.0.bias'", words)
 
 
@@ -113,31 +136,31 @@ def test_a_microbatch_that_counts_wrongly(monkeypatch: pytest.MonkeyPatch, facto
 def test_the_term_of_a_tie_that_counts_wrongly(
     monkeypatch: pytest.MonkeyPatch, factor: float, stage: int, words: str
 ) -> None:
-    backward = StageRunner.backward
+    backward = BoundStage.backward
 
-    def wrong(self: StageRunner, microbatch: int, grads: Any) -> None:
+    def wrong(self: BoundStage, microbatch: int) -> Any:
+        run = backward(self, microbatch)
         weight: Any = code(self).get_submodule("layers.0" if self.index == 0 else "layers.3").weight
-        before = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
-        backward(self, microbatch, grads)
-        if self.index == stage:
+
+        def run_wrong(grads: Any) -> None:
+            before = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+            run(grads)
             weight.grad = before + (weight.grad - before) * factor
 
-    monkeypatch.setattr(StageRunner, "backward", wrong)
+        return run_wrong if self.index == stage else run
+
+    monkeypatch.setattr(BoundStage, "backward", wrong)
     begins(proof(), "the gradient of 'layers.0.weight'", f"the term of stage {stage} {words}")
 
 
 def test_another_mask_when_a_stage_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    again, enter = StageRunner._again, Streams.enter
+    again, enter = BoundStage._again, Streams.enter
     running: list[int] = []
 
-    def rerun(self: StageRunner, microbatch: int) -> Any:
-        running.append(1)
-        try:
-            return again(self, microbatch)
-        finally:
-            running.clear()
+    def rerun(self: BoundStage, microbatch: int) -> Any:
+        return noting(again(self, microbatch), running)
 
-    monkeypatch.setattr(StageRunner, "_again", rerun)
+    monkeypatch.setattr(BoundStage, "_again", rerun)
     monkeypatch.setattr(Streams, "enter", lambda self, name: enter(self, name + "?" if running else name))
     begins(proof(recompute="always"), "what leaves 'layers.1' when it runs again")
 
@@ -184,14 +207,10 @@ def test_a_loss_that_is_divided_by_the_labels_that_count(monkeypatch: pytest.Mon
 
 
 def test_a_layer_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, forward, running = StageRunner.forward, nn.Linear.forward, list[int]()
+    run, forward, running = BoundStage.forward, nn.Linear.forward, list[int]()
 
-    def noting(self: StageRunner, *given: Any, **options: Any) -> Any:
-        running.append(1)
-        try:
-            return run(self, *given, **options)
-        finally:
-            running.clear()
+    def noted(self: BoundStage, microbatch: int) -> Any:
+        return noting(run(self, microbatch), running)
 
     def left_out(self: nn.Linear, x: Tensor) -> Tensor:
         return x * 1 if running and getattr(self, "is_left_out", False) else forward(self, x)
@@ -201,7 +220,7 @@ def test_a_layer_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         model.layers[1].is_left_out = True  # type: ignore[assignment]
         return model
 
-    monkeypatch.setattr(StageRunner, "forward", noting)
+    monkeypatch.setattr(BoundStage, "forward", noted)
     monkeypatch.setattr(nn.Linear, "forward", left_out)
     x, target = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
     report = verify(make, (x,), target=target, loss_fn=F.mse_loss, ranks=2, microbatches=4, cuts=["layers.2"])
@@ -238,14 +257,19 @@ def test_an_evaluation_that_is_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_evaluation_that_drops_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins there, not in the step after it."""
-    forward = StageRunner.forward
+    forward = BoundStage.forward
 
-    def training(self: StageRunner, microbatch: int, args: Any) -> None:
-        if not self._training:
-            code(self).train()
-        forward(self, microbatch, args)
+    def training(self: BoundStage, microbatch: int) -> Any:
+        run = forward(self, microbatch)
 
-    monkeypatch.setattr(StageRunner, "forward", training)
+        def run_training(args: Any) -> None:
+            if not self._context.training:
+                code(self).train()
+            run(args)
+
+        return run_training
+
+    monkeypatch.setattr(BoundStage, "forward", training)
     x = torch.randn(8, WIDTH)
     layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
     report = verify(nn.Sequential(*layers), (x,), loss_fn=lambda out: out.square().mean(), ranks=2, microbatches=4)

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from penstock._base.stages import StageMeta
-from penstock.runtime.execute.assembly import _splits
+from penstock.runtime.execute.stage import _splits
 from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.split_backward.weight_uses import WeightUses

@@ -126,10 +126,8 @@ def test_a_schedule_that_splits_nothing_is_left_alone() -> None:
     with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
         pipe.step(x, target=y)
         assert pipe.split_share == {}
-        runners = [
-            runner for job in pipe.session.steps.bound_schedules for p in job.programs for runner in p.runners.values()
-        ]
-        assert not any(runner.splits for runner in runners)
+        programs = [p for job in pipe.session.steps.bound_schedules for p in job.programs]
+        assert not any(stage.splits for program in programs for stage in program.stages.values())
 
 
 def test_some_stages_split_and_others_not() -> None:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from penstock._base.compat import generator_of
 from penstock._base.errors import PartitionError
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.feature import Context, Feature, Start
 from penstock.runtime.gradients.distribution import is_distributed
-from penstock.schedule import Op
+from penstock.schedule import Action, Op
 
 
 class StepCheck(Feature):
@@ -50,7 +50,8 @@ class StepCheck(Feature):
         self._index, self._copies, self._held = stage.index, stage.copies, held
         self._steady = {name: tensor for name, tensor in held.items() if name not in updated}
         self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(stage.device)]))
-        self._count, self._done = len(stage.microbatches(Op.B, Op.I, Op.W)), 0
+        own = [(a.op is Op.W, a.microbatch) for a in stage.row if a.stage == stage.index and a.op in (Op.B, Op.I, Op.W)]
+        self._ends, self._done = (*own[:1], *own[-1:]), 0
         self._before: dict[str, int] = {}
         self._states: list[tuple[int, bytes]] = []
 
@@ -58,10 +59,14 @@ class StepCheck(Feature):
         """Notes the versions of what nothing may update until the last backward has ended."""
         self._done, self._before = 0, _versions(self._steady)
 
+    def applies(self, hook: str, at: int | Action) -> bool:
+        """To the first and the last of the stage's backwards."""
+        return (hook == "weights", at) in self._ends
+
     def autograd(self, microbatch: int) -> Context:
         """Wraps autograd's backward."""
         self._done += 1
-        return self if self._done in (1, self._count) else NOTHING
+        return self
 
     def weights(self, microbatch: int) -> Context:
         """Wraps the work that a split backward put off."""
