@@ -11,7 +11,7 @@ What is requested
 What implements it
   shapers.py      chooses tbf or the switch, or refuses
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
-  machines.py     creates the hosts and joins them      subnets.py  addresses
+  machines.py     creates the hosts and joins them
   keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
 What runs on it
   fabric/         a training job's collectives: how long each takes
@@ -23,6 +23,6 @@ What runs on it
 from penstock._base.lazy import face
 
 MAX_HOSTS = 200
-"""The most hosts in one emulation: a subnet has addresses for 254."""
+"""The most hosts in one emulation: a network like theirs has addresses for 254."""
 
 __all__, __getattr__, __dir__ = face(__name__, {}, {"fabric"})

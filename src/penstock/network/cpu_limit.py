@@ -102,7 +102,7 @@ class Groups:
         parent = self._parent()
         try:
             for host, share in slow.items():
-                folder = parent / keeper.group_name(emulation, host)
+                folder = parent / f"{emulation}-h{host}-cpu"
                 folder.mkdir()
                 self._folders[host] = folder
                 for name, value in self._limits(share):

@@ -10,7 +10,6 @@ Pope, Bias in the estimation of autocorrelations, 1954).
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -99,20 +98,12 @@ def _time(lags: Series, most: float) -> float:
 
 
 def _below(lags: Series, q: float) -> Series:
-    """Returns the autocorrelation of "is below the q-quantile", from the autocorrelations `lags` of normal scores."""
-    angles, covered = _quadrant(q)
-    return np.asarray(np.interp(np.arcsin(np.clip(lags, 0, 1)), angles, covered) / covered[-1])
+    """Returns the autocorrelation of "is below the q-quantile", from the autocorrelations `lags` of normal scores.
 
-
-@lru_cache(maxsize=8)
-def _quadrant(q: float) -> tuple[Series, Series]:
-    """Returns arcsines of correlations, and the excess probability that two normals are both below their q-quantiles.
-
-    The excess is over independent normals (Sheppard's formula, integrated).
+    Two normals of correlation r are both below it with the probability q - 2 T(z, sqrt((1 - r) / (1 + r))), by Owen's T
+    (D. Owen, Tables for computing bivariate normal probabilities, 1956).
     """
     _, special = scipy()
-
-    angles = np.linspace(0, math.pi / 2, 400)
-    density = np.exp(-(special.ndtri(q) ** 2) / (1 + np.sin(angles))) / (2 * math.pi)
-    steps = (density[1:] + density[:-1]) / 2 * np.diff(angles)
-    return angles, np.concatenate([[0.0], np.cumsum(steps)])
+    r = np.clip(lags, 0, 1)
+    both = q - 2 * special.owens_t(special.ndtri(q), np.sqrt((1 - r) / (1 + r)))
+    return np.asarray((both - q * q) / (q - q * q))

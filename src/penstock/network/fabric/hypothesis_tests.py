@@ -107,8 +107,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     If nothing differs, the chance that any corrected p-value falls below a level is at most that level (S. Holm, A
     simple sequentially rejective multiple test procedure, 1979).
     """
-    corrected, highest = [0.0] * len(ps), 0.0
-    for place, index in enumerate(sorted(range(len(ps)), key=lambda one: ps[one])):
-        highest = max(highest, min((len(ps) - place) * ps[index], 1.0))
-        corrected[index] = highest
-    return corrected
+    values, order = np.asarray(ps, float), np.argsort(ps)
+    corrected = np.empty(len(values))
+    corrected[order] = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)).clip(max=1.0)
+    return [float(p) for p in corrected]

@@ -38,10 +38,9 @@ class SampleFile:
     def __init__(self, path: Path, head: tuple[str, ...]) -> None:
         self._file = path.open("w", newline="")
         self._writer = csv.writer(self._file, lineterminator="\n")
-        self._writer.writerow(head)
-        self._file.flush()
+        self.add([head])
 
-    def add(self, rows: Iterable[tuple[int, ...]]) -> None:
+    def add(self, rows: Iterable[tuple[int | str, ...]]) -> None:
         self._writer.writerows(rows)
         self._file.flush()
 
@@ -77,14 +76,12 @@ class Run:
                 f"the run in {folder} ended before its hosts had joined, so it has no samples. Their output is in "
                 f"{folder}/host-*.log. Run it again with --out {folder}, which replaces it"
             )
+        none = f"{folder} holds no run of penstock fabric"
         if not (folder / RUN).exists():
             reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
-            raise ArgumentError(
-                f"{folder} holds no run of penstock fabric: {reason}. Pass a folder that a run was written to, such as "
-                "runs/fabric-1"
-            )
+            raise ArgumentError(f"{none}: {reason}. Pass a folder that a run was written to, such as runs/fabric-1")
         given = all_printable(read_json(folder / RUN))
-        found = validate(RecordFile, given, f"{folder} holds no run of penstock fabric: {RUN}")
+        found = validate(RecordFile, given, f"{none}: {RUN}")
         record = {**asdict(found), **given, "workload": found.workload.to_dict()}
         record["happened"] = [asdict(one) for one in found.happened]  # without entries of later versions
         if found.network and found.network["hosts"] != found.hosts:
@@ -94,9 +91,9 @@ class Run:
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one
             raise ArgumentError(f"{folder / RUN}: network: {quoted(str(error))}") from None
         try:
-            table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
+            table, steps = _table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD)
         except (ValueError, OverflowError) as error:
-            raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
+            raise ArgumentError(f"{none}: {error}") from None
         transfers, hosts = found.workload.transfers, found.hosts
         if hosts * len(transfers) > MAX_VALUES:
             raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
@@ -107,9 +104,8 @@ class Run:
         if (fault := _fault(table, taking)) is not None:
             path = folder / SAMPLES
             raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
-        table = table[table[:, 0] < whole]
-        start[table[:, 0], table[:, 1], table[:, 2]] = table[:, 3]
-        end[table[:, 0], table[:, 1], table[:, 2]] = table[:, 4]
+        *place, start_ns, end_ns = table[table[:, 0] < whole].T
+        start[tuple(place)], end[tuple(place)] = start_ns, end_ns
         return cls(record, start, end, steps)
 
 

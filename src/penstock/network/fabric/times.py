@@ -28,8 +28,7 @@ class TransferTimes:
 
     Attributes:
         ranks: the participants.
-        durations: of each rank, shape [trial, index in `ranks`].
-        late: how long after the first rank each one started, shape [trial, index in `ranks`].
+        durations, late: of each rank, and how long after the first it started: shape [trial, index in `ranks`].
         completion, arrival_skew, transfer: shape [trial].
     """
 
@@ -58,10 +57,6 @@ class TransferTimes:
             arrival_skew=(last - first)[:, 0] * 1e-9,
             transfer=(end.max(1) - last[:, 0]) * each,
         )
-
-    def rated(self, collective: str) -> Seconds:
-        """Returns the times that a transfer's bandwidths are based on."""
-        return self.transfer if rate_key(collective) == "transfer_s" else self.completion
 
 
 def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
@@ -107,18 +102,18 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
     It ends when all ranks have the last result and have done the final computation. If hosts met between transfers, the
     time this took is not included.
     """
-    hosts = run.start_ns.shape[2]
+    hosts, each = run.start_ns.shape[2], 1e-9 / iterations_of(run.record)
+    taking = [list(ranks_of(workload, place, hosts)) for place in range(len(workload.transfers))]
     if run.record.get("meets"):
-        each = [list(ranks_of(workload, number, hosts)) for number in range(len(workload.transfers))]
-        spans = [run.end_ns[:, n, taking].max(1) - run.start_ns[:, n, taking].min(1) for n, taking in enumerate(each)]
-        return np.asarray(np.sum(spans, axis=0) * (1e-9 / iterations_of(run.record)))
-    firsts = []
-    for host in range(hosts):
-        place = next((n for n in range(len(workload.transfers)) if host in ranks_of(workload, n, hosts)), None)
-        if place is not None:
-            firsts.append(run.start_ns[:, place, host] - int(workload.transfers[place].compute_of(host) * 1e9))
-    took_ns = run.end_ns.max((1, 2)) - np.min(firsts, axis=0)
-    return np.asarray(took_ns * (1e-9 / iterations_of(run.record)) + workload.compute_seconds)
+        spans = [run.end_ns[:, n, ranks].max(1) - run.start_ns[:, n, ranks].min(1) for n, ranks in enumerate(taking)]
+        return np.asarray(np.sum(spans, axis=0) * each)
+    firsts: dict[int, NDArray[np.int64]] = {}
+    for place, ranks in enumerate(taking):
+        for host in ranks:
+            before_ns = int(workload.transfers[place].compute_of(host) * 1e9)
+            firsts.setdefault(host, run.start_ns[:, place, host] - before_ns)
+    took_ns = run.end_ns.max((1, 2)) - np.min([*firsts.values()], axis=0)
+    return np.asarray(took_ns * each + workload.compute_seconds)
 
 
 def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, *, overlap: bool) -> Seconds:
@@ -148,20 +143,13 @@ def stalled(run: Run) -> tuple[int, ...]:
     The switch and the hosts read the same clock, that of their machine.
     """
     told = (run.record.get("switch") or {}).get("stalls") or ()
-    if not told or not len(run.start_ns):
-        return ()
-    taking = run.end_ns >= 0
-    found = []
-    for trial in range(len(run.start_ns)):
-        begin, end = int(run.start_ns[trial][taking[trial]].min()), int(run.end_ns[trial].max())
-        if any(_meets(begin, end, **one) for one in told):
-            found.append(trial)
-    return tuple(found)
-
-
-def _meets(begin: int, end: int, since_ns: int, length_ns: int, every_ns: int, until_ns: int | None) -> bool:
-    """Whether the last stall that began before `end`, if there was one, was still going on at `begin`."""
-    last = end if until_ns is None else min(end, until_ns)
-    turn = (last - since_ns) // every_ns
-    over = since_ns + turn * every_ns + length_ns
-    return turn >= 1 and begin < (over if until_ns is None else min(over, until_ns))
+    starts = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max)
+    met = np.zeros(len(run.start_ns), bool)
+    for one in told if len(met) else ():
+        begin, end = starts.min((1, 2)), run.end_ns.max((1, 2))
+        until = np.iinfo(np.int64).max if one["until_ns"] is None else one["until_ns"]
+        # The last stall that began before the trial's end.
+        turn = (np.minimum(end, until) - one["since_ns"]) // one["every_ns"]
+        over = one["since_ns"] + turn * one["every_ns"] + one["length_ns"]
+        met |= (turn >= 1) & (begin < np.minimum(over, until))
+    return tuple(np.flatnonzero(met).tolist())

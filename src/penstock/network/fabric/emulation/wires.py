@@ -26,7 +26,7 @@ class Wire:
     def expect(self, receives: Sequence[Message]) -> None:
         """Posts the receives of a later `exchange`, which gets the same object. Call in the order of the exchanges."""
         if not _on_cuda(receives):  # NCCL's receives are posted together with their sends
-            self._early[id(receives)] = _post(receives)
+            self._early[id(receives)] = [dist.irecv(m.tensor, m.peer) for m in receives]
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Sends and receives messages; returns when all sends have left and all receives have arrived."""
@@ -37,8 +37,7 @@ class Wire:
                 batched.wait()
             torch.cuda.synchronize()
             return
-        early = self._early.pop(id(receives), None)
-        works = _post(receives) if early is None else early
+        works = self._early.pop(id(receives), None) or [dist.irecv(m.tensor, m.peer) for m in receives]
         works += [dist.isend(m.tensor, m.peer) for m in sends]
         for work in works:
             if work is not None:
@@ -47,7 +46,3 @@ class Wire:
 
 def _on_cuda(messages: Sequence[Message]) -> bool:
     return any(message.tensor.is_cuda for message in messages)
-
-
-def _post(receives: Sequence[Message]) -> list[dist.Work | None]:
-    return [dist.irecv(m.tensor, m.peer) for m in receives]

@@ -12,7 +12,7 @@ from penstock._base.words import counted
 from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import outliers
-from penstock.network.fabric.times import TransferTimes
+from penstock.network.fabric.times import TransferTimes, rate_key
 from penstock.network.fabric.views.chart import (
     COLORS,
     INK,
@@ -58,7 +58,12 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     drawn = {"cdf": _cdf([group.name for group in found], times), "trials": _trials(results, times)}
     if len({group["bytes"] for group in results["groups"]}) > 1:
         pairs = zip(results["groups"], by_group, strict=True)
-        rated = [np.stack([one.rated(group["collective"]) for one in members]) for group, members in pairs]
+        rated = [
+            np.stack(
+                [one.transfer if rate_key(group["collective"]) == "transfer_s" else one.completion for one in members]
+            )
+            for group, members in pairs
+        ]
         drawn["busbw"] = _busbw(results, rated)
     return {**drawn, "timeline": _timeline(run)}
 
