@@ -54,7 +54,17 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
         if members.rank == 0:
             record.add(**({"warmup": spec.checked} if spec.warmup else _warm_up(spec, trials)))
             began = cpu_usage()
-            _write(spec, folder, trials, watch)
+            with (
+                closing(SampleFile(folder / SAMPLES, HEAD)) as samples,
+                closing(SampleFile(folder / STEPS, STEPS_HEAD)) as steps,
+            ):
+                for number in range(spec.trials):
+                    trial = trials.one()
+                    samples.add(trial.rows(number))
+                    steps.add(trial.step_rows)
+                    if watch is not None:
+                        watch(number)
+                steps.add(trials.last_steps())
         else:
             began = _follow(spec, trials)
         record.add(cpu=gathered(cpu_since(began), members))
@@ -115,18 +125,6 @@ def _follow(spec: Spec, trials: Trials) -> dict[str, Any]:
             began = cpu_usage()
     trials.last_steps()
     return began
-
-
-def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> None:
-    files = SampleFile(folder / SAMPLES, HEAD), SampleFile(folder / STEPS, STEPS_HEAD)
-    with closing(files[0]) as samples, closing(files[1]) as steps:
-        for number in range(spec.trials):
-            trial = trials.one()
-            samples.add(trial.rows(number))
-            steps.add(trial.step_rows)
-            if watch is not None:
-                watch(number)
-        steps.add(trials.last_steps())
 
 
 def main() -> None:

@@ -61,10 +61,9 @@ class Members:
         deadline, left = time.monotonic() + _ANSWER_SECONDS, list(range(self.size))
         try:
             self.store.set(f"still/{self.rank}", "here")
-            while left := [rank for rank in left if not self.store.check([f"still/{rank}"])]:
-                if time.monotonic() > deadline:
-                    break
+            while left and time.monotonic() < deadline:
                 time.sleep(0.05)
+                left = [rank for rank in left if not self.store.check([f"still/{rank}"])]
         except (RuntimeError, OSError):  # the store was on host 0, which is lost
             return (0,) if self.rank else ()
         return tuple(left)

@@ -57,11 +57,10 @@ class Participant:
     """A rank's place in a transfer.
 
     Attributes:
-        transfer: what is done.
         members: the job's ranks that take part.
         rank: this rank's index in `members`.
         elements: the size of the largest buffer, before any padding.
-        seed, dtype, op: the payload's seed, type and reduction.
+        seed, dtype, op: of the payload.
     """
 
     transfer: Transfer
@@ -99,13 +98,12 @@ class Participant:
     def given(self, elements: int) -> Tensor:
         """Returns this rank's buffer before the collective, `NOTHING` where it has no input; `elements` is a multiple
         of the ranks if it is divided among them."""
-        nothing = torch.full((elements,), NOTHING, dtype=self.dtype)
+        given = torch.full((elements,), NOTHING, dtype=self.dtype)
         if self.collective in ("all_gather", "gather"):
-            nothing[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
-            return nothing
-        if self.collective in ("broadcast", "scatter", "send") and self.rank != 0:
-            return nothing
-        return self._contribution(self.rank, elements)
+            given[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
+        elif self.rank == 0 or self.collective not in ("broadcast", "scatter", "send"):
+            given = self._contribution(self.rank, elements)
+        return given
 
     def expected(self, elements: int) -> Tensor | None:
         """Returns this rank's result for a payload of `elements` elements; None if it has none."""
@@ -137,12 +135,5 @@ class Participant:
 
 def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
     """Reduces `more` into `total` in place. For an average, this adds only; the caller divides."""
-    match op:
-        case "sum" | "avg":
-            total.add_(more)
-        case "prod":
-            total.mul_(more)
-        case "min":
-            torch.minimum(total, more, out=total)
-        case "max":
-            torch.maximum(total, more, out=total)
+    reduce = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
+    reduce(total, more, out=total)

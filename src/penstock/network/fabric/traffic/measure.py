@@ -6,6 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,15 +43,12 @@ def layer_seconds(
     twin = copy.deepcopy(model, clones)
     ended = [0] * len(layers)
 
-    def stamp(place: int) -> Any:
-        def note(parameter: Tensor) -> None:
-            settle(parameter.device)
-            ended[place] = time.perf_counter_ns()
-
-        return note
+    def note(place: int, parameter: Tensor) -> None:
+        settle(parameter.device)
+        ended[place] = time.perf_counter_ns()
 
     for key, place in places.items():
-        clones[key].register_post_accumulate_grad_hook(stamp(place))
+        clones[key].register_post_accumulate_grad_hook(partial(note, place))
     runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
     forwards, backwards = zip(*runs, strict=True)
     return statistics.median(forwards), [statistics.median(times) for times in zip(*backwards, strict=True)]
