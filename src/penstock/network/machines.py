@@ -93,13 +93,9 @@ class Machines:
         self._groups: Groups | None = None
 
     def __enter__(self) -> Self:
-        """Creates the hosts.
-
-        Raises:
-            FabricError: this machine cannot create them (`why_not` says why), or a command failed. Nothing is left
-                behind.
-            ArgumentError: the link cannot be made at this rate, or by the requested shaper.
-        """
+        """Creates the hosts. Raises FabricError: this machine cannot create them (`why_not` says why), or a command
+        failed. Nothing is left behind. Raises ArgumentError: the link cannot be made at this rate, or by the requested
+        shaper."""
         self.settle()
         self._maker = os.getpid()
         self.id = f"penstock-{self._maker}-{keeper.started(self._maker)}-{secrets.randbelow(10**9)}"
@@ -116,11 +112,8 @@ class Machines:
         return self
 
     def settle(self) -> None:
-        """Finds out whether and how this machine can create the hosts, without creating any.
-
-        Raises:
-            FabricError, ArgumentError: as in `with`.
-        """
+        """Finds out whether and how this machine can create the hosts, without creating any. Raises FabricError,
+        ArgumentError: as in `with`."""
         missing = why_not()
         if missing is not None:
             raise FabricError(missing)

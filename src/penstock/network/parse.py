@@ -35,10 +35,7 @@ def parse_link(text: str) -> Link:
     each takes an `i` for powers of 1024. A size of 16kb is 16 * 1024 bytes; a bare time is in microseconds. `latency`
     is the longest that a frame may wait in the queue, another way to give `limit`. What follows `delay`, `loss`,
     `duplicate`, `corrupt`, `reorder`, `gap` and `distribution` is as in netem; `jitter` and `stall TIME every TIME` are
-    our own.
-
-    Raises:
-        ArgumentError: the text is not a link; the message points to the place.
+    our own. Raises ArgumentError: the text is not a link; the message points to the place.
     """
     words = [*re.finditer(r"\S+", text)]
     if not words:

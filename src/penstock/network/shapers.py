@@ -51,12 +51,8 @@ class Shaper:
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
     """Chooses what shapes a network on this machine: what is wanted, if it can. `only_switch` says what else was
-    requested that only the switch can do.
-
-    Raises:
-        ArgumentError: the wanted shaper cannot do what was requested, or not at this rate.
-        FabricError: nothing on this machine can. In either case, nothing has been created.
-    """
+    requested that only the switch can do. Raises ArgumentError: the wanted shaper cannot do what was requested, or not
+    at this rate. Raises FabricError: nothing on this machine can. In either case, nothing has been created."""
     if wanted not in SHAPERS:
         raise ArgumentError(f"there is no shaper {wanted!r}: pass one of {', '.join(SHAPERS)}")
     if (missing := why_not()) is not None:

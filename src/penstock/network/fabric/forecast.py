@@ -7,6 +7,7 @@ cost of one step of its algorithm on this system, software included. Otherwise t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from penstock._base.errors import ArgumentError
@@ -31,10 +32,8 @@ def forecast(
     """Predicts the times of a collective from a run's record and results.
 
     Returns an entry of `penstock fabric predict --json`: `fit` (see `_fit`), `predictions` by size and number of hosts,
-    and `crossovers`, the sizes from which each algorithm is the fastest.
-
-    Raises:
-        ArgumentError: there is neither a sweep nor a measured link to fit, or a number is out of range.
+    and `crossovers`, the sizes from which each algorithm is the fastest. Raises ArgumentError: there is neither a sweep
+    nor a measured link to fit, or a number is out of range.
     """
     if not all(2 <= n <= MAX_RANKS for n in hosts):
         raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
@@ -57,12 +56,11 @@ def _extrapolated(found: dict[str, Any], sizes: Sequence[int], hosts: Sequence[i
     link, collective = LinkFit(found["alpha_seconds"], found["beta_seconds_per_byte"]), found["collective"]
     numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
     rows = []
-    for size in sizes:
-        for n in numbers:
-            seconds = {name: predict(link, collective, name, n, size) for name in algorithms(collective)}
-            best = min(seconds, key=seconds.__getitem__)
-            rate = size * busbw_factor(collective, n) / seconds[best] / 1e9 if seconds[best] else None
-            rows.append({"hosts": n, "bytes": size, "seconds": seconds, "best": best, "busbw_GBps": rate})
+    for size, n in product(sizes, numbers):
+        seconds = {name: predict(link, collective, name, n, size) for name in algorithms(collective)}
+        best = min(seconds, key=seconds.__getitem__)
+        rate = size * busbw_factor(collective, n) / seconds[best] / 1e9 if seconds[best] else None
+        rows.append({"hosts": n, "bytes": size, "seconds": seconds, "best": best, "busbw_GBps": rate})
     fastest = [
         {"hosts": n, "from": [{"bytes": size, "algorithm": name} for size, name in crossovers(link, collective, n)]}
         for n in numbers

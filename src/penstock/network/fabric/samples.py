@@ -66,11 +66,8 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads a run that finished or was killed; incomplete trials are left out.
-
-        Raises:
-            ArgumentError: the folder holds no run, a run that ended before its hosts joined, or damaged samples.
-        """
+        """Reads a run that finished or was killed; incomplete trials are left out. Raises ArgumentError: the folder
+        holds no run, a run that ended before its hosts joined, or damaged samples."""
         if not (folder / RUN).exists() and (folder / SPEC).exists():
             raise ArgumentError(
                 f"the run in {folder} ended before its hosts had joined, so it has no samples. Their output is in "

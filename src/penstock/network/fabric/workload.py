@@ -175,10 +175,8 @@ class Workload:
         cls, first: int, last: int, factor: float = 2, collective: Collective = "all_reduce", element_bytes: int = 4
     ) -> Self:
         """Makes a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements.
-
-        Raises:
-            ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole elements.
-        """
+        Raises ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole
+        elements."""
         if not factor > 1:
             raise ArgumentError(f"factor is {factor}: pass a factor above 1")
         if last < first:

@@ -73,11 +73,8 @@ _ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
-    """Returns the names of the algorithms for a collective, the default first.
-
-    Raises:
-        ArgumentError: the collective is unknown.
-    """
+    """Returns the names of the algorithms for a collective, the default first. Raises ArgumentError: the collective is
+    unknown."""
     if collective not in _ALGORITHMS:
         known = get_args(Collective)
         raise ArgumentError(f"{collective!r} is not a collective: {_nearest(collective, known)}")

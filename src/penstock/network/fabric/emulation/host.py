@@ -35,12 +35,9 @@ from penstock.network.fabric.warmup import WarmUp
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
-    """Runs this host's part. Collective: every host calls it with the same spec; host 0 writes into the folder.
-
-    Raises:
-        ArgumentError: the environment or the backend does not fit the spec.
-        FabricError: a host did not join, was lost, or got a wrong result. The samples up to then are in the folder.
-    """
+    """Runs this host's part. Collective: every host calls it with the same spec; host 0 writes into the folder. Raises
+    ArgumentError: the environment or the backend does not fit the spec. Raises FabricError: a host did not join, was
+    lost, or got a wrong result. The samples up to then are in the folder."""
     check_backend(spec.backend)
     torch.set_num_threads(1)
     with recorded(spec, folder) as (members, record):

@@ -71,12 +71,9 @@ class Members:
 
 @contextmanager
 def joined(spec: Spec) -> Iterator[Members]:
-    """Joins the other hosts, as torchrun's environment says, and leaves them at the end.
-
-    Raises:
-        ArgumentError: the environment is not torchrun's, or the wrong number of hosts was started.
-        FabricError: a host does not join in time.
-    """
+    """Joins the other hosts, as torchrun's environment says, and leaves them at the end. Raises ArgumentError: the
+    environment is not torchrun's, or the wrong number of hosts was started. Raises FabricError: a host does not join in
+    time."""
     rank, size = started()
     if size != spec.hosts:
         raise ArgumentError(

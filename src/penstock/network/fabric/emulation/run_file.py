@@ -23,12 +23,9 @@ from penstock.network.fabric.samples import RUN
 
 @contextmanager
 def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
-    """Joins the other hosts, yields the members and the record, and records how the run ended.
-
-    Raises:
-        ArgumentError: the environment is not torchrun's.
-        FabricError: a host did not join or was lost, or the block raised an error.
-    """
+    """Joins the other hosts, yields the members and the record, and records how the run ended. Raises ArgumentError:
+    the environment is not torchrun's. Raises FabricError: a host did not join or was lost, or the block raised an
+    error."""
     with joined(spec) as members:
         record: Record | None = None
         try:

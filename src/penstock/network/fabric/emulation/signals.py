@@ -70,11 +70,8 @@ class StartBoard:
         self._numbers[0] = self._seen  # last, because readers poll it
 
     def wait(self) -> tuple[int, int, int]:
-        """Waits for the next announcement, and returns what `announce` was given. Called on the other hosts.
-
-        Raises:
-            FabricError: host 0 has ended, or made no announcement in time.
-        """
+        """Waits for the next announcement, and returns what `announce` was given. Called on the other hosts. Raises
+        FabricError: host 0 has ended, or made no announcement in time."""
         began = looked = time.monotonic()
         while self._numbers[0] == self._seen:
             time.sleep(_LOOK_SECONDS)

@@ -81,10 +81,7 @@ def stage_seconds(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stages: int, **options: Any
 ) -> list[tuple[float, float]]:
     """The seconds of each stage's forward and whole backward for one microbatch. Changes nothing, as `layer_seconds`.
-
-    Raises:
-        ArgumentError: the weights are missing.
-    """
+    Raises ArgumentError: the weights are missing."""
     _check_weights(model)
     partition = record(model, args, kwargs, stages, **options).partition
     given = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)

@@ -114,10 +114,10 @@ def notes(products: Sequence[Product]) -> tuple[str, ...]:
     found = [f"{what}: {which}" for what, which in said.items() if which]
     last = next((group for group in reversed(every) if not group.columns[0].looks_up), None)
     if last is not None and last.gathered:  # the last matrix, which produces a language model's logits
-        made = sum(one.made_bytes for one in last.columns)
-        whole = sum(one.bytes for one in (*_forward(every), *_backward(every)))
+        outputs = sum(one.made_bytes for one in last.columns)
+        total = sum(one.bytes for one in (*_forward(every), *_backward(every)))
         found.append(
-            f"{made / whole:.0%} of the bytes are the outputs of {', '.join(one.name for one in last.columns)}, the "
+            f"{outputs / total:.0%} of the bytes are the outputs of {', '.join(one.name for one in last.columns)}, the "
             "last matrix, gathered whole: of logits Megatron-LM sends next to nothing, since its loss takes them "
             "divided"
         )
