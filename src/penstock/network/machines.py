@@ -114,8 +114,7 @@ class Machines:
     def settle(self) -> None:
         """Finds out whether and how this machine can create the hosts, without creating any. Raises FabricError,
         ArgumentError: as in `with`."""
-        missing = why_not()
-        if missing is not None:
+        if (missing := why_not()) is not None:
             raise FabricError(missing)
         only = "only the switch can change links, and take hosts away for a time" if self._changes else None
         if self.background:
@@ -155,17 +154,15 @@ class Machines:
             raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-        """Returns the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
-        added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
+        """Returns the command that runs `argv` on a host, with `environment` in addition to what tells gloo and others
+        which interface to use."""
+        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        variables = {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE), **(environment or {})}
+        added = [f"{name}={value}" for name, value in variables.items()]
         entering = [keeper.tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
         if host in self.slow and self._groups is not None:
             return self._groups.command(host, entering, argv)
         return [*entering, *argv]
-
-    def variables(self) -> dict[str, str]:
-        """Returns the environment of a process on a host, which tells gloo and the like which interface to use."""
-        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
     def qdiscs(self) -> str:
         """Returns tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
@@ -237,10 +234,9 @@ class Machines:
             self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
         else:
             self._make_bridge()
-        for host in range(self._count):
-            self._batch("ip", self.hosts[host], self._host_lines(host))
-        if self.topology is not None:
-            for host, name in enumerate(self.hosts):
+        for host, name in enumerate(self.hosts):
+            self._batch("ip", name, self._host_lines(host))
+            if self.topology is not None:
                 self._shape(name, INTERFACE, self._egress(host))
 
     def _egress(self, host: int) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from penstock._base.errors import FabricError
 from penstock.distributed import host_clock
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.network.fabric.emulation import clock, links, probe, signals
+from penstock.network.fabric.emulation import clock, probe, signals
 from penstock.network.fabric.emulation import trials as trials_module
 from penstock.network.fabric.emulation.collectives import Engine, Stepwise, wrong
 from penstock.network.fabric.emulation.host import _check, _follow, _parts, _warm_up
@@ -308,7 +308,7 @@ def probed(rank: int, spec: Spec, wire: Wire | None = None) -> Any:
     before = [getattr(probe, name) for name in names]
     probe.HALF_SECONDS, probe.TRIPS_SECONDS, probe.MAX_BYTES = 0.05, 0.05, 512 * 1024
     try:
-        return links.measured(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
+        return probe.measured(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
     except FabricError as error:
         return str(error)
     finally:

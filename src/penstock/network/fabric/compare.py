@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.autocorrelation import correlation_time
 from penstock.network.fabric.grouping import Group, groups
 from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.statistics import Summary, fewest
+from penstock.network.fabric.statistics import Summary, correlation_time, fewest
 from penstock.network.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step, stalled
 from penstock.network.fabric.workload import Workload
 

@@ -16,8 +16,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.network.fabric.autocorrelation import scipy
-from penstock.network.fabric.statistics import CONFIDENCE, Interval
+from penstock.network.fabric.statistics import CONFIDENCE, Interval, scipy
 
 Samples = NDArray[np.float64]
 

@@ -13,12 +13,11 @@ import numpy as np
 
 from penstock.network.fabric.algorithms import busbw_factor
 from penstock.network.fabric.alpha_beta import record_links
-from penstock.network.fabric.autocorrelation import effective_counts
 from penstock.network.fabric.forecast import forecasts, network_seconds
 from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.statistics import Summary, fewest, outliers, saturation
+from penstock.network.fabric.statistics import Summary, effective_counts, fewest, outliers, saturation
 from penstock.network.fabric.times import (
     TransferTimes,
     algorithm_of,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.network.fabric.autocorrelation import scipy
+from penstock.network.fabric.statistics import scipy
 
 _FEWEST, _LONG = 6, 30
 """The fewest trials that the test looks at, in a run of few trials and of many."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,7 @@ class Stepwise:
     """Executes a step list. Everything between the same two ranks in one round goes in one message."""
 
     def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
-        self.place = place
-        self._steps = steps
-        self._wire = wire
-        self._rank = place.rank
+        self.place, self._steps, self._wire, self._rank = place, steps, wire, place.rank
         self._op: Op = place.op if place.collective in REDUCES else "sum"
         slot = -(-place.elements // steps.chunks)
         self.elements = slot * steps.chunks
@@ -69,16 +66,17 @@ class Stepwise:
         Receives are posted when the previous round begins; `busy` are the slots that are in use from then on.
         """
         made, members = _Round(one.number, [], [], [], []), self.place.members
-        for peer, moves in _by(one.sends, "target").items():
+        for peer in dict.fromkeys(move.target for move in one.sends):
+            moves = [move for move in one.sends if move.target == peer]
             buffer = self._slots(moves[0].first, moves[0].count)
             if len(moves) > 1:
                 buffer, pieces = self._packed(moves)
                 made.before.extend(_Copy(piece, self._slots(m.first, m.count), False) for m, piece in pieces)
             made.leaving.append(Message(buffer, members[peer]))
-        for peer, moves in _by(one.receives, "source").items():
-            move = moves[0]
+        for peer in dict.fromkeys(move.source for move in one.receives):
+            move, *more = moves = [move for move in one.receives if move.source == peer]
             buffer = self._slots(move.into, move.count)
-            if len(moves) > 1 or move.adds or not busy.isdisjoint(range(move.into, move.into + move.count)):
+            if more or move.adds or not busy.isdisjoint(range(move.into, move.into + move.count)):
                 buffer, pieces = self._packed(moves)
                 made.after.extend(_Copy(self._slots(m.into, m.count), piece, m.adds) for m, piece in pieces)
             made.arriving.append(Message(buffer, members[peer]))
@@ -100,7 +98,7 @@ class Stepwise:
             self._output()[self._rank * len(own) : (self._rank + 1) * len(own)].copy_(own)
 
     def run(self) -> None:
-        stamps = []
+        self._stamps = stamps = []
         if self._rounds:
             self._wire.expect(self._rounds[0].arriving)
         for one, following in zip_longest(self._rounds, self._rounds[1:]):
@@ -118,7 +116,6 @@ class Stepwise:
             stamps.append((one.number, start, time.monotonic_ns()))
         if self._op == "avg":
             self._output().div_(self._steps.ranks)
-        self._stamps = stamps
 
     def result(self) -> Tensor | None:
         if not self.place.has_result:
@@ -135,14 +132,6 @@ class Stepwise:
         if self._steps.shares:
             got = self._steps.ranks * self._slot * self._steps.shares[self._rank]
         return self._memory[first : first + got]
-
-
-def _by(moves: Sequence[Move], end: Literal["source", "target"]) -> dict[int, list[Move]]:
-    """Groups moves by the rank at the other end; both sides list them in the same order."""
-    found: dict[int, list[Move]] = {}
-    for move in moves:
-        found.setdefault(getattr(move, end), []).append(move)
-    return found
 
 
 # torch 2.13 has renamed these, and warns about the old names.
@@ -188,16 +177,9 @@ class Engine:
 
         def sendrecv() -> None:
             rank, ranks = self.place.rank, len(members)
-            works = [dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])]
-            for work in works:
+            for work in (dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])):
                 if work is not None:
                     work.wait()
-
-        def send() -> None:
-            if is_root:
-                dist.send(buffer, members[1])
-            else:
-                dist.recv(output, members[0])
 
         return {
             "all_reduce": lambda: dist.all_reduce(buffer, op, group=group),
@@ -209,7 +191,7 @@ class Engine:
             "scatter": lambda: dist.scatter(output[: self._part], given, src=members[0], group=group),
             "sendrecv": sendrecv,
             "gather": lambda: dist.gather(buffer[mine], parts, dst=members[0], group=group),
-            "send": send,
+            "send": lambda: dist.send(buffer, members[1]) if is_root else dist.recv(output, members[0]),
         }
 
     def reset(self) -> None:

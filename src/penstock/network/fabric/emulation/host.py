@@ -22,11 +22,10 @@ from penstock.distributed.launch.agent import end_with_parent
 from penstock.distributed.launch.endings import note
 from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
-from penstock.network.fabric.emulation import clock, links
+from penstock.network.fabric.emulation import clock, probe
 from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, check_backend, wrong
-from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.joining import Members, gathered, recorded
 from penstock.network.fabric.emulation.payload import TYPES, Participant
-from penstock.network.fabric.emulation.run_file import gathered, recorded
 from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.emulation.wires import Wire
@@ -43,7 +42,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
     with recorded(spec, folder) as (members, record):
         wire = Wire()
         record.add(
-            links=links.measured(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members)
+            links=probe.measured(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members)
         )
         parts = _parts(spec, members, wire)
         _check(spec, parts, members)

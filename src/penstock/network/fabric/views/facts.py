@@ -8,11 +8,10 @@ from typing import Any
 
 from penstock._base.words import counted
 from penstock.network.fabric.algorithms import ENGINE
-from penstock.network.fabric.autocorrelation import FEWEST
 from penstock.network.fabric.ports import changed
 from penstock.network.fabric.results import ABOVE_IDEAL
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.statistics import PERCENTILES, fewest
+from penstock.network.fabric.statistics import FEWEST, PERCENTILES, fewest
 from penstock.network.fabric.times import iterations_of, rate_key, runs_ahead
 from penstock.network.fabric.views.network import network_facts, saturated
 from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
