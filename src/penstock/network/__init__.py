@@ -5,7 +5,7 @@
 5000000000.0
 
 What is requested
-  link.py, impairment.py  a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
+  link.py         a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
   topology.py     which link affects a frame            background.py  neighbors' traffic
   cpu_limit.py    hosts with slow processors            scenario.py  changes over time
 What implements it

@@ -2,10 +2,10 @@
 
 This file also runs as its own program, in its own session, so it needs only the standard library.
 
-Outside its own processes, an emulation leaves only names of network namespaces, `penstock-PID-START-SUBNET-h0`, ...,
+Outside its own processes, an emulation leaves only names of network namespaces, `penstock-PID-START-NUMBER-h0`, ...,
 `-switch`. PID and START (the start time in clock ticks since boot) are the maker's, so the name alone shows whether the
 maker is alive, and no file is needed. Devices, queues and addresses disappear with the namespaces. A slow host may also
-have a cgroup, `penstock-PID-START-SUBNET-h0-cpu`.
+have a cgroup, `penstock-PID-START-NUMBER-h0-cpu`.
 """
 
 from __future__ import annotations

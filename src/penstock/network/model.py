@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.network.impairment import Bursts, Chance, Impairment
+from penstock.network.link import Bursts, Chance, Impairment
 
 LOST, TWICE, CORRUPT, JUMPS = 1, 2, 4, 8
 """The bits of a frame's fate: dropped; sent twice; sent with one wrong bit; sent without delay, ahead of others."""

@@ -13,8 +13,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock.network import quantities as q
-from penstock.network.impairment import DISTRIBUTIONS, Bursts, Chance, Impairment
-from penstock.network.link import BUFFER_BYTES, Link
+from penstock.network.link import BUFFER_BYTES, DISTRIBUTIONS, Bursts, Chance, Impairment, Link
 
 _Word = re.Match[str]
 Found = dict[str, Any]

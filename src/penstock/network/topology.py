@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock._base.errors import ArgumentError
-from penstock.network.impairment import NOTHING, Impairment
-from penstock.network.link import Link
+from penstock.network.link import NOTHING, Impairment, Link
 from penstock.network.parse import parse_link
 
 

@@ -10,6 +10,6 @@ emulation/                runs workloads on hosts, through torch.distributed
 samples.py                every sample of a run, on disk; times.py: per-trial times from the samples
 statistics.py             percentiles with confidence intervals
 alpha_beta.py             fits of costs by closed form; forecast.py: predictions for more hosts
-results.py                the results of a run; compare.py, hypothesis_tests.py: whether two runs differ
+results.py                the results of a run; compare.py: whether two runs differ
 views/, chakra.py         text, tables, plots and a page; traces for other simulators
 """

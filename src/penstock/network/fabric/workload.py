@@ -121,19 +121,16 @@ class Workload:
             for seconds in (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank):
                 if not 0 <= seconds <= MAX_SECONDS:
                     raise ArgumentError(f"{transfer.name}: compute time {seconds:g} s: expected 0 to {MAX_SECONDS:g} s")
-            if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
+            if (times := len(transfer.compute_by_rank)) not in (0, len(transfer.ranks)):
                 raise ArgumentError(
-                    f"{transfer.name}: compute_by_rank has {len(transfer.compute_by_rank)} times for "
-                    f"{len(transfer.ranks)} ranks: pass one for each, or none"
+                    f"{transfer.name}: compute_by_rank has {times} times for {len(transfer.ranks)} ranks: pass one for "
+                    "each, or none"
                 )
-            if transfer.shares and (
-                transfer.collective != "all_to_all"
-                or len(transfer.shares) != (len(transfer.ranks) or self.hosts)
-                or min(transfer.shares) < 0
-                or not any(transfer.shares)
-            ):
+            shares, count = transfer.shares, len(transfer.ranks) or self.hosts
+            fit = transfer.collective == "all_to_all" and len(shares) == count and min(shares) >= 0 and any(shares)
+            if shares and not fit:
                 raise ArgumentError(
-                    f"{transfer.name} has the shares {transfer.shares}: only an all_to_all takes shares, an "
+                    f"{transfer.name} has the shares {shares}: only an all_to_all takes shares, an "
                     "integer >= 0 for each rank, not all 0"
                 )
             if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
@@ -162,8 +159,7 @@ class Workload:
         A message goes from rank 0 to rank 1.
         """
         ranks = (0, 1) if collective == "send" else ()
-        made: list[Transfer] = []
-        seen: Counter[int] = Counter()
+        made, seen = [], Counter[int]()
         for size in sizes:
             seen[size] += 1
             again = f" #{seen[size]}" if seen[size] > 1 else ""

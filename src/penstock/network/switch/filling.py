@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.network.impairment import Impairment
+from penstock.network.link import Impairment
 from penstock.network.model import Draws
 from penstock.network.switch import columns
 from penstock.network.switch.columns import Tables

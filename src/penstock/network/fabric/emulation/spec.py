@@ -40,19 +40,14 @@ class Spec:
     """A run of penstock fabric.
 
     Attributes:
-        workload: the transfers of a trial.
-        hosts: the number of hosts.
         algorithm: a step-list algorithm, used for every collective that has it; other collectives use their first.
             "engine" means the backend's own collectives.
-        trials: the number of measured trials.
         warmup: the number of trials before them, all checked for correct results; None for `CHECKED` trials, and then
             as many as it takes until times are steady.
         iterations: how many times in a row a trial runs each transfer, as in nccl-tests; times are per iteration.
         overlap: whether communication overlaps with computing the next layer, one transfer after another.
-        seed: the payload's seed.
-        join_seconds: how long hosts have to join.
-        stall_seconds: how long to wait for another host before giving up.
-        backend: one of `BACKENDS`.
+        seed: of the payload.
+        join_seconds, stall_seconds: how long hosts have to join, and how long to wait for another before giving up.
         measures_links: whether to measure pairs of neighbors before the trials.
         link: the hosts' link, as requested.
         network: how `Machines.described` describes the hosts' network; None if the hosts have a network of their own.

@@ -169,9 +169,9 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
             ends.append(size * factor / 1e9 * scale / np.percentile(times[n], (10, 50, 90)))
             if percent := entries[n].get("ideal_percent"):
                 ideal.append((size, float(ends[-1][1]) * 100 / percent))
-        curves.append((kind, color, [size for size, _ in found], np.array(ends), np.array(ideal).reshape(-1, 2)))
+        curves.append((kind, color, [size for size, _ in found], np.array(ends), ideal))
     sizes = sorted({entry["bytes"] for entry in entries})
-    highest = max([slowest, *(max(rates.max(), *ideal[:, 1], 0.0) for *_, rates, ideal in curves)])
+    highest = max([slowest, *(max(rates.max(), *(value for _, value in ideal), 0.0) for *_, rates, ideal in curves)])
     panel = Panel(Scale(sizes[0] / 1.05, sizes[-1] * 1.05, _LEFT, _RIGHT, is_log=True), Scale(0, highest, 250, 30))
     panel.title("Bus bandwidth by size", f"{unit}; band: p10 to p90, dashed: ideal")
     panel.y_axis(lambda value: f"{value:g}", 30)
@@ -183,8 +183,8 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
         panel.band(of_sizes, rates[:, 2], rates[:, 0], color)
         panel.line(of_sizes, rates[:, 1], color)
         panel.dots(of_sizes, rates[:, 1], color, 5)
-        if len(ideal):
-            panel.line(*ideal.T, color, 1.2, "4 2")
+        if ideal:
+            panel.line([size for size, _ in ideal], [value for _, value in ideal], color, 1.2, "4 2")
     return svg(290, [panel, *legend([(color, f"{kind}, p50") for kind, color, *_ in curves], _BESIDE, 60)])
 
 
