@@ -42,7 +42,6 @@ class Neighbor:
 
     Attributes:
         target: the host whose link it shares; None for every host.
-        frame_bytes: the size of its frames.
         bytes_per_second: the rate of steady traffic, or 0.
         burst_bytes, period_seconds: the size and period of an incast, or 0.
         recorded: seconds and bytes of a trace, in order.
@@ -106,13 +105,12 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
         raise ValueError(f"a frame cannot have {size} bytes: pass 64 to 65535")
     if kind == "trace":
         recorded = tuple(_recorded(Path(value)))
-        most = recorded[-1][0] / _LEAST_GAP_SECONDS
-        if len(recorded) > most + 1:
+        if len(recorded) > (most := recorded[-1][0] / _LEAST_GAP_SECONDS) + 1:
             raise ValueError(f"{what} has {len(recorded):,} frames: pass at most {most:,.0f} in that time")
         return Neighbor(target, recorded=recorded, text=text)
     if kind == "incast":
-        burst, period = int(value), named.get("every")
-        if not period:
+        burst = int(value)
+        if not (period := named.get("every")):
             raise ValueError("an incast needs its period: pass one like 'incast 1mb every 100ms'")
         least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
         return Neighbor(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)

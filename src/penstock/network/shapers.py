@@ -92,12 +92,9 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
         return Shaper("switch", larger, (said,))
     best, needed, carried = (topology, needed, carried) if is_given else (larger, needed_then, carried_then)
     share = carried / needed
-    uniform = len({link.bytes_per_second for link in topology.links}) == 1 and topology.link.down is None
-    less = (
-        f"a rate of at most {math.floor(share * topology.link.bytes_per_second * 8 / 1e6):,}mbit"
-        if uniform
-        else f"at most {math.floor(share * 100)}% of it"
-    )
+    less = f"at most {math.floor(share * 100)}% of it"
+    if len({link.bytes_per_second for link in topology.links}) == 1 and topology.link.down is None:
+        less = f"a rate of at most {math.floor(share * topology.link.bytes_per_second * 8 / 1e6):,}mbit"
     raise ArgumentError(
         f"{hosts} hosts with {topology.link} can send {needed:,.0f} frames of {best.mtu} bytes a second, "
         f"acknowledgements included, but the switch forwards only about {carried:,.0f} here: pass {less}"

@@ -42,7 +42,7 @@ class Topology:
 
     @property
     def mtu(self) -> int:
-        """The mtu of all links."""
+        """Of all links."""
         return self.link.mtu
 
     @property

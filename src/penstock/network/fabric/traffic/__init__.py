@@ -131,10 +131,10 @@ def _tensor(recorded: Recorded, name: str, hosts: int, microbatches: int, second
     made = tensor.transfers(recorded.products, microbatches, seconds)
     if not made:
         raise ArgumentError("traffic='tensor': the forward multiplies by no layer's matrix, so that nothing is divided")
-    sizes = [parameter.element_size() for _, parameter in recorded.used]
     name = f"tensor of {name}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
+    element_bytes = min(parameter.element_size() for _, parameter in recorded.used)
     said = (*recorded.partition.notes, *tensor.notes(recorded.products))
-    return Workload(name, tuple(made), hosts, min(sizes), 0.0, said)
+    return Workload(name, tuple(made), hosts, element_bytes, 0.0, said)
 
 
 def _check(hosts: int, ranks: int, traffic: Traffic, sharded: bool, compute: Compute) -> None:
