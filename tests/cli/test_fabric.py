@@ -20,10 +20,9 @@ from penstock.network import checks, machines, shapers
 from penstock.network.checks import why_not
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.presets import preset
 from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
 from penstock.network.fabric.views import page
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.workload import Workload, preset
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 

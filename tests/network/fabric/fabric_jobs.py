@@ -19,13 +19,12 @@ from penstock.distributed import host_clock
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.network.fabric.emulation import clock, probe, signals
 from penstock.network.fabric.emulation import trials as trials_module
-from penstock.network.fabric.emulation.collectives import Engine, Stepwise, wrong
+from penstock.network.fabric.emulation.collectives import Engine, Message, Stepwise, Wire, wrong
 from penstock.network.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.payload import TYPES, Participant
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Trials
-from penstock.network.fabric.emulation.wires import Message, Wire
 from penstock.network.fabric.steps import Collective, StepList
 from penstock.network.fabric.workload import OPS, USUAL, Transfer, Workload
 

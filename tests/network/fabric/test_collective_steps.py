@@ -18,8 +18,7 @@ from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, generate, rooted
 from penstock.network.fabric.algorithms import tree as trees
 from penstock.network.fabric.algorithms.tree import double_tree
-from penstock.network.fabric.algorithms.volume import cost, moves_of, slots_by_port
-from penstock.network.fabric.steps import Collective, Move, StepList
+from penstock.network.fabric.steps import Collective, Move, StepList, cost, moves_of, slots_by_port
 
 
 def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:

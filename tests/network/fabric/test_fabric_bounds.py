@@ -10,11 +10,10 @@ from drawn_runs import run_of
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms
-from penstock.network.fabric.algorithms.forms import Terms
 from penstock.network.fabric.alpha_beta import LinkFit, predict
 from penstock.network.fabric.ports import Port, Ports, changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.results import results
-from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.steps import Collective, Terms
 from penstock.network.fabric.workload import Transfer
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology

@@ -19,8 +19,7 @@ from penstock.network.fabric.emulation import clock, signals
 from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.signals import Signals
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.times import TransferTimes
+from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.workload import Workload
 from scaffolding.ranks import Ranks
 

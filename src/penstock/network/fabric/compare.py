@@ -17,11 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.grouping import Group, groups
-from penstock.network.fabric.samples import Run
+from penstock.network.fabric.samples import Run, TransferTimes, algorithm_of, iterations_of, measured_step, stalled
 from penstock.network.fabric.statistics import CONFIDENCE, Interval, Summary, correlation_time, fewest, scipy
-from penstock.network.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step, stalled
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.workload import Group, Workload, groups
 
 Samples = NDArray[np.float64]
 
@@ -91,7 +89,7 @@ def _tested(
 ) -> dict[str, Any]:
     """Describes how the completion times of one transfer, or of the whole step, differ between run A and run B.
 
-    For a group of similar transfers (see `grouping`), percentiles cover all of them, and the tests use each trial's
+    For a group of similar transfers (see `groups`), percentiles cover all of them, and the tests use each trial's
     mean. Without enough samples, a figure is None.
 
     Returns, besides what was given:

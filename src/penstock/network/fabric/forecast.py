@@ -13,10 +13,10 @@ from typing import Any
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
-from penstock.network.fabric.algorithms.volume import is_even
 from penstock.network.fabric.alpha_beta import LinkFit, combined, crossovers, fit, predict, record_links
+from penstock.network.fabric.samples import iterations_of, rate_key
 from penstock.network.fabric.statistics import fewest
-from penstock.network.fabric.times import iterations_of, rate_key
+from penstock.network.fabric.steps import is_even
 from penstock.schedule.placement import MAX_RANKS
 
 HOSTS = tuple(2**power for power in range(1, 13))

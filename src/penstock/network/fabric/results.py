@@ -14,11 +14,9 @@ import numpy as np
 from penstock.network.fabric.algorithms import busbw_factor
 from penstock.network.fabric.alpha_beta import record_links
 from penstock.network.fabric.forecast import forecasts, network_seconds
-from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.statistics import Summary, effective_counts, fewest, outliers, saturation
-from penstock.network.fabric.times import (
+from penstock.network.fabric.samples import (
+    Run,
     TransferTimes,
     algorithm_of,
     computed_step,
@@ -27,17 +25,18 @@ from penstock.network.fabric.times import (
     rate_key,
     stalled,
 )
-from penstock.network.fabric.workload import Transfer, Workload
+from penstock.network.fabric.statistics import Summary, effective_counts, fewest, outliers, saturation
+from penstock.network.fabric.workload import Transfer, Workload, groups
 
 
 def results(run: Run) -> dict[str, Any]:
     """Returns all results as one JSON object; for a run that was killed, those of its complete trials.
 
-    `time_s`, `arrival_skew_s` and `transfer_s` (see `times`) hold min, p50, p90, p99, p999, max and mean, next to the
-    95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for any
-    algorithm on these links (see `ports`) over the median; None if the bound is unknown. `step` has the same figures
+    `time_s`, `arrival_skew_s` and `transfer_s` (see `TransferTimes`) hold min, p50, p90, p99, p999, max and mean, next
+    to the 95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for
+    any algorithm on these links (see `ports`) over the median; None if the bound is unknown. `step` has the same figures
     for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
-    similar transfers together (see `grouping`), and under `times` how often a step has them; tables and plots show
+    similar transfers together (see `groups`), and under `times` how often a step has them; tables and plots show
     these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
     `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal, Self, get_args
 
 from penstock._base.errors import ArgumentError
@@ -126,9 +128,12 @@ class Workload:
                     f"{transfer.name}: compute_by_rank has {times} times for {len(transfer.ranks)} ranks: pass one for "
                     "each, or none"
                 )
-            shares, count = transfer.shares, len(transfer.ranks) or self.hosts
-            fit = transfer.collective == "all_to_all" and len(shares) == count and min(shares) >= 0 and any(shares)
-            if shares and not fit:
+            if (shares := transfer.shares) and (
+                transfer.collective != "all_to_all"
+                or len(shares) != (len(transfer.ranks) or self.hosts)
+                or min(shares) < 0
+                or not any(shares)
+            ):
                 raise ArgumentError(
                     f"{transfer.name} has the shares {shares}: only an all_to_all takes shares, an "
                     "integer >= 0 for each rank, not all 0"
@@ -214,3 +219,96 @@ def op_of(text: str, dtype: str) -> Op:
     if text == "avg" and "float" not in dtype:
         raise ArgumentError(f"{dtype} cannot hold an average: pass --op sum, or a dtype like float32")
     return text
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+MLP_WIDTHS = (784, 256, 128, 64, 10)
+"""The layer widths, input first, of the classic classifier of 28 x 28 images into ten digits."""
+
+FLOAT32_BYTES = 4
+
+
+def mlp() -> Workload:
+    """Returns data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
+
+    The backward pass computes the last layer's gradients first, so a step sends fc4, fc3, fc2, fc1: 2600, 33024, 131584
+    and 803840 bytes.
+    """
+    layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(MLP_WIDTHS), start=1)]
+    return Workload(
+        name=f"mlp {'-'.join(map(str, MLP_WIDTHS))}",
+        transfers=tuple(Transfer(name, count * FLOAT32_BYTES) for name, count in reversed(layers)),
+        notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
+    )
+
+
+PRESETS: dict[str, Callable[[], Workload]] = {"mlp": mlp}
+
+
+def preset(name: str) -> Workload:
+    """Returns the workload with this name. Raises ArgumentError if there is none."""
+    if name not in PRESETS:
+        raise ArgumentError(f"there is no preset {name!r}: pass one of {', '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+# -- groups of transfers that differ only in microbatch or replica: a row of a table, a curve of a plot ----------------
+
+_ONE_OF_MANY = re.compile(r"^[FB]\d+ | of replica \d+| of microbatch \d+")
+"""The part of a name that distinguishes the members of a group."""
+_NUMBERED = re.compile(r"(?<=\.)\d+(?![^.,;])|^\d+(?=\.)")
+"""A module whose name is a number, like an item of a list, with other modules above or below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Similar transfers of a workload.
+
+    Attributes:
+        name: the common part of their names.
+        places: their indices in the workload, in order of execution.
+    """
+
+    name: str
+    places: tuple[int, ...]
+
+
+def groups(workload: Workload) -> list[Group]:
+    """Groups all transfers of a workload, ordered by each group's first transfer."""
+    return _by_name(workload, _own_name)
+
+
+def group_similar_layers(workload: Workload) -> list[Group]:
+    """Groups transfers as `groups` does, and merges layers that differ only in one module number: h.*.attn."""
+    found = _by_name(workload, lambda name: like(_own_name(name)))
+    names = [{_own_name(workload.transfers[place].name) for place in group.places} for group in found]
+    return [
+        Group(next(iter(some)) if len(some) == 1 else group.name, group.places)
+        for group, some in zip(found, names, strict=True)
+    ]
+
+
+def like(name: str) -> str:
+    """Replaces the outermost module number of each word by `*`, so that similar layers get the same name."""
+    return re.sub(r"\S+", lambda word: _NUMBERED.sub("*", word[0], count=1), name)
+
+
+def like_as_one(texts: Iterable[str]) -> list[str]:
+    """Merges texts that differ only in their modules' numbers."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        found.setdefault(like(text), []).append(text)
+    return [some[0] if len(some) == 1 else common for common, some in found.items()]
+
+
+def _own_name(name: str) -> str:
+    return _ONE_OF_MANY.sub("", name)
+
+
+def _by_name(workload: Workload, common: Callable[[str], str]) -> list[Group]:
+    found: dict[tuple[object, ...], list[int]] = {}
+    for place, one in enumerate(workload.transfers):
+        key = (common(one.name), one.kind, one.collective, one.bytes, len(one.ranks), one.shares)
+        found.setdefault(key, []).append(place)
+    return [Group(str(key[0]), tuple(places)) for key, places in found.items()]

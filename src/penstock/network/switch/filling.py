@@ -143,7 +143,7 @@ def told(t: Tables) -> dict[str, Any]:
     no_room: how often no frame could be read because all memory was in use
     busy_seconds: time not spent asleep
     late: how much later than requested frames left, in seconds
-    stalls: the links' stalls, which `penstock.network.fabric.times` reads
+    stalls: the links' stalls, which `penstock.network.fabric.samples` reads
     links: by host and direction, see `columns.COUNTED`
     """
     hosts = t.meets.shape[0]

@@ -12,8 +12,7 @@ from typing import Any, get_args
 from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
 from penstock.network.fabric.algorithms import bruck, direct, forms, halving, ring, rooted, tree
-from penstock.network.fabric.algorithms.forms import Terms
-from penstock.network.fabric.steps import Collective, StepList
+from penstock.network.fabric.steps import Collective, StepList, Terms
 
 ENGINE = "engine"
 """The algorithm name for torch.distributed's own collectives, which have no step list."""

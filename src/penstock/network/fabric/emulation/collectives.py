@@ -12,12 +12,53 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.algorithms.volume import RankRound, moves_of
 from penstock.network.fabric.emulation import payload
 from penstock.network.fabric.emulation.payload import Participant
-from penstock.network.fabric.emulation.wires import Message, Wire
-from penstock.network.fabric.steps import Collective, Move, StepList
+from penstock.network.fabric.steps import Collective, Move, RankRound, StepList, moves_of
 from penstock.network.fabric.workload import REDUCES, Op
+
+# -- messages between two hosts ----------------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    """A contiguous tensor to or from another rank; one at a time in each direction between the same two ranks."""
+
+    tensor: Tensor
+    peer: int
+
+
+class Wire:
+    """Exchanges the messages of one round."""
+
+    def __init__(self) -> None:
+        self._early: dict[int, list[dist.Work | None]] = {}
+
+    def expect(self, receives: Sequence[Message]) -> None:
+        """Posts the receives of a later `exchange`, which gets the same object. Call in the order of the exchanges."""
+        if not _on_cuda(receives):  # NCCL's receives are posted together with their sends
+            self._early[id(receives)] = [dist.irecv(m.tensor, m.peer) for m in receives]
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Sends and receives messages; returns when all sends have left and all receives have arrived."""
+        if _on_cuda((*sends, *receives)):
+            operations = [dist.P2POp(dist.irecv, m.tensor, m.peer) for m in receives]
+            operations += [dist.P2POp(dist.isend, m.tensor, m.peer) for m in sends]
+            for batched in dist.batch_isend_irecv(operations):  # unbatched, NCCL's would wait for each other
+                batched.wait()
+            torch.cuda.synchronize()
+            return
+        works = self._early.pop(id(receives), None) or [dist.irecv(m.tensor, m.peer) for m in receives]
+        works += [dist.isend(m.tensor, m.peer) for m in sends]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+def _on_cuda(messages: Sequence[Message]) -> bool:
+    return any(message.tensor.is_cuda for message in messages)
+
+
+# -- a rank's part -----------------------------------------------------------------------------------------------------
 
 Stamp = tuple[int, int, int]
 """A round, and its start and end in nanoseconds on this host's clock."""

@@ -23,12 +23,11 @@ from penstock.distributed.launch.endings import note
 from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.emulation import clock, probe
-from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, check_backend, wrong
+from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, Wire, check_backend, wrong
 from penstock.network.fabric.emulation.joining import Members, gathered, recorded
 from penstock.network.fabric.emulation.payload import TYPES, Participant
 from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
-from penstock.network.fabric.emulation.wires import Wire
 from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 from penstock.network.fabric.warmup import WarmUp
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from penstock._base.errors import FabricError
+from penstock.network.fabric.emulation.collectives import Message, Wire
 from penstock.network.fabric.emulation.joining import Members, gathered
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.emulation.wires import Message, Wire
 from penstock.network.fabric.ports import least_delay, topology_of
 
 PING_BYTES = 4

@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.network.fabric.grouping import like_as_one
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.traffic.layers import Product
-from penstock.network.fabric.workload import Transfer
+from penstock.network.fabric.workload import Transfer, like_as_one
 
 
 @dataclass(frozen=True, slots=True)

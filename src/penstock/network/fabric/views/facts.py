@@ -10,9 +10,8 @@ from penstock._base.words import counted
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.ports import changed
 from penstock.network.fabric.results import ABOVE_IDEAL
-from penstock.network.fabric.samples import Run
+from penstock.network.fabric.samples import Run, iterations_of, rate_key, runs_ahead
 from penstock.network.fabric.statistics import FEWEST, PERCENTILES, fewest
-from penstock.network.fabric.times import iterations_of, rate_key, runs_ahead
 from penstock.network.fabric.views.network import network_facts, saturated
 from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.network.scenario import Happened

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from penstock.network.fabric.algorithms import busbw_factor
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.times import TransferTimes, iterations_of, rate_key
+from penstock.network.fabric.samples import Run, TransferTimes, iterations_of, rate_key
 from penstock.network.fabric.workload import NCCL, REDUCES, Workload
 
 Average = Literal["avg", "max", "min", "rank0"]

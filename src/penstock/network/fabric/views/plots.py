@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.words import counted
-from penstock.network.fabric.grouping import groups
-from penstock.network.fabric.samples import Run
+from penstock.network.fabric.samples import Run, TransferTimes, rate_key
 from penstock.network.fabric.statistics import outliers
-from penstock.network.fabric.times import TransferTimes, rate_key
 from penstock.network.fabric.views.chart import (
     COLORS,
     INK,
@@ -28,7 +26,7 @@ from penstock.network.fabric.views.chart import (
 )
 from penstock.network.fabric.views.facts import rate_unit
 from penstock.network.fabric.views.numbers import cut, cut_apart, seconds
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.workload import Workload, groups
 from penstock.network.quantities import size_text
 from penstock.report.marks import Axis
 
