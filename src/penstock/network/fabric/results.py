@@ -34,7 +34,7 @@ def results(run: Run) -> dict[str, Any]:
 
     `time_s`, `arrival_skew_s` and `transfer_s` (see `TransferTimes`) hold min, p50, p90, p99, p999, max and mean, next
     to the 95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for
-    any algorithm on these links (see `ports`) over the median; None if the bound is unknown. `step` has the same figures
+    any algorithm on these links (see `ports`) over the median; None if that is unknown. `step` has the same figures
     for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
     similar transfers together (see `groups`), and under `times` how often a step has them; tables and plots show
     these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
