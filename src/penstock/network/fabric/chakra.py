@@ -90,7 +90,7 @@ def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, 
     """Yields the nodes of one rank, each depending on the one before it; a transfer's do not depend on each other."""
     steps: list[tuple[str, float, list[tuple[int, dict[str, int | str]]]]] = []
     for tag, transfer in enumerate(workload.transfers):
-        ranks = transfer.ranks or tuple(range(hosts))
+        ranks = transfer.members(hosts)
         if rank in ranks:
             if seconds := transfer.compute_of(rank):
                 steps.append((f"compute before {transfer.name}", seconds, [(COMP_NODE, {})]))

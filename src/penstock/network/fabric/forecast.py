@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
+from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate, or_default
 from penstock.network.fabric.alpha_beta import LinkFit, combined, crossovers, fit, predict, record_links
 from penstock.network.fabric.samples import iterations_of, rate_key
 from penstock.network.fabric.statistics import fewest
@@ -79,7 +79,7 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
     # Uneven collectives have no closed form.
     rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
     algorithm = rows[0]["algorithm"] if rows else ""
-    form = _form(collective, algorithm)
+    form = or_default(collective, algorithm)  # the engine's own algorithm is unknown
     medians = [(one["bytes"], len(one["ranks"]), one[rate_key(collective)]["p50"]) for one in rows]
     timed = [(size, ranks, median, closed_form(collective, form, ranks)) for size, ranks, median in medians if median]
     sizes, lack, held = len({size for size, *_ in timed}), "", False
@@ -139,7 +139,7 @@ def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
     A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
     delays only the first of back-to-back iterations.
     """
-    form, ranks = _form(one["collective"], one["algorithm"]), len(one["ranks"])
+    form, ranks = or_default(one["collective"], one["algorithm"]), len(one["ranks"])
     link = _limiting(record, [one], form) or _limiting(record, [{**one, "ranks": range(int(record["hosts"]))}], form)
     if link is None:
         return 0.0
@@ -147,9 +147,3 @@ def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
     if one["shares"]:
         terms = terms._replace(bytes_factor=busbw_factor(one["collective"], ranks, one["shares"]))
     return link.seconds(terms, one["bytes"]) + link.alpha_seconds / iterations_of(record)
-
-
-def _form(collective: str, algorithm: str) -> str:
-    """Returns the algorithm whose closed form stands for one: for the engine's own, our default."""
-    known = algorithms(collective)
-    return algorithm if algorithm in known else known[0]

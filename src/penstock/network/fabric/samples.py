@@ -179,7 +179,7 @@ class TransferTimes:
     @classmethod
     def of(cls, run: Run, workload: Workload, place: int) -> TransferTimes:
         """Computes the times of the transfer at index `place` of the workload."""
-        ranks = ranks_of(workload, place, run.start_ns.shape[2])
+        ranks = workload.transfers[place].members(run.start_ns.shape[2])
         taking = list(ranks)
         # A clock's nanoseconds exceed a float's precision, so subtract first.
         start, end = run.start_ns[:, place, taking], run.end_ns[:, place, taking]
@@ -218,11 +218,6 @@ def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = 
     return not record.get("meets") and not alone and (collective in _ONE_WAY or bool(shares))
 
 
-def ranks_of(workload: Workload, place: int, hosts: int) -> tuple[int, ...]:
-    """Returns the participants of a transfer: all hosts, if it names none."""
-    return workload.transfers[place].ranks or tuple(range(hosts))
-
-
 def iterations_of(record: dict[str, Any]) -> int:
     """Returns how many times in a row a trial runs each transfer."""
     return int(record.get("iterations") or 1)
@@ -240,7 +235,7 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
     time this took is not included.
     """
     hosts, each = run.start_ns.shape[2], 1e-9 / iterations_of(run.record)
-    taking = [list(ranks_of(workload, place, hosts)) for place in range(len(workload.transfers))]
+    taking = [list(transfer.members(hosts)) for transfer in workload.transfers]
     if run.record.get("meets"):
         spans = [run.end_ns[:, n, ranks].max(1) - run.start_ns[:, n, ranks].min(1) for n, ranks in enumerate(taking)]
         return np.asarray(np.sum(spans, axis=0) * each)
@@ -266,8 +261,8 @@ def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, 
     """
     trials = len(transfers[0])
     ready, done = np.zeros((hosts, trials)), np.zeros((hosts, trials))
-    for place, (transfer, took) in enumerate(zip(workload.transfers, transfers, strict=True)):
-        taking = list(ranks_of(workload, place, hosts))
+    for transfer, took in zip(workload.transfers, transfers, strict=True):
+        taking = list(transfer.members(hosts))
         compute = np.array([[transfer.compute_of(host)] for host in taking])
         ready[taking] = (ready[taking] if overlap else done[taking]) + compute
         done[taking] = np.maximum(ready[taking], done[taking]).max(0) + took

@@ -64,6 +64,10 @@ class Transfer:
     compute_by_rank: tuple[float, ...] = ()
     shares: tuple[int, ...] = ()
 
+    def members(self, hosts: int) -> tuple[int, ...]:
+        """Returns the participants, of so many hosts."""
+        return self.ranks or tuple(range(hosts))
+
     def compute_of(self, host: int) -> float:
         """Returns how long a host computes before this transfer, in seconds."""
         return self.compute_by_rank[self.ranks.index(host)] if self.compute_by_rank else self.compute_seconds
@@ -151,11 +155,6 @@ class Workload:
     def number(self) -> str:
         """The type of the elements that are sent."""
         return self.dtype or USUAL[self.element_bytes]
-
-    @property
-    def is_by_hand(self) -> bool:
-        """True for bare sizes that belong to no job: no transfer depends on the one before it."""
-        return not any(one.kind for one in self.transfers)
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:

@@ -80,6 +80,12 @@ def algorithms(collective: str) -> tuple[str, ...]:
     return tuple(_ALGORITHMS[collective])
 
 
+def or_default(collective: str, algorithm: str) -> str:
+    """Returns an algorithm, or a collective's default if it does not have this one."""
+    known = algorithms(collective)
+    return algorithm if algorithm in known else known[0]
+
+
 def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
     """Generates the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
     Raises ArgumentError: there is no such algorithm, or there are fewer than 2 ranks."""

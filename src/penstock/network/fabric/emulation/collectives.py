@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.emulation import payload
+from penstock.network.fabric.emulation.joining import wait_for
 from penstock.network.fabric.emulation.payload import Participant
 from penstock.network.fabric.steps import Collective, Move, RankRound, StepList, moves_of
 from penstock.network.fabric.workload import REDUCES, Op
@@ -48,10 +49,7 @@ class Wire:
             torch.cuda.synchronize()
             return
         works = self._early.pop(id(receives), None) or [dist.irecv(m.tensor, m.peer) for m in receives]
-        works += [dist.isend(m.tensor, m.peer) for m in sends]
-        for work in works:
-            if work is not None:
-                work.wait()
+        wait_for([*works, *(dist.isend(m.tensor, m.peer) for m in sends)])
 
 
 def _on_cuda(messages: Sequence[Message]) -> bool:
@@ -218,9 +216,7 @@ class Engine:
 
         def sendrecv() -> None:
             rank, ranks = self.place.rank, len(members)
-            for work in (dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])):
-                if work is not None:
-                    work.wait()
+            wait_for((dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])))
 
         return {
             "all_reduce": lambda: dist.all_reduce(buffer, op, group=group),

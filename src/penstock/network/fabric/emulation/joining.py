@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -183,3 +183,10 @@ def gathered(mine: Any, members: Members) -> list[Any]:
     values: list[Any] = [None] * members.size
     dist.all_gather_object(values, mine, group=members.control)
     return values
+
+
+def wait_for(works: Iterable[dist.Work | None]) -> None:
+    """Waits for messages that are under way."""
+    for work in works:
+        if work is not None:
+            work.wait()

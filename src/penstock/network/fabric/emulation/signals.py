@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock._base.errors import FabricError
 from penstock._base.process import lives
-from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.joining import Members, wait_for
 
 _FIRST_NS = 2_000_000
 """The time allowed for the first announcement to arrive; later ones get what recent ones took, plus a margin."""
@@ -113,9 +113,7 @@ class Signals:
             return stamps.unsqueeze(0)
         everyone = torch.empty(self._members.size, len(mine), dtype=torch.int64)
         everyone[0] = mine
-        for work in [dist.irecv(everyone[host], host, group=group) for host in self._others]:
-            if work is not None:
-                work.wait()
+        wait_for([dist.irecv(everyone[host], host, group=group) for host in self._others])
         self._heard_after_ns.append(int(everyone[1:, 0].max()))
         return everyone[:, 1:].view(-1, *stamps.shape)
 
@@ -137,9 +135,7 @@ class Signals:
             self._board.announce(sent_ns, due_ns, flags)
             return Word(due_ns, flags)
         said = torch.tensor([sent_ns, due_ns, flags])
-        for work in [dist.isend(said, host, group=group) for host in self._others]:
-            if work is not None:
-                work.wait()
+        wait_for([dist.isend(said, host, group=group) for host in self._others])
         return Word(due_ns, flags)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import STRICT, read_json, validate, write_json
-from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.network.fabric.algorithms import ENGINE, algorithms, generate, or_default
 from penstock.network.fabric.samples import SPEC
 from penstock.network.fabric.workload import Workload
 
@@ -117,14 +117,14 @@ class Spec:
     @property
     def meets(self) -> bool:
         """Whether hosts wait for each other between the transfers of a trial."""
-        return self.workload.is_by_hand and not _computes(self.workload)
+        by_hand = not any(transfer.kind for transfer in self.workload.transfers)  # sizes that belong to no job
+        return by_hand and not _computes(self.workload)
 
     def algorithm_of(self, place: int) -> str:
         """Returns the algorithm of the transfer at index `place`."""
         if self.algorithm == ENGINE:
             return ENGINE
-        known = algorithms(self.workload.transfers[place].collective)
-        return self.algorithm if self.algorithm in known else known[0]
+        return or_default(self.workload.transfers[place].collective, self.algorithm)
 
     def write(self, folder: Path) -> Path:
         """Writes the spec into the run's folder and returns its path."""
