@@ -25,7 +25,7 @@ from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.payload import TYPES, Participant
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Trials
-from penstock.network.fabric.steps import Collective, StepList
+from penstock.network.fabric.steps import REDUCES, Collective, StepList
 from penstock.network.fabric.workload import OPS, USUAL, Transfer, Workload
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def in_every_type(rank: int) -> tuple[int, list[str]]:
     for (name, dtype), op, (collective, algorithm) in itertools.product(TYPES.items(), OPS, kinds):
         if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
             continue
-        place = replace(place_of(rank, collective, 29), dtype=dtype, op=op)
+        place = replace(place_of(rank, collective, 29), dtype=dtype, op=op if collective in REDUCES else "sum")
         fault = wrong(part_of(place, algorithm, Wire()))
         count += 1
         if fault is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import replacing, write_json
-from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.steps import GATHERS, ROOTED, Collective
 from penstock.network.fabric.workload import Transfer, Workload
 
 VERSION = "0.0.4"
@@ -36,9 +36,6 @@ COMM_TYPES: dict[Collective, int] = {
     "reduce_scatter": 7,
 }
 """Values of CollectiveCommType."""
-
-_GIVES_A_PART = ("all_gather", "gather")
-"""Collectives whose size in a Workload is the size of the result, of which each rank contributes a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +119,10 @@ def _communication(
         ]
     attributes: dict[str, int | str] = {
         "comm_type": COMM_TYPES[transfer.collective],
-        "comm_size": -(-transfer.bytes // len(ranks)) if transfer.collective in _GIVES_A_PART else transfer.bytes,
+        "comm_size": -(-transfer.bytes // len(ranks)) if transfer.collective in GATHERS else transfer.bytes,
         "pg_name": groups[tuple(sorted(ranks))],
     }
-    if transfer.collective in ("broadcast", "reduce", "gather", "scatter"):
+    if transfer.collective in ROOTED:
         attributes["root"] = ranks[0]
     return [(COMM_COLL_NODE, attributes)]
 

@@ -29,6 +29,7 @@ from penstock._base.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_by
 from penstock._base.words import all_printable, line_of
 from penstock.network import MAX_HOSTS
 from penstock.network.fabric.ports import topology_of
+from penstock.network.fabric.steps import ROOTED
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
 from penstock.network.scenario import Happened
 
@@ -205,9 +206,6 @@ def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
     return "transfer_s" if collective == "send" else "time_s"
 
 
-_ONE_WAY = ("broadcast", "gather", "reduce", "scatter", "send")
-
-
 def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = ()) -> bool:
     """Whether a rank may finish a transfer, and start the next, before the other ranks have reached it.
 
@@ -215,7 +213,7 @@ def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = 
     within its own time.
     """
     alone = len(record["workload"]["transfers"]) == 1
-    return not record.get("meets") and not alone and (collective in _ONE_WAY or bool(shares))
+    return not record.get("meets") and not alone and (collective in (*ROOTED, "send") or bool(shares))
 
 
 def iterations_of(record: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
-from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.steps import REDUCES, Collective
 from penstock.network.quantities import size_text
 
 BYTES = {
@@ -28,9 +28,6 @@ NCCL = {"float16": "half", "float32": "float", "float64": "double"}
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
 OPS: tuple[Op, ...] = get_args(Op)
-
-REDUCES = ("all_reduce", "reduce_scatter", "reduce")
-"""Collectives that take a reduction op."""
 
 MAX_SECONDS = 1e9
 MAX_SIZES = 1000

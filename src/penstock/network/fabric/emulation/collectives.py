@@ -15,8 +15,8 @@ from penstock._base.errors import ArgumentError
 from penstock.network.fabric.emulation import payload
 from penstock.network.fabric.emulation.joining import wait_for
 from penstock.network.fabric.emulation.payload import Participant
-from penstock.network.fabric.steps import Collective, Move, RankRound, StepList, moves_of
-from penstock.network.fabric.workload import REDUCES, Op
+from penstock.network.fabric.steps import IN_PLACE, Collective, Move, RankRound, StepList, moves_of
+from penstock.network.fabric.workload import Op
 
 # -- messages between two hosts ----------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Stepwise:
 
     def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
         self.place, self._steps, self._wire, self._rank = place, steps, wire, place.rank
-        self._op: Op = place.op if place.collective in REDUCES else "sum"
+        self._op: Op = place.op
         slot = -(-place.elements // steps.chunks)
         self.elements = slot * steps.chunks
         self._memory = torch.empty(slot * steps.slots, dtype=place.dtype, device=device)
@@ -242,7 +242,7 @@ class Engine:
     def result(self) -> Tensor | None:
         if not self.place.has_result:
             return None
-        if self.place.collective in ("all_reduce", "broadcast", "reduce"):
+        if self.place.collective in IN_PLACE:
             return self._buffer
         return self._output[: self._part] if self.place.collective in _PARTS else self._output
 

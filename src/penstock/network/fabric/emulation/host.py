@@ -29,7 +29,9 @@ from penstock.network.fabric.emulation.payload import TYPES, Participant
 from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
+from penstock.network.fabric.steps import REDUCES
 from penstock.network.fabric.warmup import WarmUp
+from penstock.network.fabric.workload import Op
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
@@ -82,7 +84,8 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
             made.append(None)
             continue
         sent = spec.workload
-        payload = transfer.bytes // sent.element_bytes, spec.seed + number, TYPES[sent.number], sent.op
+        op: Op = sent.op if transfer.collective in REDUCES else "sum"
+        payload = transfer.bytes // sent.element_bytes, spec.seed + number, TYPES[sent.number], op
         place = Participant(transfer, ranks, ranks.index(members.rank), *payload)
         if spec.algorithm == ENGINE:
             made.append(Engine(place, groups.get(ranks), device))

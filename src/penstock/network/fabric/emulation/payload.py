@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, REDUCES, Op, Transfer
+from penstock.network.fabric.steps import GATHERS, IN_PARTS, Collective
+from penstock.network.fabric.workload import BYTES, Op, Transfer
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 """torch dtypes by name."""
@@ -92,14 +92,13 @@ class Participant:
 
     def padded(self, elements: int) -> int:
         """Rounds `elements` up to a multiple of the ranks if the collective divides them among the ranks."""
-        divides = self.collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
-        return -(-elements // self.ranks) * self.ranks if divides else elements
+        return -(-elements // self.ranks) * self.ranks if self.collective in IN_PARTS else elements
 
     def given(self, elements: int) -> Tensor:
         """Returns this rank's buffer before the collective, `NOTHING` where it has no input; `elements` is a multiple
         of the ranks if it is divided among them."""
         given = torch.full((elements,), NOTHING, dtype=self.dtype)
-        if self.collective in ("all_gather", "gather"):
+        if self.collective in GATHERS:
             given[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
         elif self.rank == 0 or self.collective not in ("broadcast", "scatter", "send"):
             given = self._contribution(self.rank, elements)
@@ -129,8 +128,7 @@ class Participant:
         return self._contribution(0, elements)
 
     def _contribution(self, rank: int, elements: int) -> Tensor:
-        op = self.op if self.collective in REDUCES else "sum"
-        return contribution(rank, self.ranks, elements, self.seed, self.dtype, op)
+        return contribution(rank, self.ranks, elements, self.seed, self.dtype, self.op)
 
 
 def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
