@@ -91,7 +91,7 @@ def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
         one, algorithm = spec.workload.transfers[place], spec.algorithm_of(place)
         if algorithm == ENGINE:
             return {"sent_bytes": None, "port_bytes": None}
-        ranks = one.ranks or tuple(range(spec.hosts))
+        ranks = one.members(spec.hosts)
         steps, slots = _steps(one.collective, algorithm, len(ranks), one.shares)
         size = steps.slot_bytes(one.bytes, spec.workload.element_bytes) * spec.iterations
         for (rank, leaves), count in slots.items():

@@ -135,8 +135,6 @@ STYLE = """\
 body { max-width: 68rem; }
 .warning { font-weight: 600; }
 .wide table { width: 100%; }
-.wide th, .wide td { padding: .3rem .5rem; text-align: right; }
-.wide th.left, .wide td.left { text-align: left; padding-left: 0; }
 tr.whole td { font-weight: 650; border-bottom: 0; }
 figure { margin: 1.4rem 0; overflow-x: auto; }
 figure svg { display: block; width: 100%; min-width: 36rem; height: auto; }
