@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, replace
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network.checks import why_not
 from penstock.network.keeper import tool
 from penstock.network.namespaces import within
 from penstock.network.switch.tap import DEVICE, open_tap
@@ -50,13 +49,11 @@ class Shaper:
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
-    """Chooses what shapes a network on this machine: what is wanted, if it can. `only_switch` says what else was
+    """Chooses what shapes a network on this machine, which can create hosts: what is wanted, if it can. `only_switch` says what else was
     requested that only the switch can do. Raises ArgumentError: the wanted shaper cannot do what was requested, or not
-    at this rate. Raises FabricError: nothing on this machine can. In either case, nothing has been created."""
+    at this rate. Raises FabricError: no switch can run here. In either case, nothing has been created."""
     if wanted not in SHAPERS:
         raise ArgumentError(f"there is no shaper {wanted!r}: pass one of {', '.join(SHAPERS)}")
-    if (missing := why_not()) is not None:
-        raise FabricError(missing)
     beyond_tbf = only_switch or (None if topology.is_plain else f"tbf limits only the rate: {topology.link}")
     if wanted == "tbf" or (wanted == AUTO and beyond_tbf is None):
         if beyond_tbf is not None:
