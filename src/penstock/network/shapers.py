@@ -49,9 +49,12 @@ class Shaper:
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
-    """Chooses what shapes a network on this machine, which can create hosts: what is wanted, if it can. `only_switch` says what else was
-    requested that only the switch can do. Raises ArgumentError: the wanted shaper cannot do what was requested, or not
-    at this rate. Raises FabricError: no switch can run here. In either case, nothing has been created."""
+    """Chooses what shapes a network on this machine, which can create hosts: what is wanted, if it can.
+
+    `only_switch` says what else was requested that only the switch can do. Raises ArgumentError: the wanted shaper
+    cannot do what was requested, or not at this rate. Raises FabricError: no switch can run here. In either case,
+    nothing has been created.
+    """
     if wanted not in SHAPERS:
         raise ArgumentError(f"there is no shaper {wanted!r}: pass one of {', '.join(SHAPERS)}")
     beyond_tbf = only_switch or (None if topology.is_plain else f"tbf limits only the rate: {topology.link}")
