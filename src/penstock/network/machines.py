@@ -187,10 +187,7 @@ class Machines:
     ) -> None:
         """Replaces what is given from now on; frames in flight are not affected.
 
-        Args:
-            topology: the links.
-            gone: the hosts that are cut off: nothing leaves or reaches them. All others are connected (again).
-            background: the neighbors' traffic.
+        `gone`: the hosts that are cut off: nothing leaves or reaches them. All others are connected (again).
 
         Raises:
             ArgumentError: the new links would need another frame size.

@@ -15,7 +15,7 @@ to a link does not change the others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,15 +33,9 @@ _STREAMS = ("delay", "delay luck", "loss", "loss luck", "loss state", "duplicate
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Decisions:
-    """Decisions about consecutive frames.
-
-    Attributes:
-        fate: bits, uint8.
-        delay_ns: int64, at least 0.
-        bit: int64, 0 to 2^62: which bit is wrong, if one is; to be taken modulo the number of bits.
-    """
+class Decisions(NamedTuple):
+    """Decisions about consecutive frames: their fates, as bits; their delays, 0 or more; and which bit is wrong, if one
+    is, from 0 to 2^62, to be taken modulo the number of bits."""
 
     fate: npt.NDArray[np.uint8]
     delay_ns: npt.NDArray[np.int64]
@@ -52,13 +46,7 @@ class Draws:
     """The decisions for one direction of a link, in order. They do not depend on how many are requested at a time."""
 
     def __init__(self, impairment: Impairment, seed: int, direction: int) -> None:
-        """Creates the streams.
-
-        Args:
-            impairment: what is drawn.
-            seed: the network's seed.
-            direction: a number that is unique among the network's directions.
-        """
+        """Creates the streams from the network's seed. `direction`: a number unique among the network's directions."""
         self._impairment = impairment
         self._key = (abs(seed), int(seed < 0), direction)
         self._streams: dict[str, np.random.Generator] = {}

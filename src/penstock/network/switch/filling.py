@@ -67,8 +67,6 @@ class Decided:
         """Puts a network's rules into the arrays; frames in flight are not affected.
 
         Args:
-            t: the arrays.
-            topology: the rules from now on.
             epoch: how many times the network has changed before; each change draws anew.
             now_ns: the current time, at which the period of new stalls begins; None for the start of the network.
         """
@@ -109,8 +107,7 @@ class Decided:
         line, ring = self._t.lines[direction], self._t.draws[direction]
         places = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
         drawn = draws.next(count)
-        ring[places, columns.FATE], ring[places, columns.DELAY_NS] = drawn.fate, drawn.delay_ns
-        ring[places, columns.BIT] = drawn.bit
+        ring[places, columns.FATE], ring[places, columns.DELAY_NS], ring[places, columns.BIT] = drawn
         line[columns.FILLED] += count
 
 
