@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.words import counted
-from penstock.network.fabric.samples import Run, TransferTimes, rate_key
+from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.views.chart import (
     COLORS,
@@ -56,12 +56,7 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     drawn = {"cdf": _cdf([group.name for group in found], times), "trials": _trials(results, times)}
     if len({group["bytes"] for group in results["groups"]}) > 1:
         pairs = zip(results["groups"], by_group, strict=True)
-        rated = [
-            np.stack(
-                [one.transfer if rate_key(group["collective"]) == "transfer_s" else one.completion for one in members]
-            )
-            for group, members in pairs
-        ]
+        rated = [np.stack([one.rated(group["collective"]) for one in members]) for group, members in pairs]
         drawn["busbw"] = _busbw(results, rated)
     return {**drawn, "timeline": _timeline(run)}
 
