@@ -14,13 +14,12 @@ to a link does not change the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.network.link import Bursts, Chance, Impairment
+from penstock.network.link import Chance, Impairment
 
 LOST, TWICE, CORRUPT, JUMPS = 1, 2, 4, 8
 """The bits of a frame's fate: dropped; sent twice; sent with one wrong bit; sent without delay, ahead of others."""
@@ -97,16 +96,11 @@ class Draws:
         loss = self._impairment.loss
         if isinstance(loss, Chance):
             return self._happens("loss", loss, count)
-        shares = np.fromiter(
-            (loss.loss_in_bad if bad else loss.loss_in_good for bad in self._states(loss, count)), float
-        )
+        shares = np.empty(count)
+        for place, value in enumerate(self._stream("loss state").random(count).tolist()):
+            shares[place] = loss.loss_in_bad if self._is_bad else loss.loss_in_good
+            self._is_bad = value >= loss.to_good if self._is_bad else value < loss.to_bad
         return self._stream("loss").random(count) < shares
-
-    def _states(self, bursts: Bursts, count: int) -> Iterator[bool]:
-        """Yields whether the link is bad, frame by frame."""
-        for value in self._stream("loss state").random(count).tolist():
-            yield self._is_bad
-            self._is_bad = value >= bursts.to_good if self._is_bad else value < bursts.to_bad
 
     def _jumps(self, count: int) -> npt.NDArray[np.bool_]:
         wanted = self._impairment

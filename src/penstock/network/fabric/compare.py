@@ -206,14 +206,9 @@ def tails(a: Samples, b: Samples, q: float) -> float:
 
     Consecutive slow samples are one event and count once.
     """
-    threshold = float(np.quantile(np.concatenate([a, b]), q))
-    slow = [_events(one > threshold) for one in (a, b)]
+    over = [one > float(np.quantile(np.concatenate([a, b]), q)) for one in (a, b)]
+    slow = [int(one[:1].sum() + (one[1:] & ~one[:-1]).sum()) for one in over]  # runs of True
     return float(scipy()[0].fisher_exact([slow, [len(a) - slow[0], len(b) - slow[1]]]).pvalue)
-
-
-def _events(slow: NDArray[np.bool_]) -> int:
-    """Counts the runs of True."""
-    return int(slow[:1].sum() + (slow[1:] & ~slow[:-1]).sum())
 
 
 def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interval]:

@@ -105,16 +105,12 @@ def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
     made: list[Move] = []
     for move in sorted(moves):
         last = made[-1] if made else None
-        if last and _follows(last, move):
+        ends = last and replace(last, first=last.first + last.count, into=last.into + last.count, count=move.count)
+        if last and ends == move:
             made[-1] = replace(last, count=last.count + move.count)
         else:
             made.append(move)
     return tuple(made)
-
-
-def _follows(last: Move, move: Move) -> bool:
-    same = (last.source, last.target, last.adds) == (move.source, move.target, move.adds)
-    return same and last.first + last.count == move.first and last.into + last.count == move.into
 
 
 def mirrored(rounds: Rounds) -> Rounds:

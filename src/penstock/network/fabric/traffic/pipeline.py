@@ -98,7 +98,11 @@ class _Walk:
             if action.op.is_compute:
                 self._computed[rank_of[node]] += self._seconds(action)
                 if self._job.sharded and last.get(action.stage) == node:
-                    self._scatter(action.stage)
+                    trained = [one for one in self._divided(action.stage) if one.requires_grad]
+                    for suffix, some in self._by_dtype(trained):
+                        name = f"gradients of stage {action.stage}{suffix}"
+                        size = sharded_bytes(some, self._job.replicas)
+                        self._add_all(name, size, "reduce_scatter", "gradient", self._rank_of[action.stage])
             elif action.op.is_send:
                 self._send(action)
             elif action.op is Op.UNSHARD:
@@ -139,13 +143,6 @@ class _Walk:
         size = sum(prod(value.shape) * element_bytes(value) for value in values)
         name = f"{letter}{action.microbatch} stage {action.stage}->{action.peer}"
         self._add_each(name, size, "send", kind, (self._rank_of[action.stage], self._rank_of[action.peer]))
-
-    def _scatter(self, stage: int) -> None:
-        trained = [parameter for parameter in self._divided(stage) if parameter.requires_grad]
-        for suffix, some in self._by_dtype(trained):
-            size = sharded_bytes(some, self._job.replicas)
-            name = f"gradients of stage {stage}{suffix}"
-            self._add_all(name, size, "reduce_scatter", "gradient", self._rank_of[stage])
 
     def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
         """Averages parameters' gradients over replicas, in buckets."""
