@@ -20,10 +20,9 @@ from penstock.network import checks, machines, shapers
 from penstock.network.checks import why_not
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.presets import preset
 from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
 from penstock.network.fabric.views import page
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.workload import Workload, preset
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -184,12 +183,12 @@ def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(folder: Path) -> N
 
 @pytest.mark.usefixtures("nothing_is_made")
 def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checks, shapers, machines):
+    for module in (checks, machines):
         monkeypatch.setattr(module, "why_not", lambda: None)
     asked = ("fabric", *SIZES, "--link", "100mbit delay 5ms", "--shaper", "tbf", "--dry-run")
     assert refusal(*asked).startswith("tbf limits only the rate: 100mbit delay 5ms")
     assert penstock("fabric", *SIZES, "--link", "100mbit", "--shaper", "tbf", "--dry-run").exit_code == 0
-    for module in (checks, shapers, machines):
+    for module in (checks, machines):
         monkeypatch.setattr(module, "why_not", lambda: NO_ROOT)
     assert NO_ROOT in refusal(*asked[:-3], "--dry-run")
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
-from penstock.network.impairment import Bursts, Chance, Impairment
-from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Link
+from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Bursts, Chance, Impairment, Link
 from penstock.network.parse import parse_link
 from penstock.network.quantities import size_of
 

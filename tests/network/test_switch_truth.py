@@ -30,7 +30,7 @@ from switch_by_hand import Given, Network
 from wire import Arrival, Flow
 
 from penstock.network.checks import why_not
-from penstock.network.impairment import DISTRIBUTIONS
+from penstock.network.link import DISTRIBUTIONS
 from penstock.network.machines import Machines
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
 from penstock.network.parse import parse_link

@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.network.fabric.algorithms import ENGINE, generate
-from penstock.network.fabric.algorithms.volume import slots_by_port
-from penstock.network.fabric.grouping import group_similar_layers, groups
+from penstock.network.fabric.steps import slots_by_port
 from penstock.network.fabric.views.numbers import NONE
+from penstock.network.fabric.workload import group_similar_layers, groups
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
     from penstock.network.fabric.emulation.spec import Spec
-    from penstock.network.fabric.grouping import Group
     from penstock.network.fabric.steps import StepList
+    from penstock.network.fabric.workload import Group
 
 _BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
 _PORT = "Busiest port: all bytes that the algorithm sends through a host's busiest port, out or in."
@@ -91,7 +91,7 @@ def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
         one, algorithm = spec.workload.transfers[place], spec.algorithm_of(place)
         if algorithm == ENGINE:
             return {"sent_bytes": None, "port_bytes": None}
-        ranks = one.ranks or tuple(range(spec.hosts))
+        ranks = one.members(spec.hosts)
         steps, slots = _steps(one.collective, algorithm, len(ranks), one.shares)
         size = steps.slot_bytes(one.bytes, spec.workload.element_bytes) * spec.iterations
         for (rank, leaves), count in slots.items():

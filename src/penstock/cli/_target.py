@@ -93,8 +93,7 @@ def link_of(text: str | None) -> LinkCost | None:
     wrong, or has more than a rate and a delay."""
     if text is None:
         return None
-    from penstock.network.impairment import Impairment
-    from penstock.network.link import Link
+    from penstock.network.link import Impairment, Link
     from penstock.network.parse import parse_link
     from penstock.simulate import LinkCost
 

@@ -10,10 +10,9 @@ from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
-from penstock.network.fabric.presets import preset
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, Workload, dtype_of, op_of
+from penstock.network.fabric.workload import BYTES, Workload, dtype_of, op_of, preset
 from penstock.network.quantities import size_of, sizes_of
 
 DEFAULT_HOSTS = 4

@@ -27,8 +27,7 @@ from penstock.cli import app
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.emulation import coordinate, joining
 from penstock.network.fabric.emulation.coordinate import emulate
-from penstock.network.fabric.emulation.joining import Members, first_line, joined
-from penstock.network.fabric.emulation.run_file import cause
+from penstock.network.fabric.emulation.joining import Members, cause, first_line, joined
 from penstock.network.fabric.emulation.spec import Spec, usual_algorithm
 from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
 from penstock.network.fabric.steps import Collective

@@ -13,8 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.compare import FEWEST, compare
-from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
+from penstock.network.fabric.compare import (
+    FEWEST,
+    Samples,
+    compare,
+    holm,
+    kolmogorov_smirnov,
+    mann_whitney,
+    shift,
+    tails,
+)
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.workload import Transfer
 

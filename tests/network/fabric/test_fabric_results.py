@@ -20,9 +20,8 @@ from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.alpha_beta import LinkFit, predict
 from penstock.network.fabric.forecast import HOSTS, forecast
 from penstock.network.fabric.results import results
-from penstock.network.fabric.samples import Run
+from penstock.network.fabric.samples import Run, TransferTimes, computed_step, measured_step
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.times import TransferTimes, computed_step, measured_step
 from penstock.network.fabric.views.facts import warnings
 from penstock.network.fabric.workload import Transfer, Workload
 

@@ -6,6 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,15 +43,12 @@ def layer_seconds(
     twin = copy.deepcopy(model, clones)
     ended = [0] * len(layers)
 
-    def stamp(place: int) -> Any:
-        def note(parameter: Tensor) -> None:
-            settle(parameter.device)
-            ended[place] = time.perf_counter_ns()
-
-        return note
+    def note(place: int, parameter: Tensor) -> None:
+        settle(parameter.device)
+        ended[place] = time.perf_counter_ns()
 
     for key, place in places.items():
-        clones[key].register_post_accumulate_grad_hook(stamp(place))
+        clones[key].register_post_accumulate_grad_hook(partial(note, place))
     runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
     forwards, backwards = zip(*runs, strict=True)
     return statistics.median(forwards), [statistics.median(times) for times in zip(*backwards, strict=True)]
@@ -83,10 +81,7 @@ def stage_seconds(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stages: int, **options: Any
 ) -> list[tuple[float, float]]:
     """The seconds of each stage's forward and whole backward for one microbatch. Changes nothing, as `layer_seconds`.
-
-    Raises:
-        ArgumentError: the weights are missing.
-    """
+    Raises ArgumentError: the weights are missing."""
     _check_weights(model)
     partition = record(model, args, kwargs, stages, **options).partition
     given = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)
