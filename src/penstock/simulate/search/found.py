@@ -26,7 +26,6 @@ class Found:
         known: the best generator that fits, by name; None if none does.
         known_seconds: its objective; infinite if there is none.
         search_seconds: how long the search took.
-        cut_off: of an exact search: whether the solver ended without a proof of the optimum.
     """
 
     schedule: Schedule
@@ -37,7 +36,6 @@ class Found:
     known: str | None
     known_seconds: float
     search_seconds: float
-    cut_off: bool = False
 
     @property
     def gap(self) -> float:
