@@ -10,7 +10,7 @@ import math
 from random import Random
 
 from penstock.simulate.search.problem import Problem, Rows
-from penstock.simulate.search.timing import Effort, Places, Timing, critical_path, fits, time_rows
+from penstock.simulate.search.timing import Effort, Timing, critical_path, fits, time_rows
 
 _MOVE_ACTIONS = 100  # the overhead of a move, in actions timed; and a little for all
 _FILLING = 0.25  # the share of moves that bring a W from anywhere
@@ -45,8 +45,7 @@ def improve(
     timing = time_rows(problem, rows)
     assert timing is not None
     best, kept = timing, rows[:]
-    places = Places(problem, rows)
-    path = critical_path(problem, rows, timing, places)
+    path = critical_path(problem, rows, timing)
     hot = heat * sum(problem.seconds) / problem.lanes
     effort = Effort()
     while effort.actions < min(actions, limit) and best.cost > enough:
@@ -62,8 +61,7 @@ def improve(
             rows[rank] = before
             continue
         timing = tried
-        places.update(rank, row)
-        path = critical_path(problem, rows, timing, places)
+        path = critical_path(problem, rows, timing)
         if (timing.cost, timing.score) < (best.cost, best.score):
             best, kept = timing, rows[:]
     return best.cost, kept

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock._base.errors import ArgumentError
-from penstock.schedule import Op, Schedule, generate, generators, split_backward
+from penstock.schedule import Schedule, generate, generators, split_backward
 from penstock.simulate import Links
 from penstock.simulate.costs import StageCost
 from penstock.simulate.search.found import timed
-from penstock.simulate.search.problem import Problem, Rows
+from penstock.simulate.search.problem import Problem, Rows, lanes_of
 from penstock.simulate.search.timing import fits, time_rows
 
 
@@ -27,7 +27,8 @@ class KnownSchedule:
 
 
 def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[KnownSchedule]:
-    """The schedules of all generators that have the problem's placement and fit in its memory."""
+    """The schedules of all generators that have the problem's placement and fit in its memory: as they are, and with
+    their backwards split, which is never worse except for overlaps."""
     found: list[KnownSchedule] = []
     for generator in generators():
         chunks = problem.placement.depth // problem.ranks or 1
@@ -35,8 +36,19 @@ def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], li
             schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks)
         except ArgumentError:  # does not work for these numbers
             continue
-        if schedule.placement == problem.placement:
-            found += _known(problem, schedule, costs, links)
+        split = split_backward(schedule)
+        if schedule.placement != problem.placement or not all(
+            fits(problem, rank, lanes_of(row)) for rank, row in enumerate(split.rows)
+        ):
+            continue
+        is_split = split.rows == schedule.rows and not any(any(row.joined) for row in schedule.rows)
+        if not is_split:
+            found.append(KnownSchedule(schedule, timed(schedule, costs, links, problem.objective)[1], None))
+        rows = problem.rows(split)
+        timing = None if rows is None else time_rows(problem, rows)
+        if rows is not None and timing is not None:
+            name = schedule.name if is_split else f"{schedule.name}, split"
+            found.append(KnownSchedule(problem.schedule(name, rows), timing.cost, rows))
     return found
 
 
@@ -58,31 +70,3 @@ def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
             for stage in reversed(stages):
                 rows[placement.rank_of[stage]] += [3 * stage + 1, 3 * stage + 2]
     return rows
-
-
-def _known(
-    problem: Problem, schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links
-) -> Iterator[KnownSchedule]:
-    """The schedule as it is and with its backwards split, which is never worse except for overlaps, if they fit."""
-    split = split_backward(schedule)
-    is_split = split.rows == schedule.rows and not any(any(row.joined) for row in schedule.rows)
-    if not is_split and _fits(problem, schedule):
-        yield KnownSchedule(schedule, timed(schedule, costs, links, problem.objective)[1], None)
-    rows = problem.rows(split)
-    if rows is not None and all(fits(problem, rank, row) for rank, row in enumerate(rows)):
-        timing = time_rows(problem, rows)
-        if timing is not None:
-            name = schedule.name if is_split else f"{schedule.name}, split"
-            yield KnownSchedule(problem.schedule(name, rows), timing.cost, rows)
-
-
-def _fits(problem: Problem, schedule: Schedule) -> bool:
-    """Whether a schedule of any computations stays within the memory limits."""
-    for row, limit in zip(schedule.rows, problem.limit, strict=True):
-        memory = 0.0
-        for stage, code in zip(row.stage, row.op, strict=True):
-            held, kept = problem.held[stage], problem.kept[stage]
-            memory += {Op.F.code: held, Op.B.code: -held, Op.I.code: kept - held, Op.W.code: -kept}[code]
-            if memory > limit:
-                return False
-    return True
