@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain.case import Case, Change, case_of
 from penstock.plan.explain.changes import LEAST_GAIN, Trial, suggestions, what_if
-from penstock.plan.explain.factors import factors_of, seconds_of
+from penstock.plan.explain.factors import seconds_of
 from penstock.plan.explain.predicted import Predicted
 from penstock.plan.explain.schedules import MAX_ACTIONS
 from penstock.plan.explain.stragglers import Slowdowns, StepSummary, in_words, slowdowns_of, summaries
@@ -193,11 +191,10 @@ def explain(
             f"the prediction is for {len(predicted.stage_seconds)} stages, and the run has "
             f"{chosen.slowest.schedule.placement.depth}"
         )
-    trial = _trial(run, chosen, predicted)
-    factors, replay = trial.factors, trial.replay
-    place = chosen.replicas.index(chosen.slowest)
-    even = factors.even[place]
-    even_timeline = replay.free.timeline(chosen.slowest.schedule, even)
+    trial = Trial.of(chosen, predicted)
+    trial = replace(trial, shared=_in_turns(trial) if run.crowded is None else run.crowded)
+    factors, replay, slowest = trial.factors, trial.replay, chosen.slowest
+    even = replay.free.timeline(slowest.schedule, factors.even[chosen.replicas.index(slowest)])
     planned = None if predicted is None else predicted.timeline(replay.schedules[0])
     ahead = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
@@ -205,48 +202,31 @@ def explain(
     worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
     outside = 0.0 if replay.around is None else abs(replay.step_seconds - chosen.seconds) / chosen.seconds
     error = max(abs(replay_error), worst, outside)
-    notes = [*run.notes]
-    if predicted is not None and ahead is not None:
-        notes = [*_doubts(predicted, trial, ahead), *notes]
-    if run.crowded:
-        notes.insert(0, _CROWDED)
-    elif trial.shared:
-        notes.insert(0, _TURNS)
-    if chosen.unknown:
-        notes.append(_UNKNOWN.format(chosen.unknown[0]))
-    run = replace(run, notes=tuple(notes))
+    shared = _CROWDED if run.crowded else _TURNS if trial.shared else ""
+    doubts = [] if predicted is None or ahead is None else _doubts(predicted, trial, ahead)
+    unknown = _UNKNOWN.format(chosen.unknown[0]) if chosen.unknown else ""
     return Explanation(
-        run,
+        replace(run, notes=tuple(filter(None, [shared, *doubts, *run.notes, unknown]))),
         chosen,
         replay_error,
         worst,
         _stages(trial),
         ahead,
         where_of(chosen, factors, replay),
-        bubble_of(chosen.slowest, even_timeline),
-        suggestions([trial, *_others(run, trial, like)], error),
+        bubble_of(slowest, even),
+        suggestions([trial, *_others(trial, like)], error),
         tuple(what_if(trial, text, error) for text in what_ifs),
         outside,
         slowdowns_of(run, chosen),
         summaries(run),
-        even_timeline,
+        even,
         planned,
     )
 
 
-def _trial(run: Run, step: Step, predicted: Predicted | None, rolled: int = 0, *, usual: bool = False) -> Trial:
-    """A step to try changes on; `rolled`: as if its microbatches had come so many places later; `usual`: as if none of
-    its actions had been slow or fast by itself."""
-    factors = factors_of(step.replicas)
-    seconds = np.roll(factors.by_microbatch if usual else factors.seconds, rolled, axis=3)
-    factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
-    replay = case_of(step, seconds)
-    shared = _in_turns(step, replay) if run.crowded is None else run.crowded
-    return Trial(step, factors, replay, predicted, shared)
-
-
-def _in_turns(step: Step, replay: Case) -> bool:
+def _in_turns(trial: Trial) -> bool:
     """Whether no two ranks compute at once, though their order would let them."""
+    step, replay = trial.step, trial.replay
     return step.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * step.pipeline_seconds
 
 
@@ -256,49 +236,44 @@ def _like(run: Run, step: Step) -> list[Step]:
     return sorted(alike, key=lambda one: abs(one.seconds - step.seconds))[: _STEPS - 1]
 
 
-def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
+def _others(trial: Trial, like: Sequence[Step]) -> list[Trial]:
     """The step without what is an action's own, the steps like it, or if there are none its own microbatches in other
     orders: what a change brings there, too, is certain."""
-    step, schedule = trial.step, trial.slowest.schedule
+    step, schedule, predicted = trial.step, trial.slowest.schedule, trial.predicted
     if sum(map(len, schedule.rows)) * len(step.replicas) > MAX_ACTIONS // _STEPS:
         return []
-    rolls = [schedule.microbatches * part // _STEPS for part in range(1, 1 if like else _STEPS)]
+    rolls = [] if like else [schedule.microbatches * part // _STEPS for part in range(1, _STEPS)]
     return [
-        _trial(run, step, trial.predicted, usual=True),
-        *(_trial(run, one, trial.predicted) for one in like),
-        *(_trial(run, step, trial.predicted, rolled) for rolled in rolls),
+        Trial.of(step, predicted, usual=True),
+        *(Trial.of(one, predicted) for one in like),
+        *(Trial.of(step, predicted, rolled=rolled) for rolled in rolls),
     ]
 
 
 def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
     """How far off the prediction is, or why it is not of this run: what is said first."""
-    measured, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
-    if seconds and measured and abs(seconds / measured - 1) >= _FAR:
+    took, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
+    if seconds and took and abs(seconds / took - 1) >= _FAR:
         why = "" if found else ": it was made with other threads, rows or devices, or other work ran on the machine"
-        found.insert(0, f"the pipeline took {measured / seconds:.2f} times what was predicted{why}")
-    return [*found, _guess(predicted, trial)] if predicted.guessed else found
-
-
-def _guess(predicted: Predicted, trial: Trial) -> str:
-    """What was taken for the run's cuts, and whether that can be."""
+        found.insert(0, f"the pipeline took {took / seconds:.2f} times what was predicted{why}")
+    if not predicted.guessed:
+        return found
     names = ", ".join(predicted.units[start].name for start in predicted.starts[1:])
-    taken = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
+    guess = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
     measured = [float(total) for total in trial.totals]
-    if not predicted.unlikely(measured):
-        return taken
-    ratios = [took / was for took, was in zip(measured, predicted.stage_seconds, strict=False) if was]
-    wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
-    return f"{taken}. They were probably others: stages take {wrong}, so the prediction below is not of this run"
+    if predicted.unlikely(measured):
+        ratios = [real / was for real, was in zip(measured, predicted.stage_seconds, strict=False) if was]
+        wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
+        guess += f". They were probably others: stages take {wrong}, so the prediction below is not of this run"
+    return [*found, guess]
 
 
 def _chosen(run: Run, number: int | None) -> Step:
-    if number is None:
-        return run.typical
-    for step in run.steps:
-        if step.number == number:
-            return step
-    known = ", ".join(str(step.number) for step in run.steps)
-    raise ArgumentError(f"step={number}: the trace has complete steps {known}")
+    found = run.typical if number is None else next((step for step in run.steps if step.number == number), None)
+    if found is None:
+        known = ", ".join(str(step.number) for step in run.steps)
+        raise ArgumentError(f"step={number}: the trace has complete steps {known}")
+    return found
 
 
 def _worst_error(step: Step, replay: Case) -> float:
