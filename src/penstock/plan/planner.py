@@ -5,19 +5,67 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from penstock._base.errors import ArgumentError
-from penstock.costs import variation
+from penstock.costs import UnitCost, variation
 from penstock.costs.sizes import Sizes
 from penstock.costs.stage_costs import stage_cost
-from penstock.plan.bounds import least_seconds, least_seconds_anyhow
 from penstock.plan.choice import ANY, Choice, Wanted, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import Plan
 from penstock.plan.predict import Cut, arranged, cut, cut_within, order_of, planned, predict, transient_of
 from penstock.schedule import Schedule
+from penstock.simulate import StageCost
 from penstock.simulate.search import search
+
+
+def least_seconds(choice: Choice, costs: Sequence[StageCost], sums: Sequence[float]) -> float:
+    """No order of these actions is faster: a rank begins after the forwards of the stages before its lowest, does its
+    work, and is followed by the backwards of those stages; a stage's gradients are summed after its last backward.
+
+    Args:
+        choice: of which only what its schedule has before it is made counts.
+        costs: of each stage, copies included.
+        sums: the seconds that summing each stage's gradients over replicas takes, copies included.
+    """
+    placement, splits = choice.placement, choice.splits
+    on_the_way = [cost.backward_input_seconds if splits else cost.backward_seconds for cost in costs]
+    last = [cost.backward_weight_seconds if splits else 0.0 for cost in costs]  # of a copy's first stage
+    forwards = [0.0, *accumulate(cost.forward_seconds for cost in costs)]
+    backwards = [0.0, *accumulate(on_the_way)]
+    times = [len(placement.microbatches_of(stage, choice.microbatches)) for stage in range(placement.stages)]
+    least = 0.0
+    for stages in placement.by_rank:
+        pairs = [(stage, stage - stage % placement.depth) for stage in stages]
+        before = min(forwards[stage] - forwards[first] for stage, first in pairs)
+        after = min(backwards[stage] - backwards[first] + last[first] + sums[first] for stage, first in pairs)
+        work = sum(times[s] * (costs[s].forward_seconds + costs[s].backward_seconds) for s in stages)
+        passed = sum(times[s] * (costs[s].forward_seconds + on_the_way[s]) for s in stages)
+        least = max(least, before + work + min(sums[stage] for stage in stages), before + passed + after)
+    return least
+
+
+def least_seconds_anyhow(choice: Choice, units: Sequence[UnitCost], speeds: Sequence[float]) -> float:
+    """No order of the actions of any cut is faster.
+
+    A microbatch takes its whole way. And of the ranks, some need at least the mean. If each has one stage, the one
+    after stages of P seconds waits for these and then works for m times its own; all of them end together at the
+    earliest if each is (T - P) / m, so that T is the whole divided by 1 - (1 - 1/m)^p.
+
+    Args:
+        speeds: of each rank's device.
+    """
+    placement, count, fastest = choice.placement, choice.microbatches, max(speeds)
+    whole = sum(unit.seconds for unit in units)
+    passed = sum(unit.forward_seconds + unit.input_gradient_seconds for unit in units)
+    on_the_way = passed if choice.splits else whole
+    least = max(count * whole / sum(speeds), on_the_way / fastest)
+    if placement.stages == placement.ranks:
+        least = max(least, on_the_way / fastest / (1 - (1 - 1 / count) ** placement.ranks))
+    return least
+
 
 BEST = 5
 """How many plans to list."""

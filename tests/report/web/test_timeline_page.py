@@ -10,7 +10,7 @@ import pytest
 from pages import of_schedules, simulated, with_timeline
 
 from penstock.report.colors import DARK, LIGHT, Theme, shade
-from penstock.report.web.assets import STATIC, bundle
+from penstock.report.web.page import STATIC, bundle
 from penstock.report.web.timeline_data import band, curve, timeline_data
 from penstock.schedule import Action, Op, add_communication, add_sharding, generate
 from penstock.schedule.describe import WORDS, Kind, describe

@@ -16,11 +16,10 @@ from penstock.simulate import memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 from penstock.simulate.search import lower_bound, search
 from penstock.simulate.search.dispatch import Pattern, dispatch
-from penstock.simulate.search.improve import improve
-from penstock.simulate.search.known_schedules import known_schedules, one_by_one
+from penstock.simulate.search.found import known_schedules, one_by_one
+from penstock.simulate.search.improve import improve, stretch
 from penstock.simulate.search.pattern import pattern_of, sample, vary
 from penstock.simulate.search.problem import Problem, Rows, problem
-from penstock.simulate.search.stretch import stretch
 from penstock.simulate.search.timing import critical_path, fits, time_rows
 
 seeds = st.integers(0, 2**32)

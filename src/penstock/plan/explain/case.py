@@ -17,8 +17,7 @@ from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
 from penstock.simulate.computations import COMPUTE, Columns, Floats, Ints, column
-from penstock.simulate.simulator import timed_columns
-from penstock.simulate.work import CostColumns
+from penstock.simulate.simulator import CostColumns, timed_columns
 from penstock.trace.around import PIPELINE, Around, around, done
 from penstock.trace.measured import Replica, Step
 

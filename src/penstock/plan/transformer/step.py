@@ -12,11 +12,11 @@ from penstock.costs import Profile, UnitCost
 from penstock.costs.hardware import seconds_of
 from penstock.costs.stage_costs import priced
 from penstock.plan import Cluster, Plan, Sizes
+from penstock.plan.keeping import Transient, transient_of_ranks
 from penstock.plan.transformer import memory, operations
 from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job, Machine
 from penstock.plan.transformer.memory import Held
 from penstock.plan.transformer.operations import Work
-from penstock.plan.transient import Transient, transient_of_ranks
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, peaks, simulate
 

@@ -14,10 +14,10 @@ from penstock.report.walkthrough import WORK
 from penstock.schedule import Action
 from penstock.trace.runs import About, RankState, read_run
 from penstock.trace.runs.folder import ABOUT, RANKS, STEPS
-from penstock.trace.runs.health import Health, health
 from penstock.trace.runs.progress import Progress
 from penstock.trace.runs.reader import joined
 from penstock.trace.runs.records import with_text_loss
+from penstock.trace.runs.summary import Health, health
 
 _MAX_STEPS = 5_000
 """In one answer."""

@@ -18,8 +18,8 @@ from penstock.report.web.timeline_data import band
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Columns
 from penstock.trace.runs import Predicted, RunRead, StepRecord
-from penstock.trace.runs.health import health, troubles
 from penstock.trace.runs.progress import RECENT, Progress
+from penstock.trace.runs.summary import health, troubles
 
 _MEMORY_NOTES = {
     "measured": "Measured: what the rank's device had allocated after each action.",

@@ -27,13 +27,10 @@ from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import units_of_memory, with_activations
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.climb import climb
-from penstock.simulate.search.found import Found, judged
-from penstock.simulate.search.improve import improve
-from penstock.simulate.search.known_schedules import KnownSchedule, known_schedules, one_by_one
-from penstock.simulate.search.pattern import HEURISTIC, pattern_of, regular
+from penstock.simulate.search.found import Found, KnownSchedule, judged, known_schedules, one_by_one
+from penstock.simulate.search.improve import improve, stretch
+from penstock.simulate.search.pattern import HEURISTIC, climb, pattern_of, regular
 from penstock.simulate.search.problem import Objective, Problem, Rows, problem
-from penstock.simulate.search.stretch import stretch
 from penstock.simulate.search.timing import time_rows
 
 _DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
