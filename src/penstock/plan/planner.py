@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import UnitCost, variation
@@ -141,7 +142,9 @@ class Candidate:
         other = cut_within(self.where, order_of(self.choice))
         if other is None or other.starts == self.where.starts:
             return plan
-        return min(plan, (predict(self.choice, other), other), key=lambda one: _order(one[0]))
+        return min(
+            plan, (predict(self.choice, other), other), key=lambda one: (one[0].lacking_bytes, one[0].step_seconds)
+        )
 
 
 def make_plans(
@@ -259,13 +262,7 @@ def _as_lost(plan: Plan) -> Lost:
     )
 
 
-def _seconds(plan: Plan) -> float:
-    return plan.step_seconds
-
-
-def _order(plan: Plan) -> tuple[float, float]:
-    """What fits, then what is fast."""
-    return plan.lacking_bytes, plan.step_seconds
+_seconds = attrgetter("step_seconds")
 
 
 def simplest_first(plans: Sequence[Plan], equal: float) -> list[Plan]:
@@ -278,9 +275,8 @@ def simplest_first(plans: Sequence[Plan], equal: float) -> list[Plan]:
 def _complexity(plan: Plan) -> tuple[float, ...]:
     """Copies of the model, an order without a name, chunks, a split backward, stages that do not keep, ranks."""
     known = plan.choice if isinstance(plan.schedule, str) else plan.schedule
-    pipelines, splits = known.placement.pipelines, known.splits
     more = len(plan.recompute) + len(plan.offload)
-    numbers = (pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
+    numbers = known.placement.pipelines, bool(plan.order), plan.choice.chunks, known.splits, more, plan.choice.ranks
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))
 
 
@@ -301,11 +297,9 @@ def searched(schedule: Schedule, where: Cut, seconds: float) -> Schedule | None:
     room, (more, _, transient) = [], transient_of(schedule, where)
     for rank, limit in enumerate(where.limits):
         own = [stage % placement.depth for stage in placement.stages_on(rank)]
-        costs = [where.costs[stage] for stage in own]
-        held = sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs)
-        running = max(
-            max(transient[s].working, transient[s].first_inputs - transient[s].early_bytes) for s in own
-        )  # in any order, with all gradients there
+        held = sum(where.costs[stage].held_bytes for stage in own)
+        runs = (transient[stage] for stage in own)  # in any order, with all gradients there
+        running = max(max(one.working, one.first_inputs - one.early_bytes) for one in runs)
         room.append(limit - more[rank] - held - running)
     try:
         found = search(
