@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
+from penstock.costs.costs import UnitsToCut
 from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost, amounts
 
 GROWING = tuple(
@@ -204,3 +205,26 @@ def variation(profile: Profile) -> float:
     """How much its times vary from run to run, as a fraction: of its sizes the most, of units by the time of each."""
     totals = [(_seconds(size), sum(unit.seconds * unit.spread for unit in size.units)) for size in profile.each_size]
     return max(spread / seconds if seconds else 0.0 for seconds, spread in totals)
+
+
+def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
+    """The units of a profile for microbatches of that many rows; None: of those that it is of. Raises ArgumentError: it
+    does not say how many rows it is of, or they are far fewer."""
+    units, size = profile.units, ", ".join(profile.inputs.values())
+    if rows is not None:
+        sizes = Sizes.of([profile])
+        if not 1 <= rows <= sizes.largest:
+            measured = ", ".join(map(str, sorted(sizes.profiles)))
+            raise ArgumentError(
+                f"--rows {rows}: {source} has microbatches of {measured} rows, which tell of 1 to {sizes.largest}; "
+                "measure others: penstock profile --microbatch-sizes"
+            )
+        units, size = sizes.at(rows), counted(rows, "row")
+        if rows not in sizes.profiles:
+            how = "between" if min(sizes.profiles) < rows < max(sizes.profiles) else "beyond"
+            size += f" ({how} those measured: {', '.join(map(str, sorted(sizes.profiles)))})"
+    elif profile.rows:
+        size = counted(profile.rows, "row")
+    made = "measured" if profile.source == "measured" else "an estimate"
+    where = f"{source.removeprefix('--profile ')}, {made} on {profile.device_name or profile.device}"
+    return UnitsToCut(units, profile.action_seconds or 0.0, f"{where}, microbatches of {size}")
