@@ -87,7 +87,11 @@ class Sizes:
         """What each of so many replicas has of the costs."""
         if not self.shares_optimizer or replicas == 1:
             return self
-        return Sizes({rows: _shared(profile, replicas) for rows, profile in self.profiles.items()})
+        found = {}
+        for rows, profile in self.profiles.items():
+            units = (replace(unit, optimizer_bytes=-(-unit.optimizer_bytes // replicas)) for unit in profile.units)
+            found[rows] = replace(profile, units=tuple(units))
+        return Sizes(found)
 
     def at(self, rows: int) -> tuple[UnitCost, ...]:
         """What each unit costs with microbatches of that many rows."""
@@ -107,11 +111,6 @@ class Sizes:
             parts = (_scaled(unit, rows / low) for unit in self.profiles[low].units)
             return tuple(map(_at_least, found, parts))
         return tuple(found)
-
-
-def _shared(profile: Profile, replicas: int) -> Profile:
-    units = tuple(replace(unit, optimizer_bytes=-(-unit.optimizer_bytes // replicas)) for unit in profile.units)
-    return replace(profile, units=units)
 
 
 def rows_of(profile: Profile) -> int:

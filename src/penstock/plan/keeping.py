@@ -8,7 +8,7 @@ copies of one stage. So each rank's choice is the one that fits with the least e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, chain, product
@@ -205,7 +205,12 @@ def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
             by_stage, needed, made = _best(schedule, demand, ranks)
             ways |= by_stage
             peaks |= needed
-            costs |= {stage: _padded(cost, schedule) for stage, cost in made.items()}
+            for (
+                stage,
+                cost,
+            ) in made.items():  # one for each microbatch of the schedule: a copy of the model has only some
+                each = tuple(cost) if not isinstance(cost, StageCost) else ()
+                costs[stage] = (*each, *(each[-1:] * (schedule.microbatches - len(each)))) if each else cost
     return Keeping(tuple(ways.values()), tuple(peaks.values()), tuple(costs.values()))
 
 
@@ -228,7 +233,9 @@ def _best(
         for stage, way in product(own, open_ways):
             done[stage, way] = _Done.of(way, work, stage, demand)
     found = []
-    for chosen in _ways(len(stages), open_ways):
+    many = len(open_ways) ** len(stages) > MAX_WAYS
+    every = product(open_ways, repeat=len(stages))  # keeping everything first
+    for chosen in [(way,) * len(stages) for way in open_ways] if many else every:
         by_stage = dict(zip(stages, chosen, strict=True))
         each = {rank: [done[stage, by_stage[stage % depth]] for stage in own] for rank, own in on_rank.items()}
         needed = {}
@@ -313,14 +320,6 @@ def _places(work: Sequence[Action], stage: int) -> dict[int, tuple[int, int, int
     return {number: (places[0], places[min(1, len(places) - 1)], places[-1]) for number, places in found.items()}
 
 
-def _padded(cost: OfStage, schedule: Schedule) -> OfStage:
-    """One cost for each microbatch of the schedule: a copy of the model has only some."""
-    if isinstance(cost, StageCost):
-        return cost
-    each = tuple(cost)
-    return (*each, *(each[-1:] * (schedule.microbatches - len(each))))
-
-
 def _together(schedule: Schedule) -> list[list[int]]:
     """The ranks in groups that share no stage, not even copies of one."""
     place = schedule.placement
@@ -331,13 +330,6 @@ def _together(schedule: Schedule) -> list[list[int]]:
         groups = [group for group in groups if not group[1] & own]
         groups.append(({rank}.union(*(g[0] for g in met)), own.union(*(g[1] for g in met))))
     return [sorted(ranks) for ranks, _ in groups]
-
-
-def _ways(stages: int, open_ways: Sequence[Way]) -> Iterator[tuple[Way, ...]]:
-    """All ways of so many stages, keeping everything first."""
-    if len(open_ways) ** stages > MAX_WAYS:
-        return iter([(way,) * stages for way in open_ways])
-    return product(open_ways, repeat=stages)
 
 
 def lacking(peak_bytes: Sequence[float], limits: Sequence[float]) -> float:

@@ -170,13 +170,12 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
         if (change.certain >= LEAST_GAIN or not change.measured) and usual >= least:
             found.append((not change.measured, -change.certain, -usual, change))
     found.sort(key=lambda entry: entry[:3])
-    best = [change for *_, change in found]
-    return tuple(change for place, change in enumerate(best) if not _beaten(change, best[:place]))
-
-
-def _beaten(change: Change, before: Sequence[Change]) -> bool:
-    """Whether another schedule, which needs no more memory, comes before this one."""
-    return change.kind == "schedule" and any(one.kind == "schedule" and change.memory >= one.memory for one in before)
+    best: list[Change] = []
+    for *_, change in found:  # of schedules, one that needs no more memory than those before
+        before = (one.memory for one in best if one.kind == "schedule")
+        if change.kind != "schedule" or all(change.memory < memory for memory in before):
+            best.append(change)
+    return tuple(best)
 
 
 def _changes(trial: Trial) -> Iterator[Change]:

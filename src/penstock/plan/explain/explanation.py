@@ -122,7 +122,14 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        slowest = self.step.slowest
+        slowest, bubble = self.step.slowest, None if self.bubble is None else asdict(self.bubble)
+        if self.bubble is not None and bubble is not None:
+            culprit = self.bubble.culprit
+            bubble |= {"before": str(self.bubble.before), "culprit": None if culprit is None else str(culprit)}
+        each = [asdict(replace(one, slowest=None)) for one in self.steps]
+        for one, slow in zip(each, (one.slowest for one in self.steps), strict=True):
+            if slow is not None:
+                one["slowest"] = {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
         schedule = slowest.schedule
         return {
             "schedule": schedule.name,
@@ -143,27 +150,16 @@ class Explanation:
             "added_seconds": dict(self.where.added_seconds),
             "slowest_replica": slowest.number,
             "by_rank": [asdict(one) for one in self.where.ranks],
-            "largest_bubble": None if self.bubble is None else _bubble(self.bubble),
+            "largest_bubble": bubble,
             "changes": [one.to_dict() for one in self.advice],
             "what_ifs": [one.to_dict() for one in self.what_ifs],
             "whole_replay_error": self.whole_error,
             "slowdowns": None if self.slowdowns is None else asdict(self.slowdowns),
             "steps_in_words": list(in_words(self.steps)),
-            "each_step": [_step(one) for one in self.steps],
+            "each_step": each,
             "nothing": "" if self.advice else self.nothing,
             "notes": list(self.run.notes),
         }
-
-
-def _step(one: StepSummary) -> dict[str, Any]:
-    slow = one.slowest
-    who = None if slow is None else {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
-    return asdict(replace(one, slowest=None)) | {"slowest": who}
-
-
-def _bubble(bubble: Bubble) -> dict[str, Any]:
-    culprit = None if bubble.culprit is None else str(bubble.culprit)
-    return asdict(bubble) | {"before": str(bubble.before), "culprit": culprit}
 
 
 def explain(
@@ -198,7 +194,8 @@ def explain(
     planned = None if predicted is None else predicted.timeline(replay.schedules[0])
     ahead = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
-    like = _like(run, chosen)
+    alike = [one for one in run.steps if one is not chosen and one.slowest.schedule == slowest.schedule]
+    like = sorted(alike, key=lambda one: abs(one.seconds - chosen.seconds))[: _STEPS - 1]
     worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
     outside = 0.0 if replay.around is None else abs(replay.step_seconds - chosen.seconds) / chosen.seconds
     error = max(abs(replay_error), worst, outside)
@@ -228,12 +225,6 @@ def _in_turns(trial: Trial) -> bool:
     """Whether no two ranks compute at once, though their order would let them."""
     step, replay = trial.step, trial.replay
     return step.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * step.pipeline_seconds
-
-
-def _like(run: Run, step: Step) -> list[Step]:
-    """The other steps that took most nearly as long."""
-    alike = [one for one in run.steps if one is not step and one.slowest.schedule == step.slowest.schedule]
-    return sorted(alike, key=lambda one: abs(one.seconds - step.seconds))[: _STEPS - 1]
 
 
 def _others(trial: Trial, like: Sequence[Step]) -> list[Trial]:

@@ -18,7 +18,7 @@ from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAM
 from penstock.plan.transformer.memory import Held
 from penstock.plan.transformer.operations import Work
 from penstock.schedule import generate
-from penstock.simulate import LinkCost, peaks, simulate
+from penstock.simulate import peaks, simulate
 
 EMBEDDING, _LAYER, HEAD = "embedding", "layers.{}", "head"
 
@@ -143,7 +143,9 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
     schedule = generate(
         "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
     )
-    timeline = simulate(schedule, stages, _neighbors(job, machine, layout))
+    # Replicas lie between two ranks, so that a host has one rank only, unless there is but one host.
+    inside = job.tensor_parallel * layout.replicas * layout.ranks <= machine.devices_per_host
+    timeline = simulate(schedule, stages, machine.link if inside else machine.network)
     held = peaks(schedule, stages, timeline)
     parameters = max(one.parameters for one in held) / PARAMETER_BYTES
     pieces = [units[start:end] for start, end in pairwise(bounds)]
@@ -166,12 +168,6 @@ def optimizer_seconds(job: Job, machine: Machine, parameters: float) -> float:
     """Adam reads and writes parameters, reads gradients, and reads and writes its state, all for its own shard."""
     moved = (2 * PARAMETER_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_BYTES) / job.optimizer_shards
     return parameters * moved / (machine.device.bytes_per_second * machine.efficiency.bandwidth_fraction)
-
-
-def _neighbors(job: Job, machine: Machine, layout: Layout) -> LinkCost:
-    """Between two ranks: replicas lie between them, so that a host has one rank only, unless there is but one host."""
-    devices = job.tensor_parallel * layout.replicas * layout.ranks
-    return machine.link if devices <= machine.devices_per_host else machine.network
 
 
 def _layers(job: Job, layout: Layout) -> tuple[int, ...]:
