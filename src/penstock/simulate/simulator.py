@@ -217,7 +217,9 @@ def timed_columns(
     Raises:
         ArgumentError, ScheduleError: as `simulate`.
     """
-    begins = _begins(schedule, begin)
+    begins = np.zeros(schedule.ranks) if begin is None else np.array(begin, float)
+    if begins.shape != (schedule.ranks,) or not (begins >= 0).all():
+        raise ArgumentError(f"begin={begin}: expected a time of 0 or more for each of {schedule.ranks} ranks")
     starts, ends = _run(columns, Work.of_columns(columns, costs, links), begins) or (None, None)
     if starts is None or ends is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
@@ -231,15 +233,12 @@ def timed_columns(
     del starts
     end = [_array(ends[nodes]) for nodes in ranks]
     del ends
-    waited = [_waited(*times) for times in zip(start, end, strict=True)]
+    waited = []  # before each of a rank's actions
+    for began, ended in zip(start, end, strict=True):
+        times = np.array(began)
+        times[1:] -= column(ended)[:-1]
+        waited.append(_array(times))
     return Timeline(tuple(Track(*of_rank) for of_rank in zip(rows, start, end, waited, strict=True)))
-
-
-def _begins(schedule: Schedule, begin: Sequence[float] | None) -> Floats:
-    begins = np.zeros(schedule.ranks) if begin is None else np.array(begin, float)
-    if begins.shape != (schedule.ranks,) or not (begins >= 0).all():
-        raise ArgumentError(f"begin={begin}: expected a time of 0 or more for each of {schedule.ranks} ranks")
-    return begins
 
 
 def _run(columns: Columns, work: Work, begins: Floats) -> tuple[Floats, Floats] | None:
@@ -259,10 +258,3 @@ def _array(times: Floats) -> array[float]:
     made = array("d")
     made.frombytes(np.ascontiguousarray(times).view(np.uint8).data)
     return made
-
-
-def _waited(start: array[float], end: array[float]) -> array[float]:
-    """How long a rank waited before each of its actions."""
-    waited = np.array(start)
-    waited[1:] -= column(end)[:-1]
-    return _array(waited)

@@ -273,8 +273,9 @@ class _Dispatch:
         if waiting >= 0 and numbers[waiting] == k:
             self._look(waiting)
             other, arrival = self.problem.placement.rank_of[waiting // 3], self.arrival[waiting]
-            # A busy rank will notice it later.
-            if arrival < due[other] and now < due[other] and self._idle(other, now):
+            row = self.rows[other]
+            is_idle = not row or self.ends[row[-1]][-1] <= now  # a busy rank will notice it later
+            if arrival < due[other] and now < due[other] and is_idle:
                 due[other] = arrival
                 heapq.heappush(events, (arrival, other))
 
@@ -289,7 +290,3 @@ class _Dispatch:
             self.arrival[lane] = self.ends[source][k] + problem.lag[lane]
         else:
             self.arrival[lane] = math.inf
-
-    def _idle(self, rank: int, now: float) -> bool:
-        row = self.rows[rank]
-        return not row or self.ends[row[-1]][-1] <= now

@@ -78,8 +78,13 @@ def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
         caps[chunk] = (first, last) if random.random() < 0.8 else (1.0, 1.0)
         pattern = replace(pattern, caps=tuple(caps))
     elif kind < 0.75:
-        for _ in range(random.choice((1, 1, 2, 3))):
-            pattern = _stretch(problem, pattern, random)
+        for _ in range(random.choice((1, 1, 2, 3))):  # faster or slower through some stages
+            factor = 2 ** random.gauss(0, random.choice((0.05, 0.2, 0.6)))
+            stages = _stages(problem, random)
+            if random.random() < 0.5:
+                pattern = replace(pattern, forward=_scaled(pattern.forward, stages, factor))
+            else:
+                pattern = replace(pattern, backward=_scaled(pattern.backward, stages, factor))
     elif kind < 0.83:
         pattern = _shift(problem, pattern, random, period)
     elif kind < 0.87:
@@ -145,15 +150,6 @@ def _stages(problem: Problem, random: Random) -> range:
         return range(problem.stages)
     first, last = sorted(random.randrange(problem.stages) for _ in range(2))
     return range(first, last + 1)
-
-
-def _stretch(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
-    """Makes the pattern faster or slower through some stages."""
-    factor = 2 ** random.gauss(0, random.choice((0.05, 0.2, 0.6)))
-    stages = _stages(problem, random)
-    if random.random() < 0.5:
-        return replace(pattern, forward=_scaled(pattern.forward, stages, factor))
-    return replace(pattern, backward=_scaled(pattern.backward, stages, factor))
 
 
 def _scaled(values: tuple[float, ...], where: range, factor: float) -> tuple[float, ...]:
