@@ -16,6 +16,7 @@ from penstock.schedule import Action, Op, add_communication, add_sharding, gener
 from penstock.schedule.describe import WORDS, Kind, describe
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import StageCost, critical_path, memory
+from scaffolding.nanoseconds import merged
 
 ZB = generate("zb-h1", 3, 5)
 INTERLEAVED = generate("interleaved-1f1b", 2, 4, 2)
@@ -167,7 +168,7 @@ def test_memory_is_drawn_to_its_peak(tmp_path: Path, open_page: Any) -> None:
 
 
 def spans_of_ranks(rows: list[list[Span]]) -> Timeline:
-    return Timeline.merge(rows)
+    return merged(rows)
 
 
 @pytest.mark.parametrize(
