@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain.case import Case, Change, case_of
+from penstock.plan.explain.case import Change, case_of
 from penstock.plan.explain.changes import LEAST_GAIN, Trial, suggestions, what_if
 from penstock.plan.explain.factors import seconds_of
 from penstock.plan.explain.predicted import Predicted
@@ -181,22 +181,30 @@ def explain(
         ArgumentError: the trace has no complete step (says what is missing), not this one, or a what-if is unknown.
     """
     run = run_of(recording) if isinstance(recording, Recording) else recording
-    chosen = _chosen(run, step)
+    chosen = run.typical if step is None else next((one for one in run.steps if one.number == step), None)
+    if chosen is None:
+        known = ", ".join(str(one.number) for one in run.steps)
+        raise ArgumentError(f"step={step}: the trace has complete steps {known}")
     if predicted is not None and len(predicted.stage_seconds) != chosen.slowest.schedule.placement.depth:
         raise ArgumentError(
             f"the prediction is for {len(predicted.stage_seconds)} stages, and the run has "
             f"{chosen.slowest.schedule.placement.depth}"
         )
     trial = Trial.of(chosen, predicted)
-    trial = replace(trial, shared=_in_turns(trial) if run.crowded is None else run.crowded)
     factors, replay, slowest = trial.factors, trial.replay, chosen.slowest
+    # Whether no two ranks compute at once, though their order would let them.
+    in_turns = chosen.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * chosen.pipeline_seconds
+    trial = replace(trial, shared=in_turns if run.crowded is None else run.crowded)
     even = replay.free.timeline(slowest.schedule, factors.even[chosen.replicas.index(slowest)])
     planned = None if predicted is None else predicted.timeline(replay.schedules[0])
     ahead = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
     alike = [one for one in run.steps if one is not chosen and one.slowest.schedule == slowest.schedule]
     like = sorted(alike, key=lambda one: abs(one.seconds - chosen.seconds))[: _STEPS - 1]
-    worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
+    worst = 0.0
+    for one in (chosen, *like):
+        pairs = zip(case_of(one, seconds_of(one.replicas)).spans, one.replicas, strict=True)
+        worst = max([worst, *(abs(span - own.span_seconds) / one.seconds for span, own in pairs if one.seconds)])
     outside = 0.0 if replay.around is None else abs(replay.step_seconds - chosen.seconds) / chosen.seconds
     error = max(abs(replay_error), worst, outside)
     shared = _CROWDED if run.crowded else _TURNS if trial.shared else ""
@@ -219,12 +227,6 @@ def explain(
         even,
         planned,
     )
-
-
-def _in_turns(trial: Trial) -> bool:
-    """Whether no two ranks compute at once, though their order would let them."""
-    step, replay = trial.step, trial.replay
-    return step.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * step.pipeline_seconds
 
 
 def _others(trial: Trial, like: Sequence[Step]) -> list[Trial]:
@@ -257,20 +259,6 @@ def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
         wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
         guess += f". They were probably others: stages take {wrong}, so the prediction below is not of this run"
     return [*found, guess]
-
-
-def _chosen(run: Run, number: int | None) -> Step:
-    found = run.typical if number is None else next((step for step in run.steps if step.number == number), None)
-    if found is None:
-        known = ", ".join(str(step.number) for step in run.steps)
-        raise ArgumentError(f"step={number}: the trace has complete steps {known}")
-    return found
-
-
-def _worst_error(step: Step, replay: Case) -> float:
-    """Of any replica, as a share of the step."""
-    pairs = zip(replay.spans, step.replicas, strict=True)
-    return max(abs(span - one.span_seconds) / step.seconds for span, one in pairs) if step.seconds else 0.0
 
 
 def _stages(trial: Trial) -> tuple[StageTime, ...]:
