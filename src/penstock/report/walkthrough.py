@@ -34,7 +34,6 @@ class Moment:
 
     Attributes:
         action: what it runs; None: it is idle.
-        next: while it is idle, what it runs next; None: it has finished.
         needs: what the action works with or, while the rank is idle, what of that is still missing.
         text: the same as a sentence without its full stop.
     """
@@ -42,7 +41,6 @@ class Moment:
     rank: int
     slot: int
     action: Action | None
-    next: Action | None
     needs: tuple[Source, ...]
     text: str
 
@@ -112,7 +110,7 @@ class _Words:
         moments = []
         for slot in range(slots):
             if node == end:
-                moments.append(Moment(rank, slot, None, None, (), finished))
+                moments.append(Moment(rank, slot, None, (), finished))
             elif self.slots[node] == slot:
                 moments.append(self._working(rank, node))
                 node += 1
@@ -126,7 +124,7 @@ class _Words:
         if self.dependencies.actions.joined[node]:
             other = self.dependencies.actions[node + 1]
             text += f"; {_NOUN[other.op]} {self._where(other)} may run at the same time"
-        return Moment(rank, self.slots[node], action, None, needs, text)
+        return Moment(rank, self.slots[node], action, needs, text)
 
     def _waiting(self, rank: int, node: int, slot: int) -> Moment:
         action = self.dependencies.actions[node]
@@ -137,7 +135,7 @@ class _Words:
             for one in missing
         )
         text = f"rank {rank} waits: {_NOUN[action.op]} {self._where(action)} needs {reasons}"
-        return Moment(rank, slot, None, action, missing, text)
+        return Moment(rank, slot, None, missing, text)
 
     def _sources(self, node: int) -> tuple[Source, ...]:
         known = self.dependencies
