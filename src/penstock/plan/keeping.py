@@ -205,11 +205,9 @@ def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
             by_stage, needed, made = _best(schedule, demand, ranks)
             ways |= by_stage
             peaks |= needed
-            for (
-                stage,
-                cost,
-            ) in made.items():  # one for each microbatch of the schedule: a copy of the model has only some
-                each = tuple(cost) if not isinstance(cost, StageCost) else ()
+            for stage, cost in made.items():
+                # One for each microbatch of the schedule: a copy of the model has only some.
+                each = () if isinstance(cost, StageCost) else tuple(cost)
                 costs[stage] = (*each, *(each[-1:] * (schedule.microbatches - len(each)))) if each else cost
     return Keeping(tuple(ways.values()), tuple(peaks.values()), tuple(costs.values()))
 
