@@ -90,7 +90,11 @@ def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
     elif kind < 0.87:
         pattern = replace(pattern, period=period * 2 ** random.gauss(0, 0.1))
     else:
-        pattern = replace(pattern, weight=_later(problem, pattern, random))
+        weight = _weights(problem, _late(problem, random))  # right after I, only in gaps, or in between
+        if random.random() >= 0.6:  # on some stages
+            stages = _stages(problem, random)
+            weight = tuple(weight[i] if i in stages else value for i, value in enumerate(pattern.weight))
+        pattern = replace(pattern, weight=weight)
     if random.random() < 0.15:
         pattern = replace(pattern, patience=random.choice(_PATIENCE))
     if random.random() < 0.15:
@@ -170,15 +174,6 @@ def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) ->
     if then > stage:
         return replace(pattern, forward=tuple(values))
     return replace(pattern, backward=tuple(values))
-
-
-def _later(problem: Problem, pattern: Pattern, random: Random) -> tuple[float, ...]:
-    """Puts weight gradients right after I, only in gaps, or in between, on all stages or some."""
-    new = _weights(problem, _late(problem, random))
-    if random.random() < 0.6:
-        return new
-    stages = _stages(problem, random)
-    return tuple(new[i] if i in stages else value for i, value in enumerate(pattern.weight))
 
 
 def _late(problem: Problem, random: Random) -> float:
