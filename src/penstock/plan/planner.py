@@ -208,6 +208,7 @@ def make_plans(
 def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted) -> Iterator[Candidate]:
     """Every choice, for every order of the devices' kinds."""
     cuts: dict[Hashable, Cut] = {}
+    ring = cluster.least_ring_seconds
     for choice in choices(sizes, cluster, global_batch, wanted):
         units, placement = sizes.shared_by(choice.replicas).at(choice.rows), choice.placement
         units = tuple(unit.split for unit in units) if choice.splits else units
@@ -215,18 +216,14 @@ def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: W
             alike = placement if len(cluster.kinds) > 1 else choice.stages
             key = (choice.rows, choice.splits, alike, kinds.shape, kinds.tobytes())
             where = cuts.get(key) or cuts.setdefault(key, cut(units, placement, cluster, kinds))
-            yield Candidate(choice, where, _at_least(choice, where))
-
-
-def _at_least(choice: Choice, where: Cut) -> float:
-    """What no plan with this choice is below: with these cuts, and, if memory is limited, with others, too."""
-    pipelines, speeds, cluster = choice.placement.pipelines, where.rank_speeds, where.cluster
-    sums = [cluster.least_ring_seconds(cost.gradient_bytes, choice.replicas) for cost in where.costs]
-    least = least_seconds(choice, [*where.costs] * pipelines, sums * pipelines)
-    if cluster.has_limit:
-        least = min(least, least_seconds_anyhow(choice, where.units, speeds))
-    updated = pipelines * stage_cost(where.units, 0).optimizer_bytes / sum(speeds)  # of some rank at least the mean
-    return (least + cluster.optimizer_byte_seconds * updated) * (1 - ROUNDING)
+            pipelines, sums = placement.pipelines, [ring(cost.gradient_bytes, choice.replicas) for cost in where.costs]
+            least = least_seconds(choice, [*where.costs] * pipelines, sums * pipelines)
+            if cluster.has_limit:  # with other cuts, too
+                least = min(least, least_seconds_anyhow(choice, where.units, where.rank_speeds))
+            # Of some rank at least the mean.
+            updated = pipelines * stage_cost(where.units, 0).optimizer_bytes / sum(where.rank_speeds)
+            at_least = (least + cluster.optimizer_byte_seconds * updated) * (1 - ROUNDING)
+            yield Candidate(choice, where, at_least)
 
 
 def _finer(ranked: Sequence[Plan], cuts: Mapping[int, Cut], seconds: float) -> Iterator[Plan]:
