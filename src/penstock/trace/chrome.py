@@ -56,13 +56,7 @@ def read_chrome(
         own: the user's pattern of names, besides the table's.
     """
     every = events if isinstance(events, list) else []
-    for event in every:
-        timeless = isinstance(event, dict) and "ts" in event and not _is_time(event["ts"])
-        if timeless and read_name(event.get("name"), event.get("args"), own) is not None:
-            raise ArgumentError(
-                f"the trace's event {quoted(event.get('name'))} is at ts {quoted(event['ts'])}; expected a number of "
-                "microseconds"
-            )
+    _check_times(every, own)
     complete = _complete(every)
     read = [(event, read_name(event.get("name"), event.get("args"), own)) for event in complete]
     ranges = [(event, named) for event, named in read if named is not None and named.op.is_compute]
@@ -113,6 +107,17 @@ def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bo
         and (named is None or (numbered and named.op.is_compute and "microbatch" not in named.numbers))
         and not _SKIPPED.search(str(event.get("name")))
     )
+
+
+def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
+    """Raises ArgumentError if an event that names an action is at no time."""
+    for event in events:
+        timeless = isinstance(event, dict) and "ts" in event and not _is_time(event["ts"])
+        if timeless and read_name(event.get("name"), event.get("args"), own) is not None:
+            raise ArgumentError(
+                f"the trace's event {quoted(event.get('name'))} is at ts {quoted(event['ts'])}; expected a number of "
+                "microseconds"
+            )
 
 
 def _rank(header: Mapping[str, Any], file: str, number: int) -> int:
