@@ -105,8 +105,9 @@ class Costs:
         missing = [letter for name, letter in WORK.items() if name in self.assumed]
         given = [letter for name, letter in WORK.items() if name not in self.assumed]
         value = next(iter(self.assumed.values()))
+        which = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         were = "was" if len(missing) == 1 else "were"
-        return f"{' = '.join([*missing, *given[:1]])} = {value:g}, as {' and '.join(missing)} {were} not given"
+        return f"{' = '.join([*missing, *given[:1]])} = {value:g}, as {which} {were} not given"
 
     def with_links(self, links: MeasuredLinks) -> Costs:
         """These costs on a measured network. Raises ArgumentError if they have links already, or no message sizes."""
