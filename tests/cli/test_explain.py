@@ -22,6 +22,7 @@ from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
+from scaffolding.nanoseconds import merged
 
 HEAVY = [1.0, 1.0, 1.5, 1.0]
 
@@ -79,7 +80,7 @@ def ranges_of_ours(folder: Path) -> list[Path]:
 def ranges_of_torch(folder: Path) -> list[Path]:
     """`_PipelineScheduleRuntime`: a range begins with the wait for the input."""
     whole = measured()
-    waiting = Timeline.merge(
+    waiting = merged(
         [replace(span, start_seconds=span.start_seconds - span.waited_seconds) for span in whole.spans(rank)]
         for rank in range(4)
     )
@@ -487,7 +488,7 @@ def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> 
 
 def test_ranks_in_turns_are_refused(tmp_path: Path) -> None:
     spans = [[Span(rank, *rest) for (*rest,) in ()] for rank in range(2)]
-    turns = Timeline.merge(spans, in_turns=True)
+    turns = merged(spans, in_turns=True)
     assert "in turns" in refusal("explain", str(write(tmp_path / "timeline.json", turns.to_dict())))
 
 
@@ -506,7 +507,7 @@ def test_a_rank_that_was_held_up_lacks_no_other(perfetto: bool, tmp_path: Path) 
         waited = 0.5 if number == 11 else 0.0
         spans.append(Span(0, Action.parse(action), at + waited, at + waited + 0.1, waited))
         at += waited + 0.1
-    timeline = Timeline.merge([spans])
+    timeline = merged([spans])
     assert "step takes 2.1" in output(
         "explain", str(write(tmp_path / "t.json", (to_perfetto(timeline) if perfetto else timeline.to_dict())))
     )

@@ -17,7 +17,7 @@ import penstock
 from penstock import ArgumentError, Microbatch, Profile
 from penstock.cli.profile import rows_of
 from penstock.costs import UnitCost, read_profile
-from penstock.costs.doubts import doubts
+from penstock.costs.sizes import doubts
 from penstock.plan import Sizes
 from scaffolding.models import OneLayer
 

@@ -18,6 +18,7 @@ from penstock.report.web.picture import write_picture
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
+from scaffolding.nanoseconds import merged
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
 def test_a_trace_of_forwards_only_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     rows = [[span for span in measured().spans(rank) if span.action.op is Op.F] for rank in range(4)]
-    path.write_text(json.dumps(Timeline.merge(rows).to_dict()))
+    path.write_text(json.dumps(merged(rows).to_dict()))
     assert "32 actions, and no backward" in refusal("report", str(path))
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, Tied, UnitCost
 from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, Wanted, choices, make_plans, read_plan
-from penstock.plan.bounds import least_seconds
 from penstock.plan.layout import kinds_of_ranks
-from penstock.plan.planner import EQUAL, Candidate, open_candidates, simplest_first
+from penstock.plan.planner import EQUAL, Candidate, least_seconds, open_candidates, simplest_first
 from penstock.plan.predict import Cut, cut, cut_within, order_of, predict
 from penstock.plan.remedies import remedies
 from penstock.schedule import Schedule, check, generate, generator, names

@@ -191,7 +191,7 @@ def check_of(profiles: Sequence[Profile], device: Device) -> None:
 
 def cautions(profiles: Sequence[Profile]) -> list[str]:
     """What to say of profiles that were not measured, or not on a quiet machine."""
-    from penstock.costs.doubts import doubts
+    from penstock.costs.sizes import doubts
 
     own = (note for one in profiles for note in one.notes)
     return list(dict.fromkeys((*own, *(note for one in profiles for note in doubts(one)))))

@@ -11,7 +11,7 @@ from penstock.cli._options import options_on
 if TYPE_CHECKING:
     from penstock.costs.hardware import Device
     from penstock.plan import Cluster
-    from penstock.plan.transformer.paper import Paper
+    from penstock.plan.transformer.step import Paper
 
 WITH_REPLICAS = "dp"
 """For --optimizer-shards: as many as a plan has replicas."""
@@ -52,7 +52,7 @@ class TransformerOptions:
                 state.
         """
         from penstock.plan.transformer import Job, Machine, transformer
-        from penstock.plan.transformer.paper import Paper
+        from penstock.plan.transformer.step import Paper
 
         if cluster.link.bytes_per_second != float("inf") or cluster.between_hosts is not None:
             raise ArgumentError("--link and --between-hosts are not for --transformer: the --device states its links")

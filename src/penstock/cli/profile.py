@@ -108,7 +108,7 @@ def profile(
 def show(found: Profile, console: Console) -> None:
     """Prints the table, with the sums of each row: times, their share of all, and the bytes that are kept for the
     backward and held as parameters; and what the row's first unit gets."""
-    from penstock.costs.doubts import doubts
+    from penstock.costs.sizes import doubts
 
     inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
     runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"

@@ -27,7 +27,7 @@ def studio(
 ) -> None:
     """Play with schedules in a page, open runs, plans and traces, and watch a run. Ctrl-C ends it."""
     require("studio", "starlette", "uvicorn", for_what="penstock studio")
-    from penstock.report.studio.serve import bind, redirecting
+    from penstock.report.studio.app import bind, redirecting
 
     if not 0 <= port <= 65535:
         raise ArgumentError(f"--port {port}: expected a number from 0 to 65535")

@@ -23,8 +23,8 @@ from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
     from penstock.trace.runs import RankState, RunRead
-    from penstock.trace.runs.health import Health
     from penstock.trace.runs.progress import Progress
+    from penstock.trace.runs.summary import Health
 
 EPILOG = """\
 A rank that is silent has said nothing for 5 s: its process is stopped, gone or out of reach. One that is gone has no \
@@ -80,9 +80,8 @@ class Seen:
     def of(cls, path: Path) -> Seen:
         """How a run stands now; its progress, by its last steps."""
         from penstock.trace.runs import read_run
-        from penstock.trace.runs.health import health
         from penstock.trace.runs.progress import Progress
-        from penstock.trace.runs.summary import LAST_STEPS_BYTES
+        from penstock.trace.runs.summary import LAST_STEPS_BYTES, health
 
         run = read_run(path)
         states, damaged = run.ranks_and_damage()
@@ -163,7 +162,7 @@ def _table(lines: Sequence[Sequence[str | Text]]) -> Table:
 
 def _parts(seen: Seen) -> list[Text | Table]:
     """What failed comes before the ranks, of which a screen may have no room for all."""
-    from penstock.trace.runs.health import troubles
+    from penstock.trace.runs.summary import troubles
 
     about = seen.run.about
     replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""

@@ -45,11 +45,20 @@ def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted, 
     Args:
         nearest: the plan that lacks least.
     """
-    larger = _larger(cluster, nearest)
+    needed = [kind.memory_bytes for kind in cluster.kinds]
+    for row in nearest.grid:
+        for device, need in zip(row, nearest.memory_bytes[: nearest.choice.ranks], strict=True):
+            of = cluster.kind_of[device]
+            needed[of] = max(needed[of], math.ceil(need / MIB) * MIB)
+    kinds = (replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, needed, strict=True))
+    larger = replace(cluster, memory_bytes=math.inf, kinds=tuple(kinds))
     if (plan := first_that_fits(sizes, larger, global_batch, wanted, nearest.choice)) is not None:
         yield Remedy(plan, memory_bytes=tuple(kind.memory_bytes for kind in larger.kinds))
-    if len(cluster.kinds) == 1:
-        for more in _counts(sizes, cluster):
+    units, limit = next(iter(sizes.profiles.values())).units, cluster.kinds[0].memory_bytes
+    if len(cluster.kinds) == 1 and max(unit.held_bytes for unit in units) <= limit:  # each unit fits on some device
+        held = sum(unit.held_bytes for unit in units) - sum(counted_again(units))
+        least = max(cluster.devices + 1, math.ceil(held / limit))
+        for more in range(least, MAX_TIMES * cluster.devices + 1):
             kind = replace(cluster.kinds[0], devices=more)
             wider = replace(cluster, devices=0, memory_bytes=math.inf, kinds=(kind,))
             if (plan := first_that_fits(sizes, wider, global_batch, wanted)) is not None:
@@ -88,25 +97,3 @@ def _may_fit(one: Candidate, cluster: Cluster) -> bool:
     held = sum(unit.held_bytes for unit in one.where.units) - sum(counted_again(one.where.units))
     each = pipelines * held / one.choice.ranks
     return max(each, *(unit.held_bytes for unit in one.where.units)) <= limit
-
-
-def _larger(cluster: Cluster, nearest: Plan) -> Cluster:
-    """With devices whose memory holds what the nearest plan needs of them."""
-    of, ranks = cluster.kind_of, nearest.choice.ranks
-    needed = [kind.memory_bytes for kind in cluster.kinds]
-    for row in nearest.grid:
-        for device, need in zip(row, nearest.memory_bytes[:ranks], strict=True):
-            needed[of[device]] = max(needed[of[device]], math.ceil(need / MIB) * MIB)
-    kinds = (replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, needed, strict=True))
-    return replace(cluster, memory_bytes=math.inf, kinds=tuple(kinds))
-
-
-def _counts(sizes: Sizes, cluster: Cluster) -> Iterator[int]:
-    """More devices, in ascending order, that could hold the model: each unit on some device."""
-    units = next(iter(sizes.profiles.values())).units
-    held = sum(unit.held_bytes for unit in units) - sum(counted_again(units))
-    limit = cluster.kinds[0].memory_bytes
-    if max(unit.held_bytes for unit in units) > limit:
-        return
-    least = max(cluster.devices + 1, math.ceil(held / limit))
-    yield from range(least, MAX_TIMES * cluster.devices + 1)

@@ -78,13 +78,16 @@ def read_chrome(
         rank = places[_id(event, "pid")] if len(processes) > 1 else alone
         op = Op.I if b_is_i and named.op is Op.B else named.op
         action = Action(numbers.get("stage", rank), op, numbers.get("microbatch", 0))
-        step = numbers["step"] if "step" in numbers else _step_at(marks, start)
+        marked = bisect.bisect_right(marks, start, key=itemgetter(0)) - 1
+        step = numbers["step"] if "step" in numbers else marks[max(0, marked)][1] if marks else None
         chunk = None if "stage" in numbers else numbers.get("chunk")
         source = ("process", rank)
         made.append(Event(source, str(action), start, end, action, step, chunk=chunk, counted=not numbered))
     waits = not on_device and any(named.waits for _, named in ranges)
     sent = (named.numbers.get("stage", 0) for _, named in read if named is not None and named.op is Op.SEND_F)
-    said = _said(every)
+    # what each process of our own traces says of the whole: how many stages there are, and how ranks ran
+    args = (one.get("args") for one in every if isinstance(one, dict) and one.get("name") == STAGES_SAID_BY)
+    said = [one for one in args if isinstance(one, dict)]
     if any(one.get("in_turns") for one in said):
         raise ArgumentError(f"{file}: {IN_TURNS}")
     stages = max(
@@ -115,12 +118,6 @@ def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
                 f"the trace's event {quoted(event.get('name'))} is at ts {quoted(event['ts'])}; expected a number of "
                 "microseconds"
             )
-
-
-def _said(events: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """What each process of our own traces says of the whole: how many stages there are, and how ranks ran."""
-    args = (event.get("args") for event in events if isinstance(event, dict) and event.get("name") == STAGES_SAID_BY)
-    return [one for one in args if isinstance(one, dict)]
 
 
 def _rank(header: Mapping[str, Any], file: str, number: int) -> int:
@@ -190,13 +187,6 @@ def _steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
     """When steps begin by the profiler's own marks, and their numbers, ascending."""
     found: dict[int, float] = {}
     for event in events:
-        mark = _STEP.fullmatch(event["name"]) if isinstance(event.get("name"), str) else None
-        if mark:
+        if isinstance(event.get("name"), str) and (mark := _STEP.fullmatch(event["name"])):
             found.setdefault(int(mark[1]), event["ts"] / 1e6)
     return sorted((start, number) for number, start in found.items())
-
-
-def _step_at(marks: Sequence[tuple[float, int]], seconds: float) -> int | None:
-    """The step at a time; None if the profiler marked none."""
-    place = bisect.bisect_right(marks, seconds, key=itemgetter(0)) - 1
-    return marks[max(0, place)][1] if marks else None

@@ -25,6 +25,7 @@ from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from penstock.simulate.computations import COMPUTE
+from scaffolding.nanoseconds import merged
 
 
 def trial_of(measured: Timeline, *, shared: bool = False, predicted: Predicted | None = None) -> Trial:
@@ -215,7 +216,7 @@ def in_turns(made: Timeline) -> Timeline:
         took = span.end_seconds - span.start_seconds
         rows[span.rank].append(replace(span, start_seconds=now, end_seconds=now + took, waited_seconds=0.0))
         now += 1.1 * took
-    return Timeline.merge(rows, in_turns=True)
+    return merged(rows, in_turns=True)
 
 
 def test_ranks_that_took_turns_are_refused_in_perfettos_trace_too(tmp_path: Path) -> None:

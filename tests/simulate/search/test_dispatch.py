@@ -16,12 +16,11 @@ from penstock.simulate import memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 from penstock.simulate.search import lower_bound, search
 from penstock.simulate.search.dispatch import Pattern, dispatch
-from penstock.simulate.search.improve import improve
-from penstock.simulate.search.known_schedules import known_schedules, one_by_one
+from penstock.simulate.search.found import known_schedules, one_by_one
+from penstock.simulate.search.improve import improve, stretch
 from penstock.simulate.search.pattern import pattern_of, sample, vary
 from penstock.simulate.search.problem import Problem, Rows, problem
-from penstock.simulate.search.stretch import stretch
-from penstock.simulate.search.timing import Places, critical_path, fits, time_rows
+from penstock.simulate.search.timing import critical_path, fits, time_rows
 
 seeds = st.integers(0, 2**32)
 PLACEMENTS = [
@@ -171,7 +170,7 @@ def test_critical_path_leads_back_to_the_start_without_a_gap() -> None:
     rows = one_by_one(asked)
     timing = time_rows(asked, rows)
     assert timing is not None
-    path = critical_path(asked, rows, timing, Places(asked, rows))
+    path = critical_path(asked, rows, timing)
     spent = sum(asked.seconds[rows[rank][i]] for rank, i in path)
     hops = sum(a != b for (a, _), (b, _) in itertools.pairwise(path))
     assert spent + 0.5 * hops == timing.cost

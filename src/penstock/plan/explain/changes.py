@@ -45,14 +45,29 @@ class Trial:
     shared: bool = False
 
     @classmethod
-    def of(cls, step: Step, predicted: Predicted | None = None, *, shared: bool = False) -> Trial:
-        """The step as it was."""
+    def of(
+        cls,
+        step: Step,
+        predicted: Predicted | None = None,
+        *,
+        shared: bool = False,
+        rolled: int = 0,
+        usual: bool = False,
+    ) -> Trial:
+        """The step as it was. `rolled`: as if its microbatches had come so many places later; `usual`: as if none of
+        its actions had been slow or fast by itself."""
         factors = factors_of(step.replicas)
-        return cls(step, factors, case_of(step, factors.seconds), predicted, shared)
+        seconds = np.roll(factors.by_microbatch if usual else factors.seconds, rolled, axis=3)
+        factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
+        return cls(step, factors, case_of(step, seconds), predicted, shared)
 
     @property
     def slowest(self) -> Replica:
         return self.step.slowest
+
+    def of_replica(self, place: int) -> str:
+        """Which replica it is, in words, if there are several."""
+        return f" of replica {self.step.replicas[place].number}" if len(self.step.replicas) > 1 else ""
 
     def gains(self, change: Change) -> tuple[float, ...]:
         """What a change brings, as shares of the step: as usual, and at the ends of what it assumes. One of these is,
@@ -94,11 +109,34 @@ class Trial:
     @property
     def excess(self) -> Floats:
         """What actions that are slow by themselves take beyond what is usual, in seconds; 0 for all others."""
-        return np.asarray(np.nan_to_num(self.factors.seconds) * (1 - 1 / _own(self)))
+        return np.asarray(np.nan_to_num(self.factors.seconds) * (1 - 1 / self.own))
+
+    @property
+    def own(self) -> Floats:
+        """By how much each action that is slow by itself is slower than is usual; 1 for all others."""
+        own = np.nan_to_num(self.factors.own, nan=1.0)
+        return np.where(own >= _OWN, own, 1.0)
 
     def scaled(self, case: Case, scale: Floats) -> Case:
         """What work usually takes so many times as long. An action's excess has other causes, and so stays."""
         return case.with_seconds((case.seconds - self.excess) * scale + self.excess)
+
+    def moved(self, case: Case, totals: Floats, before: Floats) -> Case:
+        """Each stage takes as much of one total as it took of the other, each op its share of that."""
+        scale = np.where(before > 0, totals / np.where(before > 0, before, 1.0), 1.0)
+        return self.scaled(case, scale[None, None, :, None])
+
+    def even(self, case: Case) -> Case:
+        """All stages as long as their mean."""
+        return self.moved(case, np.full_like(self.totals, self.totals.mean()), self.totals)
+
+    def equal(self, case: Case) -> Case:
+        """All microbatches alike."""
+        return self.scaled(case, 1 / self.factors.microbatch[:, None, None, :])
+
+    def usual(self, case: Case) -> Case:
+        """No action slow by itself."""
+        return case.with_seconds(case.seconds - self.excess)
 
 
 def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
@@ -132,13 +170,12 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
         if (change.certain >= LEAST_GAIN or not change.measured) and usual >= least:
             found.append((not change.measured, -change.certain, -usual, change))
     found.sort(key=lambda entry: entry[:3])
-    best = [change for *_, change in found]
-    return tuple(change for place, change in enumerate(best) if not _beaten(change, best[:place]))
-
-
-def _beaten(change: Change, before: Sequence[Change]) -> bool:
-    """Whether another schedule, which needs no more memory, comes before this one."""
-    return change.kind == "schedule" and any(one.kind == "schedule" and change.memory >= one.memory for one in before)
+    best: list[Change] = []
+    for *_, change in found:  # of schedules, one that needs no more memory than those before
+        before = (one.memory for one in best if one.kind == "schedule")
+        if change.kind != "schedule" or all(change.memory < memory for memory in before):
+            best.append(change)
+    return tuple(best)
 
 
 def _changes(trial: Trial) -> Iterator[Change]:
@@ -162,7 +199,7 @@ def _cut(trial: Trial) -> Iterator[Change]:
     if known is None or not known.units or known.unlikely(list(totals)):
         needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
         note = _doubted(trial, f"if stages were even; {needed} which cuts there are")
-        yield Change("cut", f"{is_so}: move work off it", (_even(trial, trial.replay),), note, measured=False)
+        yield Change("cut", f"{is_so}: move work off it", (trial.even(trial.replay),), note, measured=False)
         return
     starts, *ends = known.recut([float(total) for total in totals])
     moves = [
@@ -171,7 +208,7 @@ def _cut(trial: Trial) -> Iterator[Change]:
         if old != new_one
     ]
     if moves:
-        cases = tuple(trial.scaled(trial.replay, (np.array(new) / totals)[None, None, :, None]) for new in ends)
+        cases = tuple(trial.moved(trial.replay, np.array(new), totals) for new in ends)
         note = _doubted(trial, "units as profiled, scaled to what was measured")
         yield Change("cut", f"{is_so}: {'; '.join(moves)}", cases, note)
 
@@ -180,13 +217,6 @@ def _doubted(trial: Trial, note: str) -> str:
     """A note that says if a single interruption explains as much: each op of a stage ran once."""
     once = trial.slowest.schedule.microbatches == 1
     return "; ".join(filter(None, [note, "of one microbatch, a single interruption looks the same" if once else ""]))
-
-
-def _even(trial: Trial, case: Case) -> Case:
-    """All stages as long as their mean, each op's share of its stage as it is."""
-    totals = trial.totals
-    scale = np.where(totals > 0, totals.mean() / np.where(totals > 0, totals, 1.0), 1.0)
-    return trial.scaled(case, scale[None, None, :, None])
 
 
 def _ranks(trial: Trial) -> Iterator[Change]:
@@ -210,43 +240,28 @@ def _microbatches(trial: Trial) -> Iterator[Change]:
     if factor.max() == 1.0:
         return
     place, microbatch = np.unravel_index(int(np.argmax(factor)), factor.shape)
-    of = f" of replica {trial.step.replicas[int(place)].number}" if len(trial.step.replicas) > 1 else ""
+    of = trial.of_replica(int(place))
     text = (
         f"microbatches are unequal (microbatch {microbatch}{of} takes {factor.max():.2f} times the mean): give each as "
         "much work, such as sequences of the same length in sum"
     )
-    yield Change("microbatches", text, (_equal(trial, trial.replay),), _SAME_WORK)
-
-
-def _equal(trial: Trial, case: Case) -> Case:
-    return trial.scaled(case, 1 / trial.factors.microbatch[:, None, None, :])
+    yield Change("microbatches", text, (trial.equal(trial.replay),), _SAME_WORK)
 
 
 def _actions(trial: Trial) -> Iterator[Change]:
-    own = _own(trial)
+    own = trial.own
     slow = own > 1.0
     if not slow.any():
         return
     excess = trial.excess
     place, op, stage, microbatch = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
-    of = f" of replica {trial.step.replicas[place].number}" if len(trial.step.replicas) > 1 else ""
-    name = f"{stage}{COMPUTE[op].value}{microbatch}"
+    name = f"{stage}{COMPUTE[op].value}{microbatch}{trial.of_replica(place)}"
     text = (
-        f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name}{of} most "
+        f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name} most "
         f"({own[place, op, stage, microbatch]:.1f}x): look for what else ran then"
     )
     note = "none slower than is usual there"
-    yield Change("actions", text, (_usual(trial, trial.replay),), note, measured=False)
-
-
-def _usual(trial: Trial, case: Case) -> Case:
-    return case.with_seconds(case.seconds - trial.excess)
-
-
-def _own(trial: Trial) -> Floats:
-    """By how much each action that is slow by itself is slower than is usual; 1 for all others."""
-    own = np.nan_to_num(trial.factors.own, nan=1.0)
-    return np.where(own >= _OWN, own, 1.0)
+    yield Change("actions", text, (trial.usual(trial.replay),), note, measured=False)
 
 
 # -- what if ----------------------------------------------------------------------------------------------------------
@@ -286,7 +301,7 @@ def _changed(trial: Trial, change: Change, name: str, value: str) -> Change:
             found = another(case, value, slow, trial.price)
             return change.assuming(found.cases, found.note, measured=found.measured)
         case "cut", "even":
-            made, measured = _even(trial, case), False
+            made, measured = trial.even(case), False
         case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < placement.depth:
             made, note = _recut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
         case "stragglers", "none":
@@ -297,9 +312,9 @@ def _changed(trial: Trial, change: Change, name: str, value: str) -> Change:
             of_rank[:, :, stages] = slow[:, :, stages]
             made = trial.scaled(case, 1 / of_rank[..., None])
         case "microbatches", "equal":
-            made, note = _equal(trial, case), _SAME_WORK
+            made, note = trial.equal(case), _SAME_WORK
         case "actions", "usual":
-            made, measured = _usual(trial, case), False
+            made, measured = trial.usual(case), False
         case "link", _ if _is_factor(value):
             made, measured = case.with_links(float(value)), False
         case "host", "none":
@@ -323,8 +338,7 @@ def _recut(trial: Trial, case: Case, stage: int, share: float) -> Case:
         amount = share * totals[upper if share > 0 else upper - 1]
         moved[upper - 1] += amount
         moved[upper] -= amount
-    scale = np.where(totals > 0, moved / np.where(totals > 0, totals, 1.0), 1.0)
-    return trial.scaled(case, scale[None, None, :, None])
+    return trial.moved(case, moved, totals)
 
 
 def _is_factor(text: str) -> bool:

@@ -123,8 +123,9 @@ def _for(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
         found[:, _F] = seconds[:, _F] * forward + price.split_seconds
         found[:, _I], found[:, _W] = whole * inputs + price.split_seconds, whole * weights
     elif splits:
+        both = np.nansum(seconds[:, _I]) + np.nansum(seconds[:, _W])
         for part in (_I, _W):
-            usual = _share(seconds, part) * whole
+            usual = (np.nansum(seconds[:, part]) / both if both else 0.5) * whole
             found[:, part] = np.where(np.isnan(seconds[:, part]), usual, seconds[:, part])
     elif split:
         found[:, _F] = np.maximum(seconds[:, _F] - price.split_seconds, 0.0) / forward
@@ -133,12 +134,6 @@ def _for(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
     for row in schedule.rows:
         used[PLACE[column(row.op)], column(row.stage), column(row.microbatch)] = True
     return np.where(used, found, np.nan)
-
-
-def _share(seconds: Floats, part: int) -> float:
-    """The share of a backward that is I (or W), where any is split."""
-    both = np.nansum(seconds[:, _I]) + np.nansum(seconds[:, _W])
-    return float(np.nansum(seconds[:, part]) / both) if both else 0.5
 
 
 def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Change]:
