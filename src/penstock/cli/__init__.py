@@ -42,6 +42,8 @@ class _Verbs(Commands):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
+        from penstock.cli._options import spread
+
         module = import_module(f"penstock.cli.{cmd_name}")
         if hasattr(module, "app"):  # a verb with verbs of its own
             group = typer.main.get_command(module.app)
@@ -49,7 +51,7 @@ class _Verbs(Commands):
             return group
         verb = typer.Typer(add_completion=False)
         epilog, settings = getattr(module, "EPILOG", None), getattr(module, "SETTINGS", None)
-        verb.command(cmd_name, epilog=epilog, context_settings=settings)(getattr(module, cmd_name))
+        verb.command(cmd_name, epilog=epilog, context_settings=settings)(spread(getattr(module, cmd_name)))
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from penstock._base.words import counted
-from penstock.cli._options import CUT, option, spread
+from penstock.cli._options import CUT, option
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.distributed.launch.processes import launch
 from penstock.schedule import MICROBATCHES, grid
 
 
-@spread
 def demo(
-    ranks: Annotated[int, option("How many processes share the model, 1 to 4.", "--ranks", "-n")] = 2,
-    schedule: Annotated[str, option("The schedule; `penstock schedules` lists them.")] = "1f1b",
-    microbatches: Annotated[int, option(f"{CUT}.")] = MICROBATCHES,
-    steps: Annotated[int, option("How many batches to train on.")] = 60,
-    out: Annotated[Path, option("Folder for the timeline and the metrics.")] = Path("runs/demo"),
+    ranks: int = option("How many processes share the model, 1 to 4.", "--ranks", "-n", default=2),
+    schedule: str = option("The schedule; `penstock schedules` lists them.", default="1f1b"),
+    microbatches: int = option(f"{CUT}.", default=MICROBATCHES),
+    steps: int = option("How many batches to train on.", default=60),
+    out: Path = option("Folder for the timeline and the metrics.", default=Path("runs/demo")),
 ) -> None:
     """Train a small GPT on Python's own source code in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)
