@@ -74,17 +74,11 @@ def _of_ranks(found: Planned, best: Plan) -> str:
         few = f"the batch is small for {best.choice.devices} devices, and fewer may be as fast."
         return f"Its ranks are idle {best.bubble:.0%} of the time: {few}" if best.bubble >= _MOSTLY else ""
     every: list[Plan | Lost] = sorted((*found.best, *found.lost), key=lambda one: one.step_seconds)
-    piped = [one for one in every if one.choice.ranks > 1]
-    fits = next((one for one in piped if not one.lacking_bytes), None)
-    if fits is None:
-        beside = "none with one fits" if piped else "as was asked for, or as no other layout works"
-    elif abs(fits.step_seconds - best.step_seconds) <= found.equal * best.step_seconds:
-        beside = f"{_named(fits.choice)}, which has one, takes as long"
-    elif fits.bubble is None:
-        beside = f"any plan with one is at least {_slower(fits, best)}"
-    else:
-        beside = f"the best with one is {_named(fits.choice)}, {_slower(fits, best)}"
-    return f"It has no pipeline; {beside}."
+    piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
+    if piped is None:
+        return "It has no pipeline; no plan with one fits, or none was asked for."
+    bound = "at least " if piped.bubble is None else ""
+    return f"It has no pipeline; the best with one is {_named(piped.choice)}, {bound}{_slower(piped, best)}."
 
 
 def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:

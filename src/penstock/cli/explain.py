@@ -14,8 +14,9 @@ from rich.text import Text
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, screen
-from penstock.cli._outcome import Written, format_of
+from penstock.cli._outcome import format_of
 from penstock.report.text import pairs, print_columns
+from penstock.report.web.contents import duration
 from penstock.schedule import names
 from penstock.simulate.figures import title
 
@@ -158,44 +159,32 @@ def folder_of(paths: Sequence[Path]) -> RunRead | None:
 
 def show(found: Explanation, console: Console) -> None:
     """Prints what the step is, what to change first, and where the time went."""
-    written, name = _written(found.step.seconds), "s" if found.step.seconds >= 1 else "ms"
-    _show_head(found, console, written)
+    _show_head(found, console)
     console.print("\n[bold]What to change first[/], and by how much that changes a step")
     console.print(_changes(found.advice) if found.advice else found.nothing)
     if found.what_ifs:
         console.print("\n[bold]What if[/]")
         console.print(_changes(found.what_ifs))
     slowest = f" (replica {found.step.slowest.number}, the slowest)" if len(found.step.replicas) > 1 else ""
+    unit, name = (1.0, "s") if found.step.seconds >= 1 else (1e-3, "ms")
     console.print(f"\n[bold]Where the time went[/], in {name}{slowest}")
-    _show_ranks(found, 1.0 if name == "s" else 1e-3, console)
+    _show_ranks(found, unit, console)
     if (bubble := found.bubble) is not None:
-        text = f"The largest bubble: rank {bubble.rank} waits {written(bubble.seconds)} before {bubble.before}"
+        text = f"The largest bubble: rank {bubble.rank} waits {duration(bubble.seconds)} before {bubble.before}"
         if bubble.culprit is not None:
             text += (
                 f", mostly for {bubble.culprit} of rank {bubble.culprit_rank}, which takes "
-                f"{written(bubble.culprit_seconds)} where an even share is {written(bubble.usual_seconds)}"
+                f"{duration(bubble.culprit_seconds)} where an even share is {duration(bubble.usual_seconds)}"
             )
         console.print(f"\n{text}.")
-
-
-def _written(largest: float) -> Written:
-    """Seconds as text, to as many digits as the largest needs."""
-    unit, name = (1.0, "s") if largest >= 1 else (1e-3, "ms")
-    seconds = _format(largest / unit)
-    return lambda value: f"{seconds(value / unit)} {name}"
-
-
-def _format(largest: float) -> Written:
-    return format_of([largest], most=3 if largest < 100 else 1)
 
 
 def show_steps(found: Explanation, console: Console) -> None:
     """Prints a line for each step: how long it took, which rank was slow, and which stage heavy."""
     steps = found.steps
-    written = _written(max(one.seconds for one in steps))
     columns: dict[str, Iterable[object]] = {
         "step": [one.number for one in steps],
-        "took": [written(one.seconds) for one in steps],
+        "took": [duration(one.seconds) for one in steps],
         "of the\nmedian": [f"{one.of_median:.2f}" for one in steps],
         "slowest rank": [f"{one.slowest.who} ({one.slowest.times:.2f}x)" if one.slowest else "-" for one in steps],
         "heaviest stage": [f"{one.stage} ({one.of_mean:.2f}x)" for one in steps],
@@ -213,8 +202,7 @@ def _in_words(found: Explanation) -> list[str]:
     if len(found.steps) < 2:
         return []
     times = [one.seconds for one in found.steps]
-    written = _written(max(times))
-    return [f"{len(times)} steps take {written(min(times))} to {written(max(times))}", *in_words(found.steps)]
+    return [f"{len(times)} steps take {duration(min(times))} to {duration(max(times))}", *in_words(found.steps)]
 
 
 def _stragglers(found: Explanation) -> list[str]:
@@ -241,25 +229,25 @@ def _times_predicted(stage: StageTime) -> float:
     return inf if stage.seconds else 1.0
 
 
-def _show_head(found: Explanation, console: Console, written: Written) -> None:
+def _show_head(found: Explanation, console: Console) -> None:
     step, run = found.step, found.run
     replicas = f", {counted(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
     origin = found.origin if found.origin == "measured" else f"{found.origin}, with its costs' unit for a second"
     console.print(Text(f"{title(step.slowest.schedule)}{replicas}, {origin}", "bold"))
     for note in run.notes:
         console.print(f"note: {note}", style="yellow")
-    line = f"a step takes {written(step.seconds)}"
+    line = f"a step takes {duration(step.seconds)}"
     if len(run.steps) > 1:
         line += f" (step {step.number}, the median of {len(run.steps)})"
     outside = step.seconds - step.pipeline_seconds
     if outside > 0.001 * step.seconds:
         most = f" ({', '.join([*step.others][:2])} most)" if step.others else ""
-        line += f"; {written(outside)} outside the pipeline{most}"
+        line += f"; {duration(outside)} outside the pipeline{most}"
     console.print(line)
     added = {reason.value: value / step.seconds for reason, value in found.where.added_seconds.items()}
     parts = [f"{name} {share:+.1%}" for name, share in added.items() if abs(share) >= 0.002]
-    even = f"{written(found.where.even_seconds)} if all were even"
-    console.print(f"of the pipeline's {written(step.pipeline_seconds)}: {', '.join([even, *parts])}")
+    even = f"{duration(found.where.even_seconds)} if all were even"
+    console.print(f"of the pipeline's {duration(step.pipeline_seconds)}: {', '.join([even, *parts])}")
     whole = f"; of whole steps: {found.whole_error:.2%}" if found.whole_error else ""
     console.print(
         f"replayed from its own durations: {found.replay_error:+.2%} of the step (worst {found.worst_error:.2%}{whole})"
@@ -268,9 +256,9 @@ def _show_head(found: Explanation, console: Console, written: Written) -> None:
         console.print(text)
     if found.predicted_seconds is not None:
         times, wrong = max(((_times_predicted(one), one) for one in found.stages), key=lambda pair: abs(pair[0] - 1))
-        much = f"{times:.2f} times what was predicted" if isfinite(times) else f"{written(wrong.seconds)} instead of 0"
+        much = f"{times:.2f} times what was predicted" if isfinite(times) else f"{duration(wrong.seconds)} instead of 0"
         console.print(
-            f"predicted {written(found.predicted_seconds)} for the pipeline; most wrong at stage {wrong.stage}, which "
+            f"predicted {duration(found.predicted_seconds)} for the pipeline; most wrong at stage {wrong.stage}, which "
             f"takes {much}"
         )
 
@@ -287,7 +275,7 @@ def _show_ranks(found: Explanation, unit: float, console: Console) -> None:
         ranks = sorted([*busiest[: _MAX_RANKS // 2], *busiest[-_MAX_RANKS // 2 :]], key=lambda one: one.rank)
     stages = [[stage for stage in found.stages if stage.rank == one.rank] for one in ranks]
     expected = [sum(stage.predicted_seconds or 0.0 for stage in own) for own in stages]
-    seconds = _format(total / unit)
+    seconds = format_of([total / unit], most=3 if total < 100 * unit else 1)
     columns: dict[str, Iterable[object]] = {
         "rank": [one.rank for one in ranks],
         "stages": [", ".join(str(stage.stage) for stage in own) for own in stages],
