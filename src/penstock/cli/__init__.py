@@ -1,6 +1,7 @@
 """The command `penstock`: one file per verb, imported on demand. No verb loads torch before it runs.
 
-To add a verb: write `cli/<verb>.py` with a function `<verb>` that has Typer's annotations, and add it to `VERBS`.
+To add a verb: write `cli/<verb>.py` with a function `<verb>`, whose parameters have options for defaults
+(`_options.py`) or are groups of options, and add it to `VERBS`.
 If the module has an `EPILOG`, it is printed below the options; its `SETTINGS` are Typer's `context_settings`.
 """
 

@@ -22,6 +22,11 @@ _NAMES = re.compile(r"(?<![\w(.])(\w+)=\[([^\]]*)\]")
 _BARE = re.compile(r"(?<![\w(.])(\w+)=(?=[\s).,;]|$)")
 
 
+def flag(name: str) -> str:
+    """The option of a parameter of that name."""
+    return f"--{name.replace('_', '-')}"
+
+
 def in_options(text: str, options: Collection[str]) -> str:
     """Rewrites a library's message so that it names the options that the arguments came from, where there are any.
 
@@ -32,8 +37,7 @@ def in_options(text: str, options: Collection[str]) -> str:
 
     def replaced(found: re.Match[str]) -> str:
         name, *rest = found.groups()
-        option = f"--{name.replace('_', '-')}"
-        option = option if option in options else _OTHERS.get(name, "")
+        option = flag(name) if flag(name) in options else _OTHERS.get(name, "")
         if option not in options:
             return f"{rest[0]} stages" if name == "stages" and rest and rest[0].isdecimal() else found[0]
         return " ".join([option, *map(_typed, rest)])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted, sized
+from penstock.cli._as_typed import flag
 from penstock.cli._options import REQUIRED, check_count, options_on
 from penstock.cli._target import link_of
 
@@ -65,8 +66,7 @@ class ClusterOptions:
 
     @property
     def specified(self) -> ClusterOptions:
-        """The same with what the named device's specifications say in place of what was not given. Raises
-        ArgumentError: a link is needed that they do not state."""
+        """The same with what the named device's specifications say in place of what was not given."""
         device = self.kind
         if device is None:
             return self
@@ -97,13 +97,7 @@ class ClusterOptions:
     def read(
         self, measured: LinkCost | None = None, action_seconds: float | None = None, update: float = 0.0
     ) -> Cluster:
-        """The cluster. Raises ArgumentError if an option is wrong.
-
-        Args:
-            measured: the link, unless --link or a device's specifications say it.
-            action_seconds: unless --action-seconds says it.
-            update: `Cluster.optimizer_byte_seconds`.
-        """
+        """The cluster: with this link and these seconds, unless options or specifications say others."""
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
 
@@ -123,7 +117,7 @@ class ClusterOptions:
         )
 
     def kinds(self) -> tuple[Kind, ...]:
-        """The devices of each kind. Raises ArgumentError if --devices, --memory or --speed is wrong."""
+        """The devices of each kind."""
         from penstock.network.quantities import size_of
         from penstock.plan import Kind
 
@@ -185,19 +179,15 @@ class TransformerOptions:
     )
 
     def check_unused(self) -> None:
-        """Refuses what only a transformer on paper can be asked for. Raises ArgumentError: names it."""
+        """Refuses what only a transformer on paper can be asked for."""
         for each in fields(self):
             if getattr(self, each.name) != each.default:
-                given = f"--{each.name.replace('_', '-')} {getattr(self, each.name)} requires --transformer"
+                given = f"{flag(each.name)} {getattr(self, each.name)} requires --transformer"
                 whole = "; layers of a measured model stay whole" if each.name == "tensor_parallel" else ""
                 raise ArgumentError(f"{given}{whole}; omit it")
 
     def read(self, cluster: ClusterOptions) -> Paper:
-        """The job, on these devices.
-
-        Raises:
-            ArgumentError: an option is wrong, no device is named, or links are given, which its specifications state.
-        """
+        """The job, on these devices."""
         from penstock.plan.transformer import Job, Machine, transformer
         from penstock.plan.transformer.paper import Paper
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError
+from penstock.cli._as_typed import flag
 from penstock.cli._options import argument, options_on
 from penstock.cli._target import compute_as_ranks, link_of, profile_target, profiles_of
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
@@ -77,16 +78,8 @@ class CostOptions:
     )
 
     def read(self, microbatches: int | None = None, ranks: str | None = None) -> Costs:
-        """The costs from the options or the file, or measured.
-
-        Args:
-            microbatches: how many the batch of a TARGET is cut into; None: as usual.
-            ranks: a TARGET is measured with the threads that each of so many gets; other text: with those of now.
-
-        Raises:
-            ArgumentError: a cost is negative, an option needs another that is missing, two options say the same, or a
-                file cannot be read, or is of something else than TARGET.
-        """
+        """The costs from the options or the file, or measured: with a TARGET's batch cut into so many microbatches, and
+        the threads that each of so many ranks gets (if that is a number)."""
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NO_COSTS}
         given = {name: value for name, value in given.items() if value is not None}
         _check(given)
@@ -106,8 +99,8 @@ class CostOptions:
 
     def _refuse_twice(self, given: Mapping[str, float], source: str) -> None:
         """Raises ArgumentError if two options say the same, or --rows has no profile."""
-        of_stages = [_name(name) for name in given if name not in _OF_LINKS]
-        of_links = [_name(name) for name in given if name in _OF_LINKS]
+        of_stages = [flag(name) for name in given if name not in _OF_LINKS]
+        of_links = [flag(name) for name in given if name in _OF_LINKS]
         for file, what, others in (
             (self.costs, f"--costs {self.costs}", [source, *of_stages, *of_links]),
             (source or None, source, of_stages),
@@ -141,7 +134,7 @@ class CostOptions:
             needs |= {"output_bytes": "bandwidth", "bandwidth": "output_bytes"}
         for name, other in needs.items():
             if name in given and other not in given:
-                raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; pass both")
+                raise ArgumentError(f"{flag(name)} has no effect without {flag(other)}; pass both")
         usual = next((given[name] for name in WORK if name in given), 1.0)
         activation = given.get("memory_activation", 0.0)
         weight_grad, unsharded = given.get("memory_weight_grad", activation), given.get("memory_unsharded", 0.0)
@@ -166,13 +159,9 @@ def _link(given: Mapping[str, float]) -> LinkCost:
 
 def _check(given: Mapping[str, float]) -> None:
     for name, value in given.items():
-        what = f"{_name(name)} {value:g}"
+        what = f"{flag(name)} {value:g}"
         if not value >= 0:
             raise ArgumentError(f"{what}: expected a cost of 0 or more")
         if name == "bandwidth" and not value:
             raise ArgumentError(f"{what}: expected a bandwidth above 0")
         refuse_extreme(name, value, what)
-
-
-def _name(option: str) -> str:
-    return f"--{option.replace('_', '-')}"

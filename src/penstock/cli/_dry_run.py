@@ -31,14 +31,8 @@ _UNEVEN = "; of an uneven all_to_all, of what each rank gives"
 
 
 def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
-    """Prints a row per group of transfers: over all microbatches and replicas and, in a table, over similar layers.
-
-    Args:
-        spec: what would be run.
-        folder: the folder that was asked for; None if none was.
-        files: the files that were written there.
-        as_json: whether to print JSON instead of a table.
-    """
+    """Prints a row per group of transfers: over all microbatches and replicas and, in a table, over similar layers; and
+    the files that were written into the folder that was asked for."""
     workload, written = spec.workload, [path.name for path in files]
     whole = _busiest(spec, range(len(workload.transfers)))
     if as_json:
@@ -92,8 +86,7 @@ def _traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
 
 
 def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
-    """How much a trial's transfers send: `sent_bytes`, from the host that sends most, and `port_bytes`, through the
-    busiest port, out or in. Both are None for the engine, whose algorithms are unknown."""
+    """What the host sends that sends most, and what passes the busiest port; None for the engine: nobody knows how."""
     passed: Counter[tuple[int, bool]] = Counter()
     for place in places:
         one, algorithm = spec.workload.transfers[place], spec.algorithm_of(place)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import ArgumentError
+from penstock.cli._as_typed import flag
 from penstock.cli._options import options_on
 
 if TYPE_CHECKING:
@@ -45,11 +46,10 @@ class NetworkOptions:
 
     def given(self) -> list[str]:
         """The options that were given, as the user writes them."""
-        return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, [])]
+        return [flag(f.name) for f in fields(self) if getattr(self, f.name) not in (None, [])]
 
     def machines(self, hosts: int) -> tuple[Machines, tuple[Event, ...]]:
-        """The hosts that the options describe, which `with` creates, and the scenario's events. Raises ArgumentError:
-        an option is wrong, or is meaningless without another."""
+        """The hosts that the options describe, which `with` creates, and the scenario's events."""
         from penstock.network.cpu_limit import parse_slow
         from penstock.network.machines import Machines
         from penstock.network.parse import parse_link

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import finite
+from penstock.cli._as_typed import flag
 from penstock.network import MAX_HOSTS
 from penstock.schedule import MICROBATCHES
 
@@ -74,7 +75,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     def called(**given: Any) -> None:
         for name, value in given.items():
             if type(value) is int and "seed" not in name:
-                check_count(f"--{name.replace('_', '-')}", value)
+                check_count(flag(name), value)
         made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
         verb(**made, **given)
 

@@ -51,12 +51,7 @@ class OrderOptions:
     )
 
     def one(self) -> Schedule:
-        """The schedule.
-
-        Raises:
-            ArgumentError: options are missing, contradict each other or are not allowed, or there is no such file.
-            ScheduleError: the file does not contain a legal schedule.
-        """
+        """The schedule that was asked for."""
         if self.csv is not None:
             for name in ("schedule", "ranks", "microbatches", "chunks"):
                 if getattr(self, name) is not None:
@@ -66,23 +61,23 @@ class OrderOptions:
             schedule = self._windowed(_read(self.csv))
             announce(sum(map(len, schedule.rows)))
             return schedule
-        name = self._name()
         if self.is_many:
-            raise ArgumentError(f"--schedule {name}: this command takes one schedule; `penstock schedules` lists them")
-        entry = generator(name)
-        ((ranks, microbatches),) = self._sizes(several=False)
-        weigh([(entry, self._numbers(entry, ranks, microbatches))])
-        return self._windowed(generate(name, ranks, microbatches, self.chunks))
+            raise ArgumentError(
+                f"--schedule {self.schedule}: this command takes one schedule; `penstock schedules` lists them"
+            )
+        made, _ = self.all()
+        return next(iter(made.values()))
 
     def all(self, *, several: bool = False) -> tuple[dict[Asked, Schedule], dict[Asked, str]]:
-        """Every schedule that was asked for and that the numbers allow, and what the others require. Raises
-        ArgumentError: a number is missing, less than 1 or too large, there are several, or no schedule works with them.
-
-        `several`: whether there may be several numbers of ranks or microbatches.
-        """
+        """Every schedule that was asked for and that the numbers allow, and what the others require. `several`: there
+        may be several numbers of ranks or microbatches."""
         name, sizes = self._name(), self._sizes(several=several)
         entries = [*generators()] if name == ALL else [generator(one.strip()) for one in name.split(",")]
-        asked = [(entry, self._numbers(entry, *one)) for entry in entries for one in sizes]
+        asked = [
+            (entry, Numbers(*one, entry.chunks if self.chunks is None else self.chunks))
+            for entry in entries
+            for one in sizes
+        ]
         weigh((entry, numbers) for entry, numbers in asked if not entry.refusal(numbers))
         made, refused = dict[Asked, Schedule](), dict[Asked, str]()
         for entry, numbers in asked:
@@ -95,6 +90,8 @@ class OrderOptions:
             except ArgumentError as error:
                 refused[key] = in_options(str(error), ("--unshard-window",))
         if not made:
+            if len(asked) == 1:
+                self._windowed(generate(*key, numbers.chunks))  # raises, with a remedy
             reasons = "; ".join(dict.fromkeys(f"{name} {reason}" for (name, *_), reason in refused.items()))
             raise ArgumentError(f"--schedule {self.schedule}: no schedule works with these numbers: {reasons}")
         return made, refused
@@ -115,7 +112,7 @@ class OrderOptions:
         return self.csv is None and "," in f"{self.ranks}{self.microbatches}"
 
     def _windowed(self, schedule: Schedule) -> Schedule:
-        """The schedule with the gathers that --unshard-window asks for. Raises ArgumentError if there is no room."""
+        """The schedule with the gathers that --unshard-window asks for."""
         if self.unshard_window is None:
             return schedule
         return add_sharding(schedule, set(range(schedule.stages)), self.unshard_window)
@@ -128,8 +125,7 @@ class OrderOptions:
         return self.schedule
 
     def _sizes(self, *, several: bool) -> list[tuple[int, int]]:
-        """Each combination of the numbers of ranks and microbatches. Raises ArgumentError: a number is missing or less
-        than 1, or none, or there are several and must not be."""
+        """Each combination of the numbers of ranks and microbatches."""
         if self.ranks is None:
             raise ArgumentError(f"--schedule {self.schedule} needs --ranks: pass how many")
         numbers = list[list[int]]()
@@ -145,18 +141,13 @@ class OrderOptions:
             check_counts(ranks=ranks, microbatches=microbatches)
         return found
 
-    def _numbers(self, entry: Generator, ranks: int, microbatches: int) -> Numbers:
-        """The numbers for which to generate a schedule: from the options, or its own defaults."""
-        return Numbers(ranks, microbatches, entry.chunks if self.chunks is None else self.chunks)
-
 
 Asked = tuple[str, int, int]
 """A schedule's name, and its numbers of ranks and microbatches."""
 
 
 def _read(path: Path) -> Schedule:
-    """A schedule from a file, in torch's format or as `str(schedule)` writes it. Raises ArgumentError or ScheduleError:
-    there is no such file, or no legal schedule in it."""
+    """A schedule from a file, in torch's format or as `str(schedule)` writes it."""
     text = read_text(path, f"--csv {path}")
     try:
         own = _OWN_TEXT in text.partition("\n")[0]
@@ -184,8 +175,7 @@ _PATIENT_SECONDS = 10.0
 
 
 def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
-    """Refuses schedules that are too large to time, and announces those that take a while. Raises ArgumentError: they
-    have more than `MAX_ACTIONS` actions together, or one has more than `MAX_STAGES` stages."""
+    """Refuses schedules that are too large to time, and announces those that take a while."""
     asked = [(entry.actions(numbers), numbers) for entry, numbers in schedules]
     found = sum(actions for actions, _ in asked)
     if found > MAX_ACTIONS:

@@ -41,8 +41,6 @@ def _balance(text: str) -> str:
 
 
 GradientDtypeName = Literal["float32", "float64"]
-"""The dtype in which gradients accumulate, by torch's name."""
-
 GRADIENT_DTYPE = "What gradients of parameters in lower precision accumulate in; default: in the same."
 
 
@@ -54,8 +52,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 
 def link_of(text: str | None) -> LinkCost | None:
-    """The costs of a link as `--link` says it; None if the option was not given. Raises ArgumentError: the text is
-    wrong, or has more than a rate and a delay."""
+    """The costs of a link as `--link` says it. Raises ArgumentError: there is more in it than a rate and a delay."""
     if text is None:
         return None
     from penstock.network.impairment import Impairment
@@ -101,7 +98,7 @@ class SplitOptions:
     gradient_dtype: GradientDtypeName | None = option(GRADIENT_DTYPE)
 
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of `penstock.pipeline`. Raises ArgumentError if a text is wrong."""
+        """The same as arguments of `penstock.pipeline`."""
         from penstock.network.quantities import size_of
 
         return {
@@ -126,16 +123,10 @@ def compute_as_ranks(ranks: int) -> None:
 
 @contextlib.contextmanager
 def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
-    """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr.
+    """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr, and
+    what `what` raises ("the model", say) becomes an ArgumentError.
 
-    Args:
-        name: TARGET's name.
-        what: whose code the block runs, for error messages: "the model", say.
-        weights: False if only shapes are needed: a model named by its configuration is built on the meta device.
-
-    Raises:
-        PenstockError: TARGET is wrong, or the block raised it.
-        ArgumentError: the block raised anything else.
+    `weights`: False if only shapes are needed: a model named by its configuration is built on the meta device.
     """
     from penstock.distributed.launch.target import load, user_code
 
@@ -155,11 +146,7 @@ def profile_target(given: Target, **options: Any) -> Profile:
 def profiles_of(
     target: str | None, files: Sequence[Path], measure: Callable[[Target], list[Profile]], *, weights: bool = True
 ) -> list[Profile]:
-    """The profiles in the files, checked against TARGET if that is given too; without files, those of TARGET.
-
-    `weights`: as for `loaded`, if TARGET is measured. Raises ArgumentError: a file has no profile, or it is of another
-    model; TARGET is wrong.
-    """
+    """The profiles in the files, checked against TARGET if that is given too; without files, those of TARGET."""
     from penstock.costs import read_profile
 
     found = [read_profile(file) for file in files]

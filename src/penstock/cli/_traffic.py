@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
+from penstock.cli._as_typed import flag
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.network.fabric.presets import preset
@@ -56,8 +57,7 @@ class TrafficOptions:
     )
 
     def workload(self, hosts: int) -> Workload:
-        """The workload that the options describe. Raises ArgumentError: no workload or more than one was given, or an
-        option belongs to another kind."""
+        """The workload that the options describe."""
         ways = {
             "--preset": self.preset_name,
             "--model": self.model,
@@ -72,8 +72,7 @@ class TrafficOptions:
         for name, owners in _OWNERS.items():
             is_given = getattr(self, name) is not None and getattr(self, name) is not False  # a 0 counts as given
             if is_given and given[0] not in owners:
-                option = f"--{name.replace('_', '-')}"
-                raise ArgumentError(f"{option} belongs to {owners}, and {given[0]} was given: leave it out")
+                raise ArgumentError(f"{flag(name)} belongs to {owners}, and {given[0]} was given: leave it out")
         if self.preset_name is not None:
             return preset(self.preset_name)
         if self.like is not None:
@@ -176,7 +175,7 @@ class CountOptions:
     epochs: int | None = option("With --batches: trials = batches x epochs.")
 
     def count(self) -> int:
-        """The number of trials. Raises ArgumentError: the options contradict each other."""
+        """The number of trials."""
         if self.batches is None and self.epochs is None:
             return DEFAULT_TRIALS if self.trials is None else self.trials
         if self.trials is not None or self.batches is None or self.epochs is None:

@@ -155,7 +155,7 @@ def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra:
 
 
 def _check(spec: Spec, hosts_here: int) -> None:
-    """Raises ArgumentError if torch lacks the backend, or if the payloads need more memory than this machine has."""
+    """Raises ArgumentError if torch lacks the backend, or if payloads need more memory than there is."""
     if spec.backend != "gloo":  # gloo is always there; checking another imports torch
         from penstock.network.fabric.emulation.collectives import check_backend
 
@@ -199,8 +199,7 @@ def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], outpu
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """The run's folder, which never contains another run or other samples. Raises ArgumentError: the folder has a run
-    already, or cannot be made."""
+    """The run's folder, which never contains another run or other samples."""
     if out is None:
         number = 1
         while (RUNS / f"fabric-{number}").exists():

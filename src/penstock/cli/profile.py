@@ -93,8 +93,7 @@ def profile(
 
 
 def show(found: Profile, console: Console) -> None:
-    """Prints the table, with the sums of each row: times, their share of all, and the bytes that are kept for the
-    backward and held as parameters; and what the row's first unit gets."""
+    """Prints the units, their sums by the rows of a microbatch, the links, and why not to trust them."""
     from penstock.costs.doubts import doubts
 
     inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())

@@ -39,8 +39,7 @@ class RankOptions:
     nnodes: str | None = option("", hidden=True)
 
     def count(self) -> int:
-        """How many processes to start, with the plan in their environment. Raises ArgumentError unless something
-        says."""
+        """How many processes to start, with the plan in their environment."""
         if self.nnodes is not None:
             raise ArgumentError(
                 f"--nnodes is an option of torchrun; this command is for one machine: run `torchrun --nnodes "

@@ -167,11 +167,7 @@ def _sweep(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
 
 
 def _cell(asked: Asked, outcome: Outcome, costs: Costs) -> dict[str, Any]:
-    """One schedule with one number of ranks and of microbatches, on the same model as all others, for JSON.
-
-    `one_device`: how long one device takes for as many microbatches; `efficiency`: the share of the speed-up that as
-    many devices as there are ranks could give.
-    """
+    """One schedule beside one device that runs the whole model. `efficiency`: the speed-up, per rank."""
     name, ranks, microbatches = asked
     one = generate("1f1b", 1, microbatches)
     whole = replace(costs.for_model_of(one, whole=True), links=NO_COST).of(one)

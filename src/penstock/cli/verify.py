@@ -139,10 +139,7 @@ def _check_numbers(case: Case, entry: Generator) -> None:
 
 def prove(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The report of each schedule, as `penstock.Report.to_dict` returns it; of several, only of those that take these
-    numbers and this model. Until the last one, whatever is printed goes to stderr.
-
-    Raises PenstockError: TARGET or an option is wrong, the model cannot be split, or it or its loss raised an error.
-    """
+    numbers and this model. Until the last one, whatever is printed goes to stderr."""
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.verification.twins import twins
     from penstock.verification.verify import Verification
@@ -228,8 +225,7 @@ def _part(given: Target, replicas: int, replica: int) -> Microbatch:
 
 
 def prove_distributed(case: Case) -> dict[str, Any]:
-    """Like `prove`, with one process per rank. Each leaves a file with the report, or with its error, in a folder.
-    Raises KeyboardInterrupt: Ctrl-C ended the processes."""
+    """Like `prove`, with one process per rank. Each leaves a file with the report, or with its error, in a folder."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
