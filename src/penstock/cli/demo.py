@@ -26,7 +26,13 @@ def demo(
     print(introduction(settings), flush=True)
     status = 1
     try:
-        status = launch(["-m", "penstock.demo", *settings.arguments()], ranks) if ranks > 1 else _alone(settings)
+        if ranks > 1:
+            status = launch(["-m", "penstock.demo", *settings.arguments()], ranks)
+        else:
+            from penstock.demo.train import main
+
+            main(settings.arguments())
+            status = 0
     finally:
         if status:
             Console().show_cursor()  # a progress bar that was cut short hides it
@@ -51,11 +57,3 @@ penstock demo: a small GPT learns Python, {where}
 
   F: forward, B: backward, then the microbatch; a dot is a slot in which the
   rank waits. All the dots together are the bubble."""
-
-
-def _alone(settings: Settings) -> int:
-    """Runs the demo with one rank, in this process."""
-    from penstock.demo.train import main
-
-    main(settings.arguments())
-    return 0

@@ -100,7 +100,12 @@ def fabric(
         return
     require("fabric", "jinja2", "scipy", for_what="penstock fabric")
     by_torchrun = "RANK" in os.environ and how.hosts is None
-    hosts = _started_hosts() if by_torchrun else how.hosts if how.hosts is not None else DEFAULT_HOSTS
+    hosts = DEFAULT_HOSTS if how.hosts is None else how.hosts
+    if by_torchrun:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
+        from penstock.network.fabric.emulation.joining import started
+
+        hosts = started()[1]
     if by_torchrun and asked.given():
         raise ArgumentError(
             f"{asked.given()[0]} is for hosts that are made here; torchrun's hosts have their own network: leave it out"
@@ -222,14 +227,6 @@ def _refuse_options(ctx: typer.Context) -> None:
         if source is not None and source.name == "COMMANDLINE":  # the home of click's enum varies with typer's version
             verb = ctx.invoked_subcommand
             raise ArgumentError(f"{each.opts[0]} comes before {verb}: pass {verb}'s own options after it")
-
-
-def _started_hosts() -> int:
-    """How many hosts torchrun started."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
-    from penstock.network.fabric.emulation.joining import started
-
-    return started()[1]
 
 
 def _as_host(spec: Spec, output: Output) -> None:

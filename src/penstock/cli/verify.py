@@ -33,8 +33,6 @@ from penstock.schedule import MICROBATCHES, Generator, generate, generator, gene
 from penstock.schedule.generators import Numbers
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from penstock.distributed.launch.target import Target
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.runtime.execute.transport_choice import TransportChoice
@@ -154,7 +152,12 @@ def prove(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
 
         mesh, part = None, Microbatch(given.args, given.kwargs, given.target)
         if case.replicas > 1:
-            mesh = _mesh(case, given)
+            from torch.distributed.device_mesh import init_device_mesh
+
+            from penstock.partition.units.chain import as_module
+
+            device = next((p.device.type for p in as_module(given.model).parameters()), "cpu")
+            mesh = init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))
             part = _part(given, case.replicas, mesh.get_local_rank("dp"))
         options: dict[str, Any] = {**case.arguments(), "ranks": case.ranks, "microbatches": case.microbatches}
         options |= {"mesh": mesh, "transport": _choice(case.transport), **given.cutting}
@@ -194,15 +197,6 @@ def _choice(name: str | None) -> TransportChoice:
         )
     factory: TransportFactory = function_named(name, "--transport")
     return factory
-
-
-def _mesh(case: Case, given: Target) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from penstock.partition.units.chain import as_module
-
-    device = next((p.device.type for p in as_module(given.model).parameters()), "cpu")
-    return init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))
 
 
 def _part(given: Target, replicas: int, replica: int) -> Microbatch:
