@@ -110,7 +110,7 @@ class TrafficOptions:
                 raise ArgumentError(
                     f"--{name} applies to a pipeline's stages, but --ranks is 1: pass more ranks, or leave it out"
                 )
-        compute: Any = self.compute or "none"
+        compute: Any = "none" if self.compute is None else self.compute
         if compute not in ("none", "measure"):
             try:
                 compute = float(compute)
@@ -132,7 +132,7 @@ class TrafficOptions:
                 ranks=ranks,
                 cuts=names(self.cuts),
                 opens=names(self.opens),
-                schedule=self.schedule or "1f1b",
+                schedule="1f1b" if self.schedule is None else self.schedule,
                 microbatches=len(sizes),
                 traffic=traffic,
                 sharded=self.sharded,
