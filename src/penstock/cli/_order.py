@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -176,38 +176,32 @@ _PATIENT_SECONDS = 10.0
 
 def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
     """Refuses schedules that are too large to time, and announces those that take a while."""
-    asked = [(entry.actions(numbers), numbers) for entry, numbers in schedules]
-    found = sum(actions for actions, _ in asked)
-    if found > MAX_ACTIONS:
-        raise _too_many(max(asked, key=lambda one: one[0])[1], found, f"{MAX_ACTIONS:,} can be timed")
-    for _, numbers in asked:
-        _check_stages(numbers)
-    announce(found)
+    announce(_total([(entry.actions(numbers), numbers) for entry, numbers in schedules], MAX_ACTIONS, "timed"))
 
 
 def weigh_search(numbers: Numbers, seconds: float) -> None:
     """Like `weigh`, for a search."""
-    found = 3 * numbers.ranks * numbers.chunks * numbers.microbatches
-    if found > MAX_TO_SEARCH:
-        raise _too_many(numbers, found, f"{MAX_TO_SEARCH:,} can be searched")
-    _check_stages(numbers)
-    if found > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
+    actions = 3 * numbers.ranks * numbers.chunks * numbers.microbatches
+    if _total([(actions, numbers)], MAX_TO_SEARCH, "searched") > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
         _say(f"searching for about {seconds:g} s, not counting the time that named schedules take")
 
 
-def _too_many(numbers: Numbers, actions: int, most: str) -> ArgumentError:
-    return ArgumentError(
-        f"--ranks {numbers.ranks} --microbatches {numbers.microbatches}: that makes {actions:,} actions, but at most "
-        f"{most}; pass fewer ranks, microbatches or chunks"
-    )
-
-
-def _check_stages(numbers: Numbers) -> None:
-    if (stages := numbers.ranks * numbers.chunks) > MAX_STAGES:
+def _total(asked: Sequence[tuple[int, Numbers]], most: int, what: str) -> int:
+    """How many actions schedules have together. Raises ArgumentError if these, or the stages of one, are too many."""
+    total = sum(actions for actions, _ in asked)
+    if total > most:
+        _, largest = max(asked, key=lambda one: one[0])
         raise ArgumentError(
-            f"--ranks {numbers.ranks} with {counted(numbers.chunks, 'stage')} per rank makes {stages:,} stages; the "
-            f"limit is {MAX_STAGES:,}; use fewer ranks or chunks"
+            f"--ranks {largest.ranks} --microbatches {largest.microbatches}: that makes {total:,} actions, but at most "
+            f"{most:,} can be {what}; pass fewer ranks, microbatches or chunks"
         )
+    for _, numbers in asked:
+        if (stages := numbers.ranks * numbers.chunks) > MAX_STAGES:
+            raise ArgumentError(
+                f"--ranks {numbers.ranks} with {counted(numbers.chunks, 'stage')} per rank makes {stages:,} stages; "
+                f"the limit is {MAX_STAGES:,}; use fewer ranks or chunks"
+            )
+    return total
 
 
 def announce(actions: int) -> None:

@@ -14,9 +14,6 @@ from penstock.report.text import print_columns
 from penstock.simulate import Cause
 from penstock.simulate.figures import WORK, chunks, title
 
-Written = Callable[[float], str]
-"""Writes numbers of one table alike."""
-
 HEADS = {
     Cause.WARM_UP: "warm\nup",
     Cause.FORWARD: "for\nward",
@@ -88,7 +85,7 @@ _LEAST, _MAX = 1e-12, 1e18
 """Numbers whose largest is between these are written without an exponent."""
 
 
-def format_of(values: Sequence[float], most: int | None = None) -> Written:
+def format_of(values: Sequence[float], most: int | None = None) -> Callable[[float], str]:
     """The format for some numbers: with as many decimals as they need, at most `most`.
 
     `most` defaults to five significant digits of the largest. If that would give a row of zeros, each number gets five

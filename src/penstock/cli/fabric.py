@@ -245,12 +245,10 @@ def _as_host(spec: Spec, output: Output) -> None:
 
 
 @contextmanager
-def _progress(trials: int, *, quiet: bool) -> Iterator[Watch | None]:
-    """Shows a progress bar on stderr. Yields None if that is not a terminal, or if `quiet`."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
+def _progress(trials: int, *, quiet: bool) -> Iterator[Watch]:
+    """Shows a progress bar on stderr, if that is a terminal."""
     columns = BarColumn(bar_width=None), TextColumn("trial {task.completed} of {task.total}"), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=trials)
         yield lambda number: bar.update(task, completed=number + 1)
