@@ -112,7 +112,7 @@ def test_nothing_is_shorter_elsewhere_at_the_same_costs_of_a_rank() -> None:
 
 def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> None:
     says = refusal("search", "--ranks", "10000", "--microbatches", "10000")
-    assert says.startswith("--ranks 10000 --microbatches 10000: a schedule has 300,000,000 actions, but at most ")
+    assert says.startswith("--ranks 10000 --microbatches 10000: that makes 300,000,000 actions, but at most ")
     assert "expected at most 10,000" in refusal("search", "--ranks", "1000000000000", "--microbatches", "1")
     (line,) = penstock("search", "--ranks", "1", "--microbatches", "2", "--seconds", "60").stderr.splitlines()
     assert line.startswith("penstock: searching for about 60 s")
@@ -121,7 +121,7 @@ def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> N
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--memory-limit", "nan"], "--memory-limit nan: expected a number, such as 1.5"),
+        (["--memory-limit", "nan"], "--memory-limit nan: a single microbatch needs 1"),
         (["--memory-limit", "0.5"], "--memory-limit 0.5: a single microbatch needs 1"),
         (["--placement", "v", "--chunks", "1"], "--chunks 1: a V has exactly 2 chunks per rank"),
         (["--microbatches", "0"], "--microbatches 0: expected an integer >= 1"),

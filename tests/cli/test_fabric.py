@@ -53,7 +53,7 @@ WRONG = {
     "--sizes 0": "'0' is 0 bytes: expected an integer number of bytes >= 1",
     "--sizes 2600,6": "a multiple of the element size, 4 bytes",
     "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
-    "probe": "penstock fabric has no command 'probe': it has show, compare, predict, clean; with no command, ",
+    "probe": "penstock fabric has no command 'probe': it has show, compare, predict, clean",
     "sho": "did you mean 'show'?",
     "--sizes 999TiB": "GiB of memory on 4 hosts, but this machine has",
     "--sizes 4parsec": "'4parsec' is not a size: pass bytes, or a number with KiB",

@@ -219,9 +219,9 @@ def test_a_profile_of_something_else_than_the_target_is_refused(target: str, dif
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--profile", "p.json", "--forward", "2"), "--forward 2: --profile p.json says it for every stage"),
-        (("cases.py:make", "--output-bytes", "2"), "--output-bytes 2: cases.py:make says it for every stage"),
-        (("--profile", "p.json", "--costs", "c.json"), "--costs c.json: --profile p.json has costs too"),
+        (("--profile", "p.json", "--forward", "2"), "--profile p.json already sets what --forward would"),
+        (("cases.py:make", "--output-bytes", "2"), "cases.py:make already sets what --output-bytes would"),
+        (("--profile", "p.json", "--costs", "c.json"), "--costs c.json already sets what --profile p.json would"),
         (("--profile", "p.json", "--comm", "-1"), "--comm -1: expected a cost of 0 or more"),
         (("--profile", "p.json", "--rows", "0"), "--rows 0: --profile p.json has microbatches of 2 rows"),
         (("--rows", "2"), "--rows 2 is for measured costs: pass --profile or a TARGET too"),

@@ -62,7 +62,7 @@ def test_a_plan_without_a_pipeline_names_the_best_one_with_one(profile: str) -> 
     (line,) = (line for line in text.splitlines() if line.startswith("It has no pipeline; "))
     numbers = f", dp {piped.choice.replicas} x pp {piped.choice.ranks}"
     assert numbers in line
-    assert line.endswith((" slower.", "takes as long."))  # within half a percent
+    assert line.endswith(" slower.")
     assert "It has no pipeline" not in output(*command, "--link", "1gbit delay 5us", columns=400)
 
 

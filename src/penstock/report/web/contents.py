@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.plan import Plan
-from penstock.plan.explain import Change, Explanation
 from penstock.trace.runs.about import moment
+
+if TYPE_CHECKING:
+    from penstock.plan import Plan
+    from penstock.plan.explain import Change, Explanation
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
