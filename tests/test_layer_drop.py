@@ -152,13 +152,10 @@ def test_ways_to_ask(way: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"recompute": "always"},
-        {"recompute": 2},
         {"recompute": "always", "schedule": "zb-h1"},
-        {"schedule": "interleaved-1f1b"},
-        {"offload": True},
         {"deferred_batch_norm": True},
-        {"check_finite": True},
+        *(pytest.param(each, marks=pytest.mark.long) for each in ({"recompute": 2}, {"offload": True})),
+        pytest.param({"check_finite": True}, marks=pytest.mark.long),
         pytest.param({"compile": {"backend": "eager"}}, marks=pytest.mark.filterwarnings("ignore")),
     ],
     ids=str,

@@ -35,11 +35,6 @@ def test_microbatches_of_lengths_of_their_own(ranks3: Ranks) -> None:
     assert ranks3.run(jobs.buckets) == [[]] * 3
 
 
-def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(ranks2: Ranks) -> None:
-    """The last one of an epoch, or the example itself."""
-    assert ranks2.run(jobs.normed, 7) == [[(2, 2, 2, 2), (3, 2, 2), (2,)]] * 2
-
-
 def test_lists_with_one_entry_per_row_are_cut_on_both_ends(ranks2: Ranks) -> None:
     for losses in ranks2.run(jobs.listed):
         for loss, expected in losses:
