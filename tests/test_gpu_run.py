@@ -116,6 +116,7 @@ RANKS_LONG = [
 ]
 
 
+@pytest.mark.long  # NCCL's rules: distributed/test_nccl_rules.py
 def test_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
     found = rows(tmp_path, "cpu", *RANKS, more=["--forks"])
     assert_ok(found, len(RANKS) + 1)
@@ -292,6 +293,7 @@ run(World(2), hangs, fine, seconds=7)
 """
 
 
+@pytest.mark.long  # of a case without a world: below
 def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
     lines = lines_of_script(WORLD, FOLDER, environment=ENVIRONMENT)
     found = [json.loads(line) for line in lines]

@@ -242,7 +242,7 @@ class AllStates(nn.Module):
         return x + sum(states)
 
 
-@pytest.mark.parametrize("cuts", [["layers.2"], ["layers.2", "layers.4"]])
+@pytest.mark.parametrize("cuts", [["layers.2", "layers.4"]])
 def test_a_tensor_that_crosses_a_cut_twice_is_added_in_another_order(cuts: list[str]) -> None:
     torch.manual_seed(0)
     model, x, y = AllStates(), torch.randn(8, 8), torch.randn(8, 8)

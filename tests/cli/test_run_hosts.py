@@ -105,6 +105,7 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: P
     assert left_of(job.pid) == []
 
 
+@pytest.mark.long  # distributed/launch/test_user.py
 @hosts_needed
 @pytest.mark.distributed
 def test_a_script_runs_as_the_user_that_is_named() -> None:

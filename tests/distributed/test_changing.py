@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
     ("schedule", "p", "transport"),
     [
         ("zb-h1", 2, "distributed"),
-        ("interleaved-1f1b", 2, "auto"),
+        pytest.param("interleaved-1f1b", 2, "auto", marks=pytest.mark.long),
         pytest.param("zb-h1", 4, "distributed", marks=pytest.mark.long),
         pytest.param("interleaved-1f1b", 4, "auto", marks=pytest.mark.long),
     ],

@@ -102,6 +102,7 @@ def test_a_rank_holds_its_share_of_its_stage_between_steps(ranks4: Ranks) -> Non
         assert mine <= stage / 2 + 8
 
 
+@pytest.mark.long  # the next test has the same policy
 def test_mixed_precision_of_fsdp(ranks4: Ranks) -> None:
     """FSDP takes a gradient away, to add it up in the reduction's dtype, after each backward that does not reduce."""
     options = {"schedule": "1f1b", "dropout": 0.0, "microbatches": 6}

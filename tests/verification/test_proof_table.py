@@ -24,6 +24,9 @@ ALWAYS = {
     *("ReadsAllWeights", "ReadsAWeightOfItsStage", "ReadsTheData", "ReadsAGlobalList", "ReadsLeftAttributes"),
     *("BinaryWeight", "Codebook", "ExchangesWeight", "Replaces", "NormalisesSome", "InGlobal", "CollectsInContext"),
     *("Decides", "Routed", "MixturesOfExperts", "CountsRowsItself", "GivesASet", "KeepsAList"),
+    *("WritesABufferAtTheEnd", "Seeds", "Forks", "InSlotsOfAClass", "ScalesByPython", "ScalesByNumpy", "Recurrent"),
+    *("DropsLayersByNumpy", "DropsLayersByPython", "BlocksOfPython", "BlocksOfNumpy", "Dropouts", "MadeInForward"),
+    "Noisy",
 }
 """Which every run of the tests looks at."""
 

@@ -26,14 +26,11 @@ from penstock.verification.first_difference import confusable_values, first_valu
 from penstock.verification.trail import FORWARD, Place, Trail
 
 BENCH = Path(__file__).parents[3] / "benchmarks" / "blame"
-QUICK = (
-    *("with_pipelining.py - labels of the batch before", "with_send_recv.py - stale buffer"),
-    "with_replicas.py hand,stages first,dropout right",
-)
-"""A fault of the loss, one of a message, and what is most likely to be accused."""
+QUICK = ("with_pipelining.py - labels of the batch before", "with_replicas.py hand,stages first,dropout right")
+"""A fault of the loss, beside the scale of the command below, and what is most likely to be accused."""
 MORE = (
     *("with_pipelining.py dropout,recompute right", "with_send_recv.py - not zeroed"),
-    *("with_send_recv.py alike right", "with_replicas.py - not averaged"),
+    *("with_send_recv.py alike right", "with_send_recv.py - stale buffer", "with_replicas.py - not averaged"),
 )
 
 
