@@ -55,15 +55,6 @@ class World:
         return self.detector.failure
 
 
-def test_wait_chain_ends_at_the_rank_that_does_not_wait() -> None:
-    sightings = [Sighting(Position("0B0"), 30), Sighting(RECEIVE, 20), Sighting(Position("2RECV_F0", (1,)), 10)]
-    assert wait_chain(2, sightings) == (
-        0,
-        "rank 2 has waited 10 s for 2RECV_F0 from rank 1; rank 1 has waited 20 s for 1RECV_F0 from rank 0; "
-        "rank 0 runs 0B0 (30 s so far)",
-    )
-
-
 def test_wait_chain_names_those_that_have_not_come() -> None:
     gather = Sighting(Position("gather", tuple(range(1, 8))), 31)
     working = Sighting(Position("2F0"), 3)
