@@ -114,6 +114,7 @@ def test_a_bug_is_caught(bug: str, request: pytest.FixtureRequest) -> None:
     assert any(found)
 
 
+@pytest.mark.long  # the emulation refuses it; pipelines under these rules: above
 def test_groups_that_are_split_are_caught(ranks4: Ranks) -> None:
     cell = Cell("1f1b", "chain", 2, 1, (False, False), eager=True)
     for said in ranks4.run(nccl_jobs.why_split_groups_fail, cell):
