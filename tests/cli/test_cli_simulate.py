@@ -343,14 +343,6 @@ def test_row_of_a_rank() -> None:
     assert ["0", "12.0", *(f"{time:.1f}" for time in shown), "2"] in lines
 
 
-def test_perfetto(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    output("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--perfetto", str(path))
-    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-    assert {"forward of microbatch 1, stage 0", "backward of microbatch 0, stage 1", "wait"} <= names
-    assert {"activations", "gradients", "microbatches held"} <= names
-
-
 @given(st.lists(st.integers(0, 10**9), min_size=1))
 def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
     write = format_of(values)

@@ -339,7 +339,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     asked = ("--ranks", "2", str(TRAINING), "--trials", "9", "--out", str(training))
     assert penstock("run", *asked).exit_code == 0
     said = output("fabric", "show", str(training))
-    like = ("--like", str(training), "--hosts", "2", "--trials", "10", "--algorithm", "engine")
+    like = ("--like", str(training), "--hosts", "2", "--trials", "10", "--warmup", "2", "--algorithm", "engine")
     return Runs(training, said, emulation, as_json("fabric", *like, "--out", str(emulation), "--chakra"))
 
 

@@ -19,7 +19,6 @@ from penstock.cli.profile import rows_of
 from penstock.costs import UnitCost, read_profile
 from penstock.costs.sizes import doubts
 from penstock.plan import Sizes
-from scaffolding.models import OneLayer
 
 TARGETS = """
 import torch
@@ -130,36 +129,6 @@ def test_from_python() -> None:
     for options, words in (({"microbatches": 0}, "microbatches=0"), ({"budget_seconds": "1"}, "budget_seconds='1'")):
         with pytest.raises(ArgumentError, match=words):
             penstock.profile(model, (torch.randn(8, 7),), **options)
-
-
-def test_blocks_that_a_module_holds_are_opened_and_a_pipeline_opens_them_too() -> None:
-    class Block(OneLayer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.layer(x)
-
-    class Level(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.Sequential(Block(8), Block(8), Block(8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks(x)
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.levels = nn.ModuleList([Level(), Level()])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for level in self.levels:
-                x = level(x)
-            return x
-
-    x = torch.randn(4, 8)
-    found = penstock.profile(Whole(), (x,), budget_seconds=0.0)
-    assert [unit.name for unit in found.units] == [f"levels.{i}.blocks.{j}" for i in range(2) for j in range(3)]
-    with penstock.pipeline(Whole(), (x,), ranks=2, microbatches=2, loss_fn=lambda y: y.mean(), balance=found) as pipe:
-        assert pipe.cuts[0] in {unit.name for unit in found.units}
 
 
 def test_microbatches_of_several_sizes_in_one_file() -> None:

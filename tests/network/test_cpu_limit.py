@@ -81,10 +81,6 @@ def _fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _state(pid: int) -> str:
-    return _fields(pid)[0]
-
-
 def _used(pids: list[int]) -> float:
     """Processor seconds of processes and of the children that they have waited for."""
     ticks = sum(int(field) for pid in pids for field in _fields(pid)[11:15])

@@ -13,7 +13,7 @@ torch.set_num_threads(1)  # tests compare bits
 ROWS, WIDTH = 11, 9
 
 ONE_STAGE = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
-"""Schedules with one stage per rank, for any number of ranks and microbatches. `test_verify_matrix` runs all schedules.
+"""Schedules with one stage per rank, for any number of ranks and microbatches. `test_zoo_matrix` runs all schedules.
 """
 
 

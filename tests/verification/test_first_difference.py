@@ -11,13 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline, Report, verify
-from penstock.pipe.steps import Steps
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.transport.local import LocalChannel
-from scaffolding.proofs import after_each_step
 
 WIDTH = 7
 
@@ -72,99 +68,6 @@ def test_nothing_begins_where_all_is_right() -> None:
     assert report.first is None
 
 
-def test_the_message_of_the_microbatch_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    send, kept = LocalChannel.send, {}
-
-    def late(self: LocalChannel, microbatch: int, message: Any) -> None:
-        kept[id(self), microbatch] = [None if t is None else t.clone() for t in message]
-        send(self, microbatch, kept.get((id(self), microbatch - 1), message) if microbatch == 2 else message)
-
-    monkeypatch.setattr(LocalChannel, "send", late)
-    words = ("microbatch 2 on stage 1", "what enters 'layers.2'", "value of microbatch 1, the one before")
-    begins(proof(), *words)
-
-
-def test_two_microbatches_that_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = Steps._inputs
-
-    def swapped(self: Steps, *given: Any) -> Any:
-        first, second, *rest = inputs(self, *given)
-        return [second, first, *rest]
-
-    monkeypatch.setattr(Steps, "_inputs", swapped)
-    begins(proof(), "microbatch 0 on stage 0", "what enters 'layers.0'", "microbatches 0 and 1 are swapped")
-
-
-def test_a_frozen_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = BoundStage.backward
-
-    def frozen(self: BoundStage, microbatch: int) -> Any:
-        run = backward(self, microbatch)
-
-        def run_frozen(grads: Any) -> None:
-            run(grads)
-            if self.index == 1:
-                code(self).get_submodule("layers.2").bias.grad = None
-
-        return run_frozen
-
-    monkeypatch.setattr(BoundStage, "backward", frozen)
-    begins(proof(), "on stage 1", "the gradient of 'layers.2.bias', which is computed from the right", "it is missing")
-
-
-@pytest.mark.parametrize(("factor", "words"), [(2.0, "the term of microbatch 1 is there twice"), (0.0, "is missing")])
-def test_a_microbatch_that_counts_wrongly(monkeypatch: pytest.MonkeyPatch, factor: float, words: str) -> None:
-    backward = BoundStage.backward
-
-    def wrong(self: BoundStage, microbatch: int) -> Any:
-        run = backward(self, microbatch)
-        biases = [m.bias for m in code(self).modules() if isinstance(getattr(m, "bias", None), nn.Parameter)]
-
-        def run_wrong(grads: Any) -> None:
-            before = [torch.zeros_like(b) if b.grad is None else b.grad.clone() for b in biases]
-            run(grads)
-            for bias, was in zip(biases, before, strict=True):
-                bias.grad = was + (bias.grad - was) * factor
-
-        return run_wrong if self.index == 0 and microbatch == 1 else run
-
-    monkeypatch.setattr(BoundStage, "backward", wrong)
-    begins(proof(), "step 1 on stage 0", "the gradient of 'layers.0.bias'", words)
-
-
-@pytest.mark.parametrize(("factor", "stage", "words"), [(0.0, 1, "is missing"), (2.0, 0, "is there twice")])
-def test_the_term_of_a_tie_that_counts_wrongly(
-    monkeypatch: pytest.MonkeyPatch, factor: float, stage: int, words: str
-) -> None:
-    backward = BoundStage.backward
-
-    def wrong(self: BoundStage, microbatch: int) -> Any:
-        run = backward(self, microbatch)
-        weight: Any = code(self).get_submodule("layers.0" if self.index == 0 else "layers.3").weight
-
-        def run_wrong(grads: Any) -> None:
-            before = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
-            run(grads)
-            weight.grad = before + (weight.grad - before) * factor
-
-        return run_wrong if self.index == stage else run
-
-    monkeypatch.setattr(BoundStage, "backward", wrong)
-    begins(proof(), "the gradient of 'layers.0.weight'", f"the term of stage {stage} {words}")
-
-
-def test_another_mask_when_a_stage_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    again, enter = BoundStage._again, Streams.enter
-    running: list[int] = []
-
-    def rerun(self: BoundStage, microbatch: int) -> Any:
-        return noting(again(self, microbatch), running)
-
-    monkeypatch.setattr(BoundStage, "_again", rerun)
-    monkeypatch.setattr(Streams, "enter", lambda self, name: enter(self, name + "?" if running else name))
-    begins(proof(recompute="always"), "what leaves 'layers.1' when it runs again")
-
-
 def test_a_module_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = exact.receive
 
@@ -178,20 +81,6 @@ def test_a_module_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) 
 
 
 # -- more faults ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("factor", "words"),
-    [
-        (4.0, "4 times what it should be: the number of microbat"),
-        (2.0, "2 times what it should be: twice"),
-        (0.25, "0.25 times what it should be: 1 over the number"),
-    ],
-)
-def test_gradients_that_are_scaled_twice_or_divided(monkeypatch: pytest.MonkeyPatch, factor: float, words: str) -> None:
-    seed = LossHead.seed
-    monkeypatch.setattr(LossHead, "seed", lambda self, k: factor * seed(self, k))
-    begins(proof(), "step 1, microbatch 0 on stage 1: the gradient that reaches 'layers.3'", words)
 
 
 def test_a_loss_that_is_divided_by_the_labels_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,60 +116,6 @@ def test_a_layer_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     begins(report, "what leaves 'layers.1'", "it is what enters 'layers.1': a layer between is left out")
 
 
-def test_weights_that_stay_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a copy that the optimizer's step does not reach."""
-    step, before = Pipeline.step, dict[str, Tensor]()
-
-    def stale(self: Pipeline, *args: Any, **options: Any) -> Any:
-        weight = dict(self.named_parameters())["layers.1.weight"]
-        weight.data.copy_(before.setdefault("weight", weight.detach().clone()))
-        return step(self, *args, **options)
-
-    monkeypatch.setattr(Pipeline, "step", stale)
-    begins(proof(), "step 3, microbatch 0 on stage 0: what leaves 'layers.1'")
-
-
-def test_an_evaluation_that_is_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = Pipeline.evaluate
-
-    def leaving(self: Pipeline, *args: Any, **options: Any) -> Any:
-        try:
-            return evaluate(self, *args, **options)
-        finally:
-            self.eval()
-
-    monkeypatch.setattr(Pipeline, "evaluate", leaving)
-    report = proof()
-    assert {row.step for row in report.wrong} == {3}
-    begins(report, "step 3, microbatch 0")
-
-
-def test_an_evaluation_that_drops_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins there, not in the step after it."""
-    forward = BoundStage.forward
-
-    def training(self: BoundStage, microbatch: int) -> Any:
-        run = forward(self, microbatch)
-
-        def run_training(args: Any) -> None:
-            if not self._context.training:
-                code(self).train()
-            run(args)
-
-        return run_training
-
-    monkeypatch.setattr(BoundStage, "forward", training)
-    x = torch.randn(8, WIDTH)
-    layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-    report = verify(nn.Sequential(*layers), (x,), loss_fn=lambda out: out.square().mean(), ranks=2, microbatches=4)
-    assert "the first is output 0 of microbatch 0 in evaluation on stage 1" in report.summary()
-
-
-def test_a_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    after_each_step(monkeypatch, lambda pipe: dict(pipe.named_parameters())["layers.1.bias"].grad.zero_())
-    begins(proof(), "step 1 on stage 0: the gradient of 'layers.1.bias'", "it is zero")
-
-
 @pytest.mark.parametrize("grows", [False, True])
 def test_rounding_is_told_from_other_differences(monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
     receive, step, steps = exact.receive, Pipeline.step, list[int]()
@@ -296,12 +131,3 @@ def test_rounding_is_told_from_other_differences(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(exact, "receive", rounded)
     begins(proof(), "'layers.2'", "no more than rounding")
     assert ("which grows step by step" in proof().summary()) == grows
-
-
-def test_a_buffer_that_is_wrong_is_the_first_thing_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    after_each_step(monkeypatch, lambda pipe: dict(pipe.named_buffers())["1.running_mean"].mul_(1.1))
-    x = torch.randn(8, WIDTH)
-    layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-    report = verify(nn.Sequential(*layers), (x,), loss_fn=lambda out: out.square().mean(), ranks=2, microbatches=4)
-    assert "the first is buffer 1.running_mean on stage" in report.summary()
-    assert {row.name.partition(" in ")[2] for row in report.wrong[1:]} == {"evaluation"}

@@ -58,48 +58,6 @@ def test_a_draw_depends_on_its_key_alone() -> None:
     assert len(set(found.values())) == len(found) == 16
 
 
-def test_a_loss_draws_from_a_stream_of_its_own_for_each_microbatch() -> None:
-    found: dict[tuple[int, int, int], float] = {}
-    own: set[float] = set()
-    for seed in (5, 6):
-        for first in (0, 2):  # the second replica, whose microbatches are numbers 2 and 3 of the whole batch
-            streams = Streams(seed)
-            streams.first_microbatch = first
-            for step in (0, 1):
-                with streams.drawing(step, CPU):
-                    for microbatch in (1, 0):
-                        streams.begin(microbatch, {})
-                        own.add(draw(streams, "a"))
-                        streams.begin_loss(microbatch)
-                        found[seed, step, first + microbatch] = float(torch.rand(()))
-    assert len(set(found.values()) | own) == 2 * 2 * 2 * 4
-
-
-def test_offsets_go_on_where_earlier_stages_stopped() -> None:
-    streams = Streams(5)
-    with streams.drawing(0, CPU):
-        streams.begin(0, {})
-        whole = [draw(streams, "a") for _ in range(3)]
-        streams.begin(0, {"a": 2})
-        assert draw(streams, "a") == whole[2]
-
-
-def test_generators_are_given_back_even_after_an_error() -> None:
-    streams, state = Streams(5), torch.get_rng_state()
-
-    def fail() -> None:
-        with streams.drawing(0, CPU):
-            streams.begin(0, {})
-            draw(streams, "a")
-            raise ValueError("stop")
-
-    with pytest.raises(ValueError, match="stop"):
-        fail()
-    assert torch.equal(torch.get_rng_state(), state)
-    streams.enter("a")  # outside of a step it does nothing
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_hooks_are_inert_outside_of_a_step_and_stay_behind_on_copies() -> None:
     streams, module = Streams(5), nn.Dropout(0.5)
     streams.watch({"drop": module})
