@@ -137,7 +137,9 @@ def _problem(
         raise ArgumentError(
             f"memory_limit=, balance='memory': what units keep is unknown, since {error}; omit them, or pass cuts="
         ) from None
-    units, unknown = cut.with_memory()
+    seen = cut.footprints()
+    units = cut.costs(seen)
+    unknown = [u.name for u, first in zip(units, cut.first_of_kind, strict=True) if isinstance(seen[first], Exception)]
     numbers = {piece.name: index for index, piece in enumerate(pieces)}
     each = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
     for unit in units:
@@ -145,9 +147,8 @@ def _problem(
     problem = replace(with_memory(plain, each, room.microbatches), balanced="bytes" if by_bytes else "seconds")
     if not unknown:
         return problem, ()
-    first = next(iter(unknown))
     return problem, (
-        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({first!r} is the first) does not count as "
+        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({unknown[0]!r} is the first) does not count as "
         "memory: such a unit does not run on fake tensors. Leave room for it in memory_limit=",
     )
 
