@@ -92,7 +92,7 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, grain: G
         with recorder.chance.replaced(grain.functions):
             result = _run(recorder, inputs, structure)
     except Learned as learned:
-        if learned.opened or learned.whole or learned.exposed is not None:
+        if learned.more.opened or learned.more.whole or learned.more.exposed:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         raise
     except PartitionError:

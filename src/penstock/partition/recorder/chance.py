@@ -282,7 +282,7 @@ class Chance:
         if is_array and value.dtype.kind not in "biufc":
             self.refuse("a random choice among objects")
         if is_array and target is foreign.draw and (function := foreign.enclosing_function()) is not None:
-            raise Learned(f"{self._book.here()} draws an array", function=function)
+            raise Learned(f"{self._book.here()} draws an array", functions=[function])
         if not is_array and not isinstance(value, (bool, int, float, *((numpy.generic,) if numpy else ()))):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
         node = self._book.write_number("call_function", target, args, kwargs, draws=True)
@@ -291,7 +291,7 @@ class Chance:
     def refuse(self, what: str) -> NoReturn:
         refusal = f"{self._book.here()} uses {what}, which a recording cannot follow. {REMEDY}"
         if (function := foreign.enclosing_function()) is not None and not self._book.is_paused:
-            raise Learned(refusal, function=function)
+            raise Learned(refusal, functions=[function])
         raise PartitionError(refusal)
 
 

@@ -268,7 +268,7 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise Learned(refusal, exposed=type(self.observer.returned[id(tensor)][1]))
+                raise Learned(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
             if made is not None and made.call.unit:
                 raise Learned(f"{refusal}. It was made in {made}", opened=[made.call.unit])
             raise Obstacle(refusal, self.scope)

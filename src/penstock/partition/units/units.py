@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any
@@ -68,6 +68,9 @@ class Grain:
     taken: frozenset[str] = frozenset()
     functions: frozenset[FunctionType] = frozenset()
 
+    def __or__(self, other: Grain) -> Grain:
+        return Grain(*(getattr(self, each.name) | getattr(other, each.name) for each in fields(self)))
+
 
 NO_GRAIN = Grain()
 
@@ -79,31 +82,25 @@ class Learned(BaseException):
 
     Args:
         refusal: what to say if that is impossible.
-        opened, whole: their names.
-        exposed: a class whose modules' results are used outside the units that they are in.
-        function: a function that can only be recorded as one call.
+        needed: whether the model is then refused; otherwise it is recorded with the opened modules shut.
         stays: the name of a module that was opened for balance, but cannot be recorded call by call; empty for all.
-        needed: whether the model is then refused; otherwise it is recorded with these modules shut.
         unknown: the numbers of all calls on this path whose results must count as unknown, since unknown values are
             written into them later; negative ones are inputs.
+        more: what to add to the `Grain`.
     """
 
     def __init__(
         self,
         refusal: str = "",
-        opened: Iterable[str] = (),
-        whole: Iterable[str] = (),
         *,
-        exposed: type[nn.Module] | None = None,
-        function: FunctionType | None = None,
-        stays: str | None = None,
         needed: bool = True,
+        stays: str | None = None,
         unknown: frozenset[int] | None = None,
+        **more: Iterable[Any],
     ) -> None:
         super().__init__(refusal)
-        self.refusal, self.exposed, self.function, self.stays, self.needed = refusal, exposed, function, stays, needed
-        self.unknown = unknown
-        self.opened, self.whole = frozenset(opened), frozenset(whole)
+        self.refusal, self.needed, self.stays, self.unknown = refusal, needed, stays, unknown
+        self.more = Grain(**{name: frozenset(added) for name, added in more.items()})
 
 
 def find_units(
