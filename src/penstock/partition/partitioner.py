@@ -24,10 +24,16 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
-from penstock.partition.stages.complete import check_complete, unused_note
 from penstock.partition.stages.lengths import Dims, Lengths, at_length
-from penstock.partition.stages.origins import not_on_the_last, origins
-from penstock.partition.stages.partition import Leaf, Partition, describe
+from penstock.partition.stages.partition import (
+    Leaf,
+    Partition,
+    check_complete,
+    describe,
+    not_on_the_last,
+    origins,
+    unused_note,
+)
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.state.assumptions import Assumptions, Attributes

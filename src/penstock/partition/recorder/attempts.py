@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from penstock._base.errors import PartitionError
-from penstock.partition.chance.branches import with_branches
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempt import record_path
+from penstock.partition.recorder.branches import with_branches
 from penstock.partition.recorder.recorder import Attempt
 from penstock.partition.recording.recording import Recording
 from penstock.partition.state.left_behind import EVERY

@@ -23,8 +23,8 @@ from torch import fx
 from penstock._base.compat import FakeTensor, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.chance import foreign
-from penstock.partition.chance.foreign import States
+from penstock.partition.recorder import foreign
+from penstock.partition.recorder.foreign import States
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording.recording import Ask
 from penstock.partition.run.known_values import KnownValues
