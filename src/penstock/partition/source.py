@@ -1,4 +1,4 @@
-"""Tells the user's code, which may keep state of the model, from a library's, and names its running line in messages."""
+"""Tells the user's code, which may keep state of the model, from a library's, and names the line that is running."""
 
 from __future__ import annotations
 
