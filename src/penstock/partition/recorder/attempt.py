@@ -25,8 +25,7 @@ from penstock._base.trees import Flat, flatten, unflatten
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Attempt, Recorder
-from penstock.partition.recording.guards import is_readable
-from penstock.partition.recording.recording import Constant, Recording
+from penstock.partition.recording.recording import Constant, Recording, is_readable
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.source import raising_line
 from penstock.partition.state.left_behind import Left

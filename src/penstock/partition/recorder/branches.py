@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from penstock.partition.obstacle import Obstacle
-from penstock.partition.recording.facts import Branch, Fact
-from penstock.partition.recording.recording import Recording
+from penstock.partition.recording.recording import Branch, Fact, Recording
 
 Answers = tuple[bool, ...]
 

@@ -20,8 +20,7 @@ from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
 from penstock.partition import source
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
-from penstock.partition.recording.calls import EntryModes
-from penstock.partition.recording.facts import Fact, Kind, tensor_meta
+from penstock.partition.recording.recording import EntryModes, Fact, Kind, tensor_meta
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.state.reach import Reach

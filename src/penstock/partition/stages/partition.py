@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.trees import unflatten
 from penstock._base.words import shortened
-from penstock.partition.recording.guards import Guard
-from penstock.partition.recording.recording import Constant, Recording
+from penstock.partition.recording.recording import Constant, Guard, Recording
 from penstock.partition.stages.stage import Gate, Stage
 from penstock.partition.state.assumptions import contents_of
 from penstock.partition.state.left_behind import Left, in_place

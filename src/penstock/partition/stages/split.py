@@ -15,8 +15,7 @@ from torch import fx, nn
 
 from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, Input, Output, TensorMeta
-from penstock.partition.recording.facts import Fact
-from penstock.partition.recording.recording import Recording
+from penstock.partition.recording.recording import Fact, Recording
 from penstock.partition.state.remembered import Remembered, refuse_apart
 
 HELD = ("parameter", "buffer", "constant")

@@ -15,9 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from penstock._base.stages import StageMeta
-from penstock.partition.recording.calls import enter_autocast, leave_autocast
-from penstock.partition.recording.facts import Branch, Fact, Modes
-from penstock.partition.recording.recording import RandomSource
+from penstock.partition.recording.recording import Branch, Fact, Modes, RandomSource
 from penstock.partition.recording.result_checks import check_returned
 from penstock.partition.stages.split import CutRecording, StagePlan
 from penstock.partition.state.remembered import Remembered
@@ -316,3 +314,14 @@ def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tupl
         arguments = (device, dtype, enabled) if caches else (device, dtype, enabled, caches)
         context = graph.call_function(enter_autocast, arguments)
         yield leave_autocast, (context,)
+
+
+def enter_autocast(device: torch.device, dtype: torch.dtype, enabled: bool, caches: bool = True) -> torch.autocast:
+    """Turns autocast on or off for the device's type. Pass the result to `leave_autocast`."""
+    context = torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=caches)
+    context.__enter__()  # type: ignore[no-untyped-call]
+    return context
+
+
+def leave_autocast(context: torch.autocast) -> None:
+    context.__exit__(None, None, None)
