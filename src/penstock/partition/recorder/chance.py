@@ -24,7 +24,6 @@ from penstock._base.compat import FakeTensor, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.recorder import foreign
-from penstock.partition.recorder.foreign import States
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording.recording import Ask
 from penstock.partition.run.known_values import KnownValues
@@ -146,7 +145,7 @@ class Chance:
     ) -> None:
         self._book, self._known, self._call, self._choices = book, known, call, choices
         self._thread = threading.get_ident()
-        self._generators = States()
+        self._generators = foreign.states()
         self._noted = False
         self._answers: dict[fx.Node, bool] = {}
         self.asks: list[Ask] = []
@@ -220,7 +219,7 @@ class Chance:
 
     def check_generators(self) -> None:
         """Refuses unrecorded draws outside the units: a recording would freeze them."""
-        if self._generators.moved():
+        if self._generators != foreign.states():
             raise PartitionError(
                 f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "
                 f"before {self._book.here()} which a recording would freeze. Draw them as random.f or "
@@ -229,13 +228,12 @@ class Chance:
 
     def after_unit(self) -> bool:
         """Whether the unit that just ran drew from Python's or numpy's generators; which part of it did is unknown."""
-        moved, noted, self._noted = self._generators.moved(), self._noted, False
-        if moved:
-            self._generators.accept()
+        before, self._generators = self._generators, foreign.states()
+        moved, noted, self._noted = before != self._generators, self._noted, False
         self.is_foreign |= moved
         return moved and not noted
 
-    def _draw(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _draw(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return function(*args, **kwargs)
         given = (*args, *kwargs.values())
@@ -275,7 +273,7 @@ class Chance:
         self, value: Any, target: Any, args: Any, kwargs: Any, low: float | None = None, high: float | None = None
     ) -> Any:
         """A stand-in for a drawn number or array, of which only the kind is used."""
-        self._generators.accept()
+        self._generators = foreign.states()
         numpy = sys.modules.get("numpy")
         self.is_foreign = self.held = True
         is_array = numpy is not None and isinstance(value, numpy.ndarray)
