@@ -79,11 +79,6 @@ class Room:
 NO_LIMIT = Room()
 
 
-def work_of_recording(recording: Recording) -> int:
-    """All the work of a microbatch."""
-    return sum(fact.work for fact in recording.facts.values())
-
-
 def decide(
     recording: Recording,
     model: nn.Module,
@@ -101,7 +96,10 @@ def decide(
     """
     if choice.profile is not None:
         found = _by_profile(recording, model, stages, choice.profile, room, units)
-        return replace(found, notes=(*_cautions(choice.profile), *found.notes))
+        if choice.profile.source == "measured":
+            return found
+        note = f"stages are cut by an estimate for {choice.profile.device_name}, not by measured times"
+        return replace(found, notes=(note, *found.notes))
     every = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
@@ -172,7 +170,7 @@ def measured(
 ) -> Decision:
     """The best cuts by measured times; the cuts by work where these do as well, or nothing can be measured."""
     unchanged = tuple(by_work)
-    if work_of_recording(recording) < LEAST_WORK:
+    if sum(fact.work for fact in recording.facts.values()) < LEAST_WORK:
         return Decision(unchanged)
     units = candidates(recording, model, "flops", len(by_work) + 1)
     try:
@@ -258,12 +256,6 @@ def notes_on(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
         "for it; change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
         "opens=[...]",
     )
-
-
-def _cautions(profile: Profile) -> tuple[str, ...]:
-    if profile.source == "measured":
-        return ()
-    return (f"stages are cut by an estimate for {profile.device_name}, not by measured times",)
 
 
 def _by_profile(

@@ -27,7 +27,7 @@ def fresh_storages(count: int = 200) -> list[int]:
 def test_no_new_memory_is_taken_for_that_of_a_known_value() -> None:
     mode, observer = fake_mode(), Observer()
     known, value = KnownValues(observer, mode), torch.arange(3)
-    known.assume(value)
+    known.keep(value, from_inputs=True)
     known.expose([value])
     with mode:
         known.forget(frozenset(fresh_storages()))

@@ -52,10 +52,6 @@ class KnownValues:
         self._from_inputs: set[int] = set()  # storages
         self._uniform: dict[int, Tensor] = {}  # what torch.rand made
 
-    def assume(self, value: Tensor) -> None:
-        """Treats an input's values as known."""
-        self._keep(value, from_inputs=True)
-
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
         """Makes a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
@@ -67,7 +63,7 @@ class KnownValues:
             if not drew:
                 from_inputs = any(storage_of(t) in self._from_inputs for t in given)
                 reads = from_inputs and self._reads_values(function, args, kwargs, result)
-                self._keep(result, from_inputs)
+                self.keep(result, from_inputs)
                 if from_inputs:
                     self._from_inputs |= writes
                 return CallResult(result, drew, writes, reads)
@@ -78,7 +74,7 @@ class KnownValues:
             self.expose(given)
             known = self._decided(function, args)
         if known is not None:
-            self._keep(known, from_inputs=False)
+            self.keep(known, from_inputs=False)
             return CallResult(known, [], frozenset())
         try:
             result = function(*args, **kwargs)
@@ -115,7 +111,7 @@ class KnownValues:
                 raise error
         from_inputs = any(storage_of(tensor) in self._from_inputs for tensor in given)
         leaves = [fake_value(t, self._mode, t.device) if t.is_floating_point() else t for t in result.leaves]
-        self._keep([t for t in leaves if not t.is_floating_point()], from_inputs)
+        self.keep([t for t in leaves if not t.is_floating_point()], from_inputs)
         return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
 
     def _filled(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
@@ -176,7 +172,8 @@ class KnownValues:
             return True
         return False
 
-    def _keep(self, result: Any, from_inputs: bool) -> None:
+    def keep(self, result: Any, from_inputs: bool) -> None:
+        """Treats the values of these tensors as known."""
         for leaf in flatten(result).leaves:
             if isinstance(leaf, Tensor):
                 if id(leaf) not in self._real:

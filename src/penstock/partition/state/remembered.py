@@ -91,11 +91,6 @@ def refuse_samples(remembered: Iterable[Remembered], sizes: Sequence[int]) -> No
             )
 
 
-def draws_alone(unit: str) -> Remembered:
-    """A unit's own generator."""
-    return Remembered(f"a torch.Generator in {unit!r}", unit)
-
-
 @dataclass(frozen=True, slots=True)
 class CarriedOver:
     """An attribute that a function reads before it sets it.

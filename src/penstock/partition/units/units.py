@@ -126,7 +126,8 @@ def find_units(
             seen.add(id(child))
             of_torch = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             whole = (in_block or container or of_torch) and not _is_opened(child, parent)
-            opened = id(child) in opens or name in grain.opened or _encloses(child, grain.exposed)
+            opened = id(child) in opens or name in grain.opened
+            opened |= any(type(inner) in grain.exposed for inner in child.modules() if inner is not child)
             if id(child) in named or (whole and not opened):
                 units[id(child)] = Unit(name, child, block=container)
             else:
@@ -136,10 +137,6 @@ def find_units(
     return units
 
 
-def _encloses(module: nn.Module, kinds: Collection[type[nn.Module]]) -> bool:
-    return any(type(inner) in kinds for inner in module.modules() if inner is not module)
-
-
 def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
     """Whether to open a child that would otherwise be a unit, because it only wraps repeated blocks."""
     if not has_forward(child):
@@ -147,7 +144,9 @@ def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
     if isinstance(child, nn.Sequential):
         return not isinstance(parent, (nn.ModuleList, Chain))
     alone = sum(type(sibling) is type(child) for sibling in parent.children()) == 1
-    return isinstance(parent, (nn.Sequential, nn.ModuleDict)) and alone and _has_repeated_blocks(child)
+    if not (isinstance(parent, (nn.Sequential, nn.ModuleDict)) and alone):
+        return False
+    return any(repeats(inner) for inner in child.modules() if not isinstance(inner, nn.ModuleDict))
 
 
 def refuse_compiled(model: nn.Module) -> None:
@@ -177,10 +176,6 @@ def has_forward(module: nn.Module) -> bool:
         return True
     held = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be read from its class
     return next((names["forward"] for names in held if "forward" in names), None) is not nn.Module.forward
-
-
-def _has_repeated_blocks(module: nn.Module) -> bool:
-    return any(repeats(inner) for inner in module.modules() if not isinstance(inner, nn.ModuleDict))
 
 
 def repeats(module: nn.Module) -> bool:
