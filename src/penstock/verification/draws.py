@@ -128,7 +128,7 @@ class OwnDraws(TorchFunctionMode):
 
         return call
 
-    def _foreign(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _foreign(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if name != foreign.FRESH:
             self._drew = self._drew and self._depth > 0
             self.draw()
