@@ -218,7 +218,7 @@ class _Measuring:
             if index == len(firsts) - 1:
                 whole = self._kinds[first].taken(with_loss=True)
             if own is not None and whole is not None:
-                kept, loss = max(cost.activation_bytes, own.kept), max(whole.kept - own.kept, 0)
+                kept, loss = max(self._kinds[first].saved.kept, own.kept), max(whole.kept - own.kept, 0)
                 working = max(cost.working_bytes, whole.kept + whole.working - kept - loss)
                 cost = replace(
                     cost, activation_bytes=kept, working_bytes=working, loss_bytes=max(cost.loss_bytes, loss)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -88,28 +88,19 @@ class DrawnNumber(Drawn):
             always = function(self.low, other)
             if always == function(self.high, other):
                 return always
-        return self._calculate(function, self, other)
+        return self._calculate(function, other)
 
-    def _calculate(self, function: Callable[..., Any], *args: Any) -> Any:
-        if not all(isinstance(a, (bool, int, float, DrawnNumber)) for a in args):
+    def _calculate(self, function: Callable[..., Any], *others: Any, reflected: bool = False) -> Any:
+        if not all(isinstance(other, (bool, int, float, DrawnNumber)) for other in others):
             return NotImplemented
-        return self.chance.calculate(function, *args)
+        return self.chance.calculate(function, *((*others, self) if reflected else (self, *others)))
 
 
-def _define_operators() -> None:
-    for name in COMPARING:
-        function = getattr(operator, name)
-        setattr(DrawnNumber, f"__{name}__", lambda self, other, f=function: self._compare(f, other))
-    for name in CALCULATING:
-        function = getattr(operator, name)
-        setattr(DrawnNumber, f"__{name}__", lambda self, other, f=function: self._calculate(f, self, other))
-        setattr(DrawnNumber, f"__r{name}__", lambda self, other, f=function: self._calculate(f, other, self))
-    for name in ALONE:
-        function = getattr(operator, name)
-        setattr(DrawnNumber, f"__{name}__", lambda self, f=function: self._calculate(f, self))
-
-
-_define_operators()
+for _name in (*COMPARING, *CALCULATING, *ALONE):
+    _function, _does = getattr(operator, _name), DrawnNumber._compare if _name in COMPARING else DrawnNumber._calculate
+    setattr(DrawnNumber, f"__{_name}__", partialmethod(_does, _function))
+    if _name in CALCULATING:
+        setattr(DrawnNumber, f"__r{_name}__", partialmethod(DrawnNumber._calculate, _function, reflected=True))
 
 
 class DrawnArray(Drawn):
