@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Report, verify
+from penstock.partition.recorder import foreign
 from penstock.partition.recorder.chance import Chance
 
 WIDTH = 7
@@ -116,9 +117,9 @@ def test_own_draws_come_from_the_same_streams(kind: type[nn.Module], schedule: s
 
 @pytest.mark.parametrize("kind", [Noisy, Drops])
 def test_a_number_that_a_recording_freezes_is_seen(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    def frozen(self: Chance, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    def frozen(self: Chance, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         value = function(*args, **kwargs)
-        self._generators.accept()
+        self._generators = foreign.states()
         return value
 
     monkeypatch.setattr(Chance, "_draw", frozen)

@@ -10,6 +10,7 @@ from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 
 from penstock.partition import Partition, Partitioner, default_kwargs
+from penstock.partition.recorder import attempts
 from scaffolding.models import Case, convnet, dicts, gpt, llama, mlp, squared_error
 
 
@@ -42,6 +43,23 @@ class Model(nn.Module):
 
 
 # -- what travels -----------------------------------------------------------------------------------------------------
+
+
+def test_known_values_that_are_overwritten_are_unknown_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything known of views that are older; the model is recorded once all the same."""
+
+    def forward(self: Model, x: Tensor) -> Tensor:
+        table, more = torch.zeros(2, 3), torch.arange(6.0).reshape(2, 3)
+        first, last = table[:, 0], more[:, -1]
+        assert first.eq(0).all()
+        table[:, :2] = self.layers[0](x)[:, :2]
+        more.mul_(x.detach())
+        return self.layers[1](table) * first[:, None] + self.layers[2](more) * last[:, None]
+
+    recorded, record_path = [0], attempts.record_path
+    monkeypatch.setattr(attempts, "record_path", lambda *given: recorded.append(1) or record_path(*given))
+    check(Model(forward), torch.randn(2, 3))
+    assert sum(recorded) == 1
 
 
 def test_an_update_in_place_may_bring_a_gradient() -> None:

@@ -30,7 +30,7 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
-from penstock.partition.recording.guards import Guard, ancestors, make_guard
+from penstock.partition.recording.recording import Guard, ancestors, make_guard
 from penstock.partition.recording.result_checks import Returned
 from penstock.partition.run.known_values import CallResult, KnownValues
 from penstock.partition.run.loan import Loan
@@ -70,11 +70,9 @@ class Recorder(Writer, TorchFunctionMode):
         {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout"}
     )
 
-    def __init__(
-        self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool], unknown: frozenset[int]
-    ) -> None:
+    def __init__(self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool]) -> None:
         super().__init__(attempt.model, attempt.units, loan, reach, attempt.opening)
-        self.known = KnownValues(self.observer, loan.mode, unknown)
+        self.known = KnownValues(self.observer, loan.mode)
         self.chance = Chance(self, self.known, self.call, choices)
         self.notes: list[str] = []
         self.guards: list[Guard] = []
@@ -218,7 +216,7 @@ class Recorder(Writer, TorchFunctionMode):
             if self.chance.after_unit():
                 drew = [*drew, module]
             self._check_seeds(drew if seeded else (), f"{unit.name!r}")
-            self.known.refuse_writes(writes)
+            self.known.forget(writes)
             for inner in drew:
                 inner = inner or module
                 self.drawing.setdefault(self.module_names[id(inner)], inner)

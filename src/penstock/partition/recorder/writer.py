@@ -20,8 +20,7 @@ from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
 from penstock.partition import source
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
-from penstock.partition.recording.calls import EntryModes
-from penstock.partition.recording.facts import Fact, Kind, tensor_meta
+from penstock.partition.recording.recording import EntryModes, Fact, Kind, tensor_meta
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.state.reach import Reach
@@ -124,7 +123,7 @@ class Writer:
             kind=kind,
             scope=self.scope,
             meta=tensor_meta(result) if isinstance(result, Tensor) else None,
-            storages=frozenset(storage_of(t) for t in tensors),
+            storages=frozenset(self.observer.memory(t) for t in tensors),
             takes_gradient=any(t.requires_grad for t in tensors),
             modes=self.entry.difference(),
             source_line=source.current_line(),
@@ -146,7 +145,7 @@ class Writer:
         A tensor that is returned unchanged along with others keeps the node that made it.
         """
         if isinstance(result, Tensor):
-            new = id(result) not in self._seen or storage_of(result) in writes
+            new = id(result) not in self._seen or self.observer.memory(result) in writes
             if id(result) not in self.loan.names and (alone or new):
                 self._see(result, node)
             return
@@ -202,7 +201,7 @@ class Writer:
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node)
-        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+        self.on_memory.setdefault(self.observer.memory(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 
@@ -268,7 +267,7 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise Learned(refusal, exposed=type(self.observer.returned[id(tensor)][1]))
+                raise Learned(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
             if made is not None and made.call.unit:
                 raise Learned(f"{refusal}. It was made in {made}", opened=[made.call.unit])
             raise Obstacle(refusal, self.scope)

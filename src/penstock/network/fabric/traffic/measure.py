@@ -18,7 +18,7 @@ from penstock._base.trees import flatten, leaf_tensors
 from penstock.network.fabric.traffic.layers import Layer, record
 from penstock.partition.measure.clock import settle
 from penstock.partition.measure.footprint import ends_of
-from penstock.partition.measure.running import Backward, RunningUnit
+from penstock.partition.measure.running import RunningUnit
 from penstock.partition.run.loan import untouched_generators
 
 REPETITIONS = 5
@@ -91,13 +91,13 @@ def stage_seconds(
     measured = []
     with torch.enable_grad(), untouched_generators():
         for stage in partition.stages:
-            unit = RunningUnit(stage, [values[i.source, i.name] for i in stage.meta.inputs], (), (), stage.device)
-            unit.first()
+            unit = RunningUnit(stage, [values[i.source, i.name] for i in stage.meta.inputs])
+            outputs = unit.begin()
             for _ in range(REPETITIONS):
                 unit.run()
-            forward, backward = unit.medians(Backward.WHOLE)
+            forward, backward = unit.medians()
             measured.append((forward, backward))
-            values |= {(stage.meta.index, o.name): x for o, x in zip(stage.meta.outputs, unit.outputs, strict=True)}
+            values |= {(stage.meta.index, o.name): x for o, x in zip(stage.meta.outputs, outputs, strict=True)}
     return measured
 
 
