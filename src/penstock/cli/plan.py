@@ -13,7 +13,7 @@ from rich.text import Text
 from penstock._base.errors import ArgumentError, check_seconds
 from penstock._base.files import check_writable
 from penstock._base.words import counted
-from penstock.cli._cluster import ClusterOptions, TransformerOptions
+from penstock.cli._device_options import ClusterOptions, TransformerOptions
 from penstock.cli._options import JSON, REQUIRED, argument, option, output_option, print_json, screen
 from penstock.cli._plan_tables import show, show_lack
 from penstock.cli._target import compute_as_ranks, profile_target, profiles_of

@@ -12,9 +12,9 @@ from penstock._base.errors import ArgumentError
 from penstock.costs import UnitCost, variation
 from penstock.costs.sizes import Sizes
 from penstock.costs.stage_costs import stage_cost
-from penstock.plan.choice import ANY, Choice, Wanted, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
+from penstock.plan.options import ANY, Choice, Wanted, choices
 from penstock.plan.plan import Plan
 from penstock.plan.predict import Cut, arranged, cut, cut_within, order_of, planned, predict, transient_of
 from penstock.schedule import Schedule

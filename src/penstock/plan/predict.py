@@ -12,10 +12,10 @@ from itertools import pairwise
 from penstock._base.errors import ArgumentError
 from penstock.costs import Problem, UnitCost, best_starts
 from penstock.costs.stage_costs import priced, problem_of, with_memory
-from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster, Kind
 from penstock.plan.keeping import Demand, Transient, Way, best_keeping, held_again, transient_of_ranks
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
+from penstock.plan.options import Choice
 from penstock.plan.plan import Plan
 from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline

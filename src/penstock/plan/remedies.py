@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from penstock._base.errors import ArgumentError
 from penstock.costs import counted_again
 from penstock.costs.sizes import Sizes
-from penstock.plan.choice import Choice, Wanted
 from penstock.plan.cluster import Cluster
+from penstock.plan.options import Choice, Wanted
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Candidate, open_candidates
 from penstock.simulate.costs import LinkCost

@@ -65,11 +65,13 @@ def page(contents: Contents) -> str:
         MissingExtraError: jinja2 is not installed.
     """
     require("report", "jinja2", for_what="a report")
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    templates = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = templates.from_string(files("penstock.report.web").joinpath("templates/report.html").read_text("utf-8"))
-    body = template.render(
+    loader = PackageLoader("penstock.report.web")
+    templates = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    body = templates.get_template("report.html").render(
         contents=contents,
         duration=duration,
         sized=sized,

@@ -12,7 +12,7 @@ from penstock._base.files import json_or_none
 from penstock.plan import Plan
 from penstock.plan.explain import Explanation, Predicted, Run, explain, read_run, run_of
 from penstock.report.web.contents import Contents
-from penstock.report.web.measured import in_turns, of_explanation
+from penstock.report.web.explained import in_turns, of_explanation
 from penstock.report.web.planned import of_plan
 from penstock.report.web.run_folder import of_run
 from penstock.schedule.timeline import Timeline

@@ -1,4 +1,4 @@
-"""The choices that a plan makes, and all those that are open for a job."""
+"""What may be asked of a plan, and the choices that this leaves open for a job."""
 
 from __future__ import annotations
 
