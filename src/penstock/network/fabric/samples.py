@@ -244,8 +244,8 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
     firsts: dict[int, NDArray[np.int64]] = {}
     for place, ranks in enumerate(taking):
         for host in ranks:
-            before_ns = int(workload.transfers[place].compute_of(host) * 1e9)
-            firsts.setdefault(host, run.start_ns[:, place, host] - before_ns)
+            if host not in firsts:
+                firsts[host] = run.start_ns[:, place, host] - int(workload.transfers[place].compute_of(host) * 1e9)
     took_ns = run.end_ns.max((1, 2)) - np.min([*firsts.values()], axis=0)
     return np.asarray(took_ns * each + workload.compute_seconds)
 
