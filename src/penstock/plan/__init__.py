@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.plan.planner import make_plans as make_plans
 
 _HOMES = {
-    "choice": "Choice Wanted choices",
+    "options": "Choice Wanted choices",
     "cluster": "Cluster Kind",
     "plan": "Plan read_plan",
     "planner": "Lost Planned make_plans",

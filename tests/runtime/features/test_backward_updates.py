@@ -111,6 +111,25 @@ def chain(at: int, *, steps: bool) -> nn.Sequential:
     return model
 
 
+class DroppedAtTheEnds(nn.Linear):
+    """Layer drop that leaves out the first and the last microbatch: they have no backward in a first stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x[0, 0] > 0 else x * 1
+
+
+def test_an_optimizer_in_backward_is_refused_where_layer_drop_spares_the_first_and_the_last() -> None:
+    model = chain(0, steps=True)
+    model[0].__class__ = DroppedAtTheEnds
+    x = X.clone()
+    x[:, 0] = torch.tensor([-1, -1, 1, 1, 1, 1, -1, -1])
+    with (
+        pipeline(model, (x,), loss=F.mse_loss, ranks=4, microbatches=4, schedule="gpipe") as pipe,
+        pytest.raises(PartitionError, match=r"backward of stage 0 updates parameter '0.weight' by a hook"),
+    ):
+        pipe.step(x, target=TARGET)
+
+
 def test_an_optimizer_in_backward_steps_where_each_backward_follows_its_forward() -> None:
     model, plain = chain(3, steps=True), chain(3, steps=True)
     with pipeline(model, (X,), loss=F.mse_loss, ranks=2, microbatches=4) as pipe:

@@ -10,7 +10,8 @@ from penstock._base.words import counted, sized
 from penstock.plan import Plan
 from penstock.plan.explain import Predicted
 from penstock.plan.predict import order_of_plan
-from penstock.report.web.contents import Contents, Figure, Held, Idle, duration
+from penstock.report.web.contents import Contents, Figure, Held, duration
+from penstock.report.web.idle import Idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline

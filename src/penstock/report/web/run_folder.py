@@ -13,7 +13,8 @@ from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.words import counted, sized
 from penstock.plan.explain import Explanation
 from penstock.report.web.contents import Contents, Course, Figure, Held, date_text, duration
-from penstock.report.web.explained import TURNS_NOTE, against, compared, idle_of, predicted_of, reasons
+from penstock.report.web.explained import TURNS_NOTE, against, compared, predicted_of, reasons
+from penstock.report.web.idle import idle_of
 from penstock.report.web.timeline_data import band
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Columns

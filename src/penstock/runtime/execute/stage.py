@@ -34,8 +34,6 @@ from penstock.schedule import Op
 
 Values = list[Tensor | None]
 
-_PLAIN = {Tensor}
-
 
 class _Kind:
     """How microbatches of one kind pass through a stage.
@@ -155,7 +153,7 @@ class BoundStage:
         stage, kind, index, anchor = self._context, self._kinds[microbatch], self.index, self._anchor
         tracked, root_inputs, root_outputs = kind.tracked, kind.root_inputs, kind.root_outputs
         untracked_outputs, split = kind.untracked_outputs, self._split[microbatch]
-        code = self._functions[microbatch]
+        code, plain = self._functions[microbatch], [Tensor] * len(kind.meta.outputs)
         if split is not None:
             code = within(partial(split.forward, microbatch, runs_again=drops), code)
         code = within(contexts(self.features, "code", microbatch), code)
@@ -179,8 +177,8 @@ class BoundStage:
                 also = [gradient_edge(args[position]) for position in root_inputs] if root_inputs else []
                 outputs: list[Any] = [*code(*args)]
                 args.clear()
-                if {*map(type, outputs)} != _PLAIN:
-                    self._refuse_distributed(kind, outputs)
+                if [*map(type, outputs)] != plain:
+                    self._look_at(kind, outputs)
                 for position in untracked_outputs:
                     if outputs[position].requires_grad:
                         raise self._takes_gradient(kind, position)
@@ -305,7 +303,14 @@ class BoundStage:
             raise no_gradient()
         return [None]
 
-    def _refuse_distributed(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
+    def _look_at(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
+        """Raises PartitionError for outputs that other stages could not take."""
+        if len(outputs) != len(kind.meta.outputs):  # a single tensor has its rows
+            names = ", ".join(value.name for value in kind.meta.outputs)
+            raise PartitionError(
+                f"the code of stage {self.index} returned {len(outputs)} values (or a tensor of as many rows) instead "
+                f"of a tuple of {len(kind.meta.outputs)}: {names}; look at the front end, and at forward_of of features"
+            )
         for output, value in zip(outputs, kind.meta.outputs, strict=True):
             if is_distributed(output):
                 raise PartitionError(

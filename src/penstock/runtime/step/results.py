@@ -253,8 +253,7 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wante
         def begin(groups: Groups, terms: Message) -> Pending:
             return all_reduce([shared.fill(terms)], groups["losses"])
 
-        sources = tuple(world.numbers[rank] for rank in numbers if rank not in engine.ranks)
-        shared.expect(control.send_late(shared.terms, begin, control.others if replicas > 1 else sources))
+        shared.expect(control.send_late(shared.terms, begin, control.others if replicas > 1 else control.line))
     elif replicas > 1:
         shared.expect(control.broadcast_sum(shared.fill(shared.terms)))
     else:
