@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,22 @@ def test_who_rests_on_a_shape_is_named_with_a_remedy_that_works() -> None:
             pipe.step(X, target=TARGET)
     with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, leaves=["1"]) as pipe:
         pipe.step(X, target=TARGET)
+
+
+def uses_them(x: Tensor, found: tuple[Any, ...]) -> Tensor:
+    array, numbers, device, seen, by_tuple = found
+    return x.to(device) * int(array[2]) * max(numbers) * seen.mean + by_tuple[0, 1]
+
+
+UNCHANGING = {
+    "not a number": lambda: Uses(lambda _, x: (float("nan"), "tanh", None), lambda x, y: getattr(x, y[1])()),
+    "other values": (lambda: Uses(lambda _, x: (np.arange(3), {1, 2}, x.device, Seen(0.5), {(0, 1): x}), uses_them)),
+}
+
+
+@pytest.mark.parametrize("case", UNCHANGING)
+def test_what_does_not_change_is_kept_equal(case: str) -> None:
+    check(UNCHANGING[case](), ranks=2)
 
 
 def check(model: nn.Module, rows: int = 7, **options: Any) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from scaffolding.patient import COMMAND_SECONDS, TEST_SECONDS
 from scaffolding.ranks import server
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 PROOF = Path(__file__).parents[2] / "benchmarks" / "proof"
 AT_ONCE = 3
@@ -39,22 +42,28 @@ def said(text: str) -> str:
     return re.sub(r"/[^ ]*/benchmarks/proof/", "", text)[:200]
 
 
-@pytest.mark.parametrize("always", [True, pytest.param(False, marks=pytest.mark.long)], ids=["some", "others"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_proof_says_what_the_table_says(kind: str, always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, tuple[str, ...]]]) -> list[Any]:
+    """What functions of `judged` return, a few at once; each has as long as a loaded machine may take."""
     monkeypatch.syspath_prepend(PROOF)
     import apart
     import judged
 
     monkeypatch.setattr(apart, "server", server)  # the one from which ranks come
-
-    rows = [row for row in ROWS if row["kind"] == kind and (row["name"] in ALWAYS) is always]
     found: list[Any] = []
-    for first in range(0, len(rows), AT_ONCE):
-        found += apart.run([(judged.proved, (row["name"], row["schedule"])) for row in rows[first : first + AT_ONCE]])
+    for first in range(0, len(calls), AT_ONCE):
+        some = [(getattr(judged, name), args) for name, args in calls[first : first + AT_ONCE]]
+        found += apart.run(some, COMMAND_SECONDS, together=False)
+    return found
+
+
+@pytest.mark.parametrize("always", [True, pytest.param(False, marks=pytest.mark.long)], ids=["some", "others"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_proof_says_what_the_table_says(kind: str, always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row for row in ROWS if row["kind"] == kind and (row["name"] in ALWAYS) is always]
+    found = run(monkeypatch, [("proved", (row["name"], row["schedule"])) for row in rows])
     for row, proof in zip(rows, found, strict=True):
         if "error" in proof:
-            assert row["proof"] == ("refused" if proof["ours"] else "raises"), (row, proof)
+            assert row["proof"] == ("refused" if proof.get("ours") else "raises"), (row, proof)
             assert said(proof["error"]) == said(row["summary"])
         else:
             assert row["proof"] == proof["seen"], (row, proof)
@@ -67,15 +76,8 @@ def test_some_of_every_kind_are_always_looked_at() -> None:
 
 
 def test_planted_faults_are_seen_and_named_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(PROOF)
-    import apart
-    import judged
-
-    monkeypatch.setattr(apart, "server", server)  # the one from which ranks come
-
     rows = json.loads((PROOF / "results.json").read_text())["faults"]
     assert len(rows) == 28
-    for first in range(0, len(rows), AT_ONCE):
-        some = rows[first : first + AT_ONCE]
-        for row, found in zip(some, apart.run([(judged.planted, (row["name"],)) for row in some]), strict=True):
-            assert (found.get("seen"), found.get("named")) == (row["seen"], row["named"]), (row, found)
+    found = run(monkeypatch, [("planted", (row["name"],)) for row in rows])
+    for row, proof in zip(rows, found, strict=True):
+        assert (proof.get("seen"), proof.get("named")) == (row["seen"], row["named"]), (row, proof)

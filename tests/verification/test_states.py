@@ -1,6 +1,6 @@
-"""Each rank has its own state: blocks that talk through what one process shares are found, as they would be in several.
+"""The states in which `verify` compares: other values and weights in each step, an evaluation, and what code keeps.
 
-What watches for that in recordings is switched off here, so that the proof alone is seen.
+That blocks which talk through what one process shares are found, as in several processes, is in test_proof_table.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ def proof(make: Callable[[], nn.Module], **options: Any) -> Report:
     return verify(make, (x,), target=target, loss_fn=F.mse_loss, whole_batch=False, **given)
 
 
-def alone(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(make()[0], nn.Linear(WIDTH, WIDTH))  # type: ignore[index]
+class Counts(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counts.calls += 1
+        return super().forward(x)
+
+
+def test_what_code_keeps_is_left_as_it_was() -> None:
+    assert proof(lambda: nn.Sequential(Counts(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))).ok
+    assert not Counts.calls
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The parts of torch (2.11 to 2.15) that may move without notice: fake tensors, pytrees, what autograd saved, and the
 device and limit of a process group have no public home yet.
 
-`tests/test_compat.py` uses each name, so if a new torch moves one, that test fails and says which. Other modules use
-only private names that have been the same for years; `tests/test_private_parts.py` lists them.
+If a new torch moves one, the tests of what uses it fail; `tests/test_compat.py` has what these do not show. Other
+modules use only private names that have been the same for years; `tests/test_private_parts.py` lists them.
 """
 
 from __future__ import annotations

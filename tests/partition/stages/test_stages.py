@@ -144,6 +144,21 @@ def test_operators_of_every_kind() -> None:
     check(Model(forward), torch.randn(2, 3))
 
 
+def test_hooks_and_an_override_of_call_stay_inside_the_unit() -> None:
+    class Loud(nn.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) * 2
+
+    model = Model(lambda self, x: self.layers[1](self.layers[0](x)))
+    model.layers = nn.ModuleList([Loud(3, 3), nn.Linear(3, 3)])
+    model.layers[1].register_forward_hook(lambda module, args, output: output.tanh())
+    code = check(model, torch.randn(2, 3)).code
+    assert "mul" not in code
+    assert "tanh" not in code
+    assert "__call__" in Loud.__dict__
+    assert "__call__" not in nn.Linear.__dict__
+
+
 # -- modes ------------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +187,25 @@ def test_recording_leaves_no_trace() -> None:
     assert torch.equal(generator, torch.get_rng_state())
     assert all(cls.__call__ is call for cls, call in calls.items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_block_that_runs_for_real_leaves_no_trace() -> None:
+    class Writes(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            self.weight.data.mul_(0.9)
+            return super().forward(x) * (1 + int(x.argmax()))
+
+    model, x = nn.Sequential(Writes(), nn.Linear(3, 3)), torch.randn(2, 3)
+    before, generator = copy.deepcopy(model), torch.get_rng_state()
+    (note,) = Partitioner(model, 2, streams=NoStreams())((x,)).notes
+    assert note.startswith("0 ran once for real, on made-up inputs")
+    assert torch.equal(generator, torch.get_rng_state())
+    assert_same(model, before)
 
 
 def test_a_failed_recording_leaves_no_trace() -> None:

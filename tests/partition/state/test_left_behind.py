@@ -201,6 +201,15 @@ def test_blocks_that_do_not_name_what_was_set_stay_whole() -> None:
 # -- what must not be left behind -------------------------------------------------------------------------------------
 
 
+def test_a_failed_recording_leaves_no_fake_tensors() -> None:
+    model = Experts()
+    model.blocks.append(nn.Linear(2, 2))
+    LOSSES.clear()
+    with pytest.raises(PartitionError):
+        record(model, (batch()[0],), {})
+    assert not LOSSES
+
+
 # -- what the loss reads of the model's own ---------------------------------------------------------------------------
 
 

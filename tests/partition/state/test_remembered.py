@@ -99,6 +99,35 @@ def test_a_generator_of_a_units_own() -> None:
         run(recompute="always")
 
 
+def only_counts(self: Any, h: Any) -> Any:
+    self.state += 1
+    return h
+
+
+def makes_a_table(self: Any, h: Any) -> Any:
+    if self.state is None:
+        self.state = torch.ones_like(h[:1]) + torch.arange(WIDTH)
+    return h * self.state
+
+
+def looks(self: Any, h: Any) -> Any:
+    self.state = h.detach()
+    return h
+
+
+@pytest.mark.parametrize(
+    ("act", "state", "options"),
+    [
+        (only_counts, int, {"recompute": "always"}),
+        (makes_a_table, lambda: None, {"schedule": "dualpipe"}),
+        (looks, lambda: None, {"recompute": 1}),
+    ],
+)
+def test_what_no_forward_depends_on_is_no_matter(act: Any, state: Any, options: Any) -> None:
+    """Where what is carried over would be refused."""
+    prove(act, state, **options)
+
+
 def test_hooks_on_the_gradients_of_all_modules_are_refused() -> None:
     handle = register_module_full_backward_hook(lambda module, before, after: None)
     try:

@@ -58,6 +58,23 @@ def test_a_draw_depends_on_its_key_alone() -> None:
     assert len(set(found.values())) == len(found) == 16
 
 
+def test_a_loss_draws_from_a_stream_of_its_own_for_each_microbatch() -> None:
+    found: dict[tuple[int, int, int], float] = {}
+    own: set[float] = set()
+    for seed in (5, 6):
+        for first in (0, 2):  # the second replica, whose microbatches are numbers 2 and 3 of the whole batch
+            streams = Streams(seed)
+            streams.first_microbatch = first
+            for step in (0, 1):
+                with streams.drawing(step, CPU):
+                    for microbatch in (1, 0):
+                        streams.begin(microbatch, {})
+                        own.add(draw(streams, "a"))
+                        streams.begin_loss(microbatch)
+                        found[seed, step, first + microbatch] = float(torch.rand(()))
+    assert len(set(found.values()) | own) == 2 * 2 * 2 * 4
+
+
 def test_hooks_are_inert_outside_of_a_step_and_stay_behind_on_copies() -> None:
     streams, module = Streams(5), nn.Dropout(0.5)
     streams.watch({"drop": module})
