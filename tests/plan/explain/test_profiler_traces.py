@@ -96,6 +96,19 @@ def test_begins_and_ends_are_actions(tmp_path: Path) -> None:
     check(explain(read_run([tmp_path / "trace.json"])))
 
 
+def test_receives_within_a_range_are_waiting(tmp_path: Path) -> None:
+    """Torch's GPipe waits within its ranges, and gloo's receive lasts longer than what it waits for."""
+    ranges = {
+        0: [("Forward 0", 0, 1), ("Backward 0", 6, 12), ("gloo:recv", 6, 11)],
+        1: [("Forward 0", 0, 5), ("gloo:recv", 0, 4), ("Backward 0", 5, 6), ("gloo:recv", 5.5, 13)],
+    }
+    for rank, given in ranges.items():
+        events = [{"ph": "X", "pid": 1, "name": name, "ts": s * 1e6, "dur": (e - s) * 1e6} for name, s, e in given]
+        told = {"distributedInfo": {"rank": rank, "world_size": 2}, "traceEvents": events}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(told))
+    assert [one.seconds for one in explain(read_run([tmp_path])).stages] == [2.0, 2.0]
+
+
 def test_what_shows_no_actions_is_refused_in_a_line(tmp_path: Path) -> None:
     for rank in range(RANKS):
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(profiled(SHOWN, rank, marked=False)))
