@@ -52,7 +52,7 @@ def read_chrome(
 
     Args:
         events: the list of trace events.
-        header: what else the file has; Kineto's `distributedInfo` tells the rank.
+        header: what else the file has; Kineto's `distributedInfo` tells the rank, and how many there are.
         file: its name, whose last number is the rank if nothing else says it.
         number: the file's place among those that are read.
         own: the user's pattern of names, besides the table's.
@@ -104,7 +104,10 @@ def read_chrome(
         [2 + stage for stage in sent] + [one["stages"] for one in said if type(one.get("stages")) is int] + [0]
     )
     crowded = said[0].get("crowded") is True if said and "crowded" in said[0] else None
-    return Recording(tuple(made), waits, (), stages, _unread(read, numbered), crowded)
+    told = header.get("distributedInfo")
+    world = told.get("world_size") if isinstance(told, Mapping) else 0
+    unread = _unread(read, numbered)
+    return Recording(tuple(made), waits, (), stages, unread, crowded, world if isinstance(world, int) else 0)
 
 
 def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bool) -> Counter[str]:

@@ -70,6 +70,15 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
             "torch.distributed.pipelining marks none (2.13); others do"
         )
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
+    ranks = sorted({event.source[-1] for event in events if event.computes}, key=str)
+    world = max(one.world for one in found)
+    if len(ranks) < world:
+        traces = f"of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} of {world}"
+        if len(ranks) == 1:
+            raise ArgumentError(
+                f"{', '.join(map(str, paths))}: the trace {traces} alone; pass those of the others, too"
+            )
+        notes += (f"the traces are {traces}; pass those of the others, too, unless they are of other pipelines",)
     if missed := unread.total():
         notes += (f"{missed} of {missed + len(events)} events are not read, such as {named}; --pattern reads others",)
     waits, crowded = any(one.with_waits for one in found), [one.crowded for one in found if one.crowded is not None]

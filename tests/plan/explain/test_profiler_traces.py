@@ -109,6 +109,15 @@ def test_receives_within_a_range_are_waiting(tmp_path: Path) -> None:
     assert [one.seconds for one in explain(read_run([tmp_path])).stages] == [2.0, 2.0]
 
 
+def test_the_traces_of_some_ranks_are_said_to_be_that(tmp_path: Path) -> None:
+    for rank in range(2):
+        told = {"distributedInfo": {"rank": rank, "world_size": 3}, "traceEvents": profiled(SHOWN, rank)["traceEvents"]}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(told))
+    assert any(note.startswith("the traces are of ranks 0, 1 of 3; pass") for note in read_run([tmp_path]).notes)
+    with pytest.raises(ArgumentError, match=r"0\.json: the trace of rank 0 of 3 alone; pass those of the others"):
+        read_run([tmp_path / "0.json"])
+
+
 def test_what_shows_no_actions_is_refused_in_a_line(tmp_path: Path) -> None:
     for rank in range(RANKS):
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(profiled(SHOWN, rank, marked=False)))
