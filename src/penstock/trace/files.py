@@ -54,6 +54,11 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     gc.disable()  # of millions of new objects none is garbage, and looking for it takes a third of the time
     try:
         found = [_read(file, number, own) for number, file in enumerate(files)]
+        first: dict[object, int] = {}
+        for number, one in enumerate(found):
+            other = first.setdefault(one.events[:1], number)
+            if one.events and other < number and one.events == found[other].events:
+                raise ArgumentError(f"{files[number]} is the same trace as {files[other]}; pass each once")
         events = numbered([event for one in found for event in one.events])
     finally:
         if was:

@@ -118,6 +118,14 @@ def test_the_traces_of_some_ranks_are_said_to_be_that(tmp_path: Path) -> None:
         read_run([tmp_path / "0.json"])
 
 
+def test_the_same_trace_twice_is_refused(tmp_path: Path) -> None:
+    file = min(folder(tmp_path).iterdir())
+    (tmp_path / "again.json.gz").write_bytes(file.read_bytes())
+    for given in ([tmp_path], [file, file]):
+        with pytest.raises(ArgumentError, match="is the same trace as .*; pass each once"):
+            read_run(given)
+
+
 def test_what_shows_no_actions_is_refused_in_a_line(tmp_path: Path) -> None:
     for rank in range(RANKS):
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(profiled(SHOWN, rank, marked=False)))
