@@ -122,7 +122,7 @@ def test_the_same_trace_twice_is_refused(tmp_path: Path) -> None:
     file = min(folder(tmp_path).iterdir())
     (tmp_path / "again.json.gz").write_bytes(file.read_bytes())
     for given in ([tmp_path], [file, file]):
-        with pytest.raises(ArgumentError, match="is the same trace as .*; pass each once"):
+        with pytest.raises(ArgumentError, match=r"is the same trace as .*; pass each once"):
             read_run(given)
 
 
