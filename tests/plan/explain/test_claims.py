@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
     (widest,) = advice(explain(measured, predicted=profile(1.05, spread=0.5)), "schedule zb-h1")
     assert widest.claim.startswith("at most -")
     assert widest.note.endswith("little of it is certain")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("link=-1", "what-if link=-1: expected how many times the transfer, 0 or more; this step has 4 stages"),
+        ("cut=9:0.1", "a stage of 1 to 3 and a share of -1 to 1; this step"),
+        ("rank=9", "what-if rank=9: expected a rank of 0 to 3; this step has 4 stages on 4 ranks"),
+        ("rank", "what-if rank: expected schedule=NAME"),
+        ("speed=2", "what-if speed=2: expected schedule=NAME"),
+    ],
+)
+def test_a_what_if_that_cannot_be_says_what_is_wrong_with_it(text: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        explain(recorded(timeline(even, twice)), what_ifs=[text])
 
 
 def test_what_joining_a_split_backward_brings_is_assumed_too() -> None:

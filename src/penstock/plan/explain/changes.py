@@ -322,8 +322,14 @@ def _changed(trial: Trial, change: Change, name: str, value: str) -> Change:
         case "host", "none":
             made, measured = case.without_host(), False
         case _:
+            forms = {
+                "cut": f"cut=even, or cut=2:0.1 with a stage of 1 to {placement.depth - 1} and a share of -1 to 1",
+                "rank": f"a rank of 0 to {placement.ranks - 1}",
+                "link": "how many times the transfer, 0 or more",
+            }
             size = f"this step has {counted(placement.depth, 'stage')} on {counted(placement.ranks, 'rank')}"
-            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}; {size}")
+            expected = f"{forms[name]}; {size}" if value and name in forms else WHAT_IFS
+            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {expected}")
     return change.assuming((made,), note, measured=measured)
 
 
