@@ -113,7 +113,7 @@ class _Reader:
     def rate(self) -> Found:
         found = self.take(q.rate)
         # If its unit stands apart, the error about that comes later.
-        if not (self.next and self.next in q.RATES) and (wrong := q.suspicious_rate_hint(self._last[0])):
+        if self.next in ("", *_WORDS, *_SYNONYMS, *_NOT_HERE) and (wrong := q.suspicious_rate_hint(self._last[0])):
             raise self.error(wrong)
         return {"rate": found}
 
@@ -126,8 +126,9 @@ class _Reader:
             self.word = self._last
             if name in _NOT_HERE:
                 raise self.error(_NOT_HERE[name])
-            if name not in _WORDS and name in q.RATES:
-                raise self.error(f"a rate has no space before its unit {self.word[0]!r}")
+            if name not in _WORDS and (name in q.RATES or "/" in name):
+                forms = "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)"
+                raise self.error(f"a rate has no space before its unit {self.word[0]!r}: pass one like {forms}")
             if name not in _WORDS:
                 raise self.error(f"{self.word[0]!r} is not a word of a link; {_more()}")
             new = _WORDS[name][0](self)

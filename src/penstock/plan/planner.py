@@ -16,7 +16,7 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.options import ANY, Choice, Wanted, choices
 from penstock.plan.plan import Plan
-from penstock.plan.predict import Cut, arranged, cut, cut_within, order_of, planned, predict, transient_of
+from penstock.plan.predict import Cut, arranged, cut, cuts_within, order_of, planned, predict, transient_of
 from penstock.schedule import Schedule
 from penstock.simulate import StageCost
 from penstock.simulate.search import search
@@ -133,18 +133,17 @@ class Candidate:
     at_least: float
 
     def best(self) -> tuple[Plan, Cut]:
-        """The better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with cuts that
-        do not.
+        """The better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with others
+        that do not.
         """
-        plan = predict(self.choice, self.where), self.where
-        if not (plan[0].recompute or plan[0].offload or plan[0].lacking_bytes):
-            return plan
-        other = cut_within(self.where, order_of(self.choice))
-        if other is None or other.starts == self.where.starts:
-            return plan
-        return min(
-            plan, (predict(self.choice, other), other), key=lambda one: (one[0].lacking_bytes, one[0].step_seconds)
-        )
+        found = [(predict(self.choice, self.where), self.where)]
+        if found[0][0].recompute or found[0][0].offload or found[0][0].lacking_bytes:
+            for other in cuts_within(self.where, order_of(self.choice)):
+                if other.starts != self.where.starts:
+                    found.append((predict(self.choice, other), other))
+                if not found[-1][0].lacking_bytes:
+                    break
+        return min(found, key=lambda one: (one[0].lacking_bytes, one[0].step_seconds))
 
 
 def make_plans(

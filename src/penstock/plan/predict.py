@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from penstock._base.errors import ArgumentError
-from penstock.costs import Problem, UnitCost, best_starts
+from penstock.costs import Problem, UnitCost, best_starts, counted_again
 from penstock.costs.stage_costs import priced, problem_of, with_memory
 from penstock.plan.cluster import Cluster, Kind
 from penstock.plan.keeping import Demand, Transient, Way, best_keeping, held_again, transient_of_ranks
@@ -80,6 +81,12 @@ class Cut:
         """The memory of each rank's devices: of its replicas, the smallest counts."""
         return tuple(min(kind.memory_bytes for kind in column) for column in self.of_ranks)
 
+    def may_hold(self, placement: Placement) -> bool:
+        """Whether ranks could at least hold what is there all the time, wherever the model is cut."""
+        each = [unit.held_bytes for unit in self.units]
+        held = placement.pipelines * (sum(each) - sum(counted_again(self.units)))
+        return held <= sum(self.limits) and max(each) <= max(self.limits)
+
 
 def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
     """Where the slowest stage is fastest, with what it sends over the cluster's link. Raises ArgumentError: there are
@@ -90,22 +97,35 @@ def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds
     return found.at(best_starts(found.problem, depth))
 
 
-def cut_within(where: Cut, schedule: Schedule) -> Cut | None:
-    """Another cut within the memory of the devices, with as many microbatches in flight as the schedule has; or, if no
-    cut is, where the fullest stage is least full. None if the devices differ in memory.
+def cuts_within(where: Cut, schedule: Schedule) -> Iterator[Cut]:
+    """Other cuts within the memory of the devices, with as many microbatches in flight as the schedule has, where
+    stages run forwards again if they have to; or, if no cut is, where the fullest stage is least full. None if the
+    devices differ in memory.
+
+    What ranks with several stages, or with weight gradients that wait, then need is known less well: cuts where no
+    forward runs again come first.
     """
-    placement, limits = schedule.placement, where.limits
+    placement, limits, units = schedule.placement, where.limits, where.units
     if len({*limits}) > 1:
-        return None
-    problem = replace(
-        with_memory(where.problem, where.units, schedule.microbatches),
+        return
+    keeps = replace(
+        with_memory(where.problem, units, schedule.microbatches),
         in_flight=in_flight_by_stage(schedule)[: placement.depth],
         limit_bytes=limits[0] / max(map(len, placement.by_rank)),
     )
-    try:
-        return where.at(best_starts(problem, placement.depth))
-    except ArgumentError:
-        return where.at(best_starts(replace(problem, limit_bytes=math.inf, balanced="bytes"), placement.depth))
+    again = replace(
+        keeps,
+        again_seconds=[unit.again_seconds for unit in units],
+        received_bytes=[unit.boundary_bytes for unit in units],
+        waiting_bytes=[unit.waiting_bytes for unit in units],
+        waiting=in_flight_by_stage(schedule, since=Op.I),
+    )
+    fullest = replace(keeps, limit_bytes=math.inf, balanced="bytes")
+    first = (keeps, fullest) if schedule.splits or placement.stages > placement.ranks else ()
+    tried = (*first, again) if where.may_hold(placement) else ()
+    for problem in (*tried, replace(fullest, in_flight=())):
+        with suppress(ArgumentError):
+            yield where.at(best_starts(problem, placement.depth))
 
 
 def predict(choice: Choice, where: Cut) -> Plan:

@@ -12,7 +12,7 @@ from penstock.costs.sizes import Sizes
 from penstock.plan.cluster import Cluster
 from penstock.plan.options import Choice, Wanted
 from penstock.plan.plan import Plan
-from penstock.plan.planner import Candidate, open_candidates
+from penstock.plan.planner import open_candidates
 from penstock.simulate.costs import LinkCost
 
 MAX_TIMES = 8
@@ -82,18 +82,9 @@ def first_that_fits(
         return None
     order = sorted(candidates, key=lambda one: (one.choice.rows, -one.choice.ranks, one.at_least))
     for one in sorted(order, key=lambda one: one.choice != likely):
-        if not _may_fit(one, cluster):
+        if not one.where.may_hold(one.choice.placement):
             continue
         plan, _ = one.best()
         if not plan.lacking_bytes:
             return plan
     return None
-
-
-def _may_fit(one: Candidate, cluster: Cluster) -> bool:
-    """Whether devices could at least hold what is there all the time, however the model is cut."""
-    limit = max(kind.memory_bytes for kind in cluster.kinds)
-    pipelines = one.choice.placement.pipelines
-    held = sum(unit.held_bytes for unit in one.where.units) - sum(counted_again(one.where.units))
-    each = pipelines * held / one.choice.ranks
-    return max(each, *(unit.held_bytes for unit in one.where.units)) <= limit

@@ -25,6 +25,8 @@ _ON_DEVICE = "gpu_user_annotation"
 """Kineto's category of a range as the device saw it; the host only gave it work."""
 _SKIPPED = re.compile(rf"^{_STEP.pattern}$|\bwaits?$|^(?:gloo|nccl):|^Optimizer\.")
 """Ranges of ours and of torch that are no actions."""
+_RECEIVE = re.compile(r"(?:gloo|nccl|mpi|ucc):recv")
+"""What a process group calls a receive: within an action that begins with the wait for its input, that wait."""
 IN_TURNS = (
     "one process ran all ranks in turns, so none waited for another; record a run with a process for each rank "
     "(penstock run), or simulate these times"
@@ -50,7 +52,7 @@ def read_chrome(
 
     Args:
         events: the list of trace events.
-        header: what else the file has; Kineto's `distributedInfo` tells the rank.
+        header: what else the file has; Kineto's `distributedInfo` tells the rank, and how many there are.
         file: its name, whose last number is the rank if nothing else says it.
         number: the file's place among those that are read.
         own: the user's pattern of names, besides the table's.
@@ -70,11 +72,19 @@ def read_chrome(
     processes = sorted({_id(event, "pid") for event, _ in ranges}, key=lambda pid: (isinstance(pid, str), pid))
     places = {process: place for place, process in enumerate(processes)}
     marks, alone = _steps(complete), _rank(header, file, number)
+    received: defaultdict[int | str, list[tuple[float, float]]] = defaultdict(list)
+    for event in complete:
+        if _RECEIVE.match(str(event.get("name"))):
+            received[_id(event, "pid")].append(_times(event))
     made = []
     ops = {named.op for _, named in ranges}
     b_is_i = Op.W in ops and Op.I not in ops  # the letters of the papers on zero bubbles
     for event, named in ranges:
         (start, end), numbers = _times(event), named.numbers
+        if named.waits:
+            own_ones = received[_id(event, "pid")]
+            within = own_ones[bisect.bisect(own_ones, (start,)) : bisect.bisect(own_ones, (end,))]
+            start = max([start, *(arrived for _, arrived in within if arrived <= end)])
         rank = places[_id(event, "pid")] if len(processes) > 1 else alone
         op = Op.I if b_is_i and named.op is Op.B else named.op
         action = Action(numbers.get("stage", rank), op, numbers.get("microbatch", 0))
@@ -94,7 +104,10 @@ def read_chrome(
         [2 + stage for stage in sent] + [one["stages"] for one in said if type(one.get("stages")) is int] + [0]
     )
     crowded = said[0].get("crowded") is True if said and "crowded" in said[0] else None
-    return Recording(tuple(made), waits, (), stages, _unread(read, numbered), crowded)
+    told = header.get("distributedInfo")
+    world = told.get("world_size") if isinstance(told, Mapping) else 0
+    unread = _unread(read, numbered)
+    return Recording(tuple(made), waits, (), stages, unread, crowded, world if isinstance(world, int) else 0)
 
 
 def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bool) -> Counter[str]:

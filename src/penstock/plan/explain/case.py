@@ -51,6 +51,14 @@ class Case:
         """What all actions take in sum."""
         return float(np.nansum(self.seconds))
 
+    @property
+    def busiest_seconds(self) -> float:
+        """What all actions of one rank take in sum, of that with most."""
+        by_stage = np.nansum(self.seconds, axis=(1, 3))  # [R, S]
+        placements = (schedule.placement.by_rank for schedule in self.schedules)
+        pairs = zip(by_stage, placements, strict=True)
+        return max(float(own[list(stages)].sum()) for own, ranks in pairs for stages in ranks)
+
     def with_seconds(self, seconds: Floats) -> Case:
         return replace(self, seconds=seconds)
 

@@ -86,13 +86,16 @@ class Trial:
 
     def tried(self, change: Change, error: float, elsewhere: Sequence[float] = ()) -> Change:
         """What is claimed of a change: that it brings what it usually does, as wrong as the replay, what is assumed,
-        and what it brings in other steps; or, of what nobody measured, at most what it can bring."""
+        and what it brings in other steps; or, of what nobody measured, or what is assumed leaves little certain of, at
+        most what it can bring: no step is shorter than the work of its busiest rank."""
         gains, measured = self.gains(change), change.measured and not self.shared
-        gain, width = (
-            (gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere)))
-            if measured
-            else (min(1.0, max((*gains, *elsewhere)) + error), 0.0)  # a step takes some time, whatever is assumed
-        )
+        gain, width = gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere))
+        if measured and len(change.cases) > 1 and width > (1 - _LEAST_SHARE) * abs(gain):
+            change, measured = change.assuming(change.cases, "little of it is certain", measured=False), False
+        if not measured:
+            least = min(case.busiest_seconds for case in change.cases)
+            most = 1 - least / self.step.seconds if self.step.seconds else 1.0
+            gain, width = min(most, max((*gains, *elsewhere)) + error), 0.0
         seconds = self.step.seconds * (1 - gain)
         return replace(change, step_seconds=seconds, gain=gain, error=width, measured=measured)
 
@@ -144,7 +147,7 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
 
     A gain counts as far as every one of the steps shows it, and the replay's error leaves it: what may be nothing is no
     advice. What nobody measured, or what assumptions leave little of, is advice only if it usually brings something,
-    and comes after what is certain.
+    and comes after what is certain, last if it may be a loss.
 
     Args:
         trials: the step that is explained, and others of its run.
@@ -164,12 +167,11 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
             if key in wanted
         ]
         change, usual = first.tried(one, error, elsewhere), first.expected_gain(one)
-        if change.certain < _LEAST_SHARE * change.gain and len(one.cases) > 1:
-            change = first.tried(one.assuming(one.cases, "little of it is certain", measured=False), error, elsewhere)
         least = max(LEAST_GAIN, error, 0.0 if change.measured else _LEAST_SHARE * (change.gain - error))
         if (change.certain >= LEAST_GAIN or not change.measured) and usual >= least:
-            found.append((not change.measured, -change.certain, -usual, change))
-    found.sort(key=lambda entry: entry[:3])
+            loses = min(first.gains(one)) - error < 0
+            found.append((not change.measured, not change.measured and loses, -change.certain, -usual, change))
+    found.sort(key=lambda entry: entry[:4])
     best: list[Change] = []
     for *_, change in found:  # of schedules, one that needs no more memory than those before
         before = (one.memory for one in best if one.kind == "schedule")
@@ -320,8 +322,14 @@ def _changed(trial: Trial, change: Change, name: str, value: str) -> Change:
         case "host", "none":
             made, measured = case.without_host(), False
         case _:
+            forms = {
+                "cut": f"cut=even, or cut=2:0.1 with a stage of 1 to {placement.depth - 1} and a share of -1 to 1",
+                "rank": f"a rank of 0 to {placement.ranks - 1}",
+                "link": "how many times the transfer, 0 or more",
+            }
             size = f"this step has {counted(placement.depth, 'stage')} on {counted(placement.ranks, 'rank')}"
-            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}; {size}")
+            expected = f"{forms[name]}; {size}" if value and name in forms else WHAT_IFS
+            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {expected}")
     return change.assuming((made,), note, measured=measured)
 
 

@@ -203,7 +203,7 @@ class Paper:
         """Groups of devices that share every layer, each as one device."""
         machine, shared = self.machine, self.job.tensor_parallel
         groups, in_host = self.devices // shared, max(1, machine.devices_per_host // shared)
-        memory = min(self.memory_bytes, machine.device.memory_bytes)
+        memory = self.memory_bytes if self.memory_bytes < math.inf else machine.device.memory_bytes
         link = machine.link if in_host > 1 else machine.network
         update = optimizer_seconds(self.job, machine, 1.0) * self.job.optimizer_shards / OPTIMIZER_BYTES
         if in_host == 1 or groups <= in_host:
