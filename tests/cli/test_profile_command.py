@@ -103,6 +103,12 @@ def test_what_cannot_be_measured_is_refused() -> None:
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to measure on")
+def test_a_device_that_torch_does_not_have_here_is_refused() -> None:
+    says = refusal("profile", "cases.py:make", "--device", "cuda")
+    assert says.startswith("--device cuda: torch cannot compute there: ")
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured() -> None:
     """Nor is TARGET loaded: there is none."""
     for verb in (
@@ -224,6 +230,9 @@ def test_an_estimate_for_a_device_that_is_not_here() -> None:
     found = read_profile("estimate.json")
     assert (found.source, found.device, found.rows) == ("estimate", "cuda", 1)
     assert all(unit.seconds > 0 for unit in found.units)
+    for unused in (("--threads", "3"), ("--budget-seconds", "9")):
+        says = refusal("profile", "cases.py:make", "--device", "h100", *unused)
+        assert f"{' '.join(unused)}: an estimate (--device h100) measures nothing; leave it out" in says
     assert "device 'h10': not known; did you mean 'h100'" in refusal("profile", "cases.py:make", "--device", "h10")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from penstock._base.errors import check_counts
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import check_count, integers, option, output_option, screen
@@ -19,6 +19,8 @@ from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
     from penstock.costs import Profile, UnitCost
+
+BUDGET_SECONDS = 2.0
 
 
 def profile(
@@ -35,7 +37,7 @@ def profile(
         "For an estimate: what was measured on such devices, of any model (--json); repeat it for more.", metavar="FILE"
     ),
     threads: int | None = option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's."),
-    budget_seconds: float = option("How long to measure each size.", default=2.0),
+    budget_seconds: float = option("How long to measure each size.", default=BUDGET_SECONDS),
     links: bool = option(
         "Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
         "...`, or torchrun.",
@@ -65,7 +67,11 @@ def profile(
     rows = None if microbatch_sizes is None else integers("--microbatch-sizes", microbatch_sizes)
     for number in rows or ():
         check_count("--microbatch-sizes", number)
-    with loaded(target, "the model", weights=specified(device) is None) as given:
+    estimate = specified(device) is not None
+    if estimate and (threads is not None or budget_seconds != BUDGET_SECONDS):
+        unused = f"--threads {threads}" if threads is not None else f"--budget-seconds {budget_seconds:g}"
+        raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; leave it out")
+    with loaded(target, "the model", weights=not estimate) as given:
         import torch
 
         if threads is not None:

@@ -111,6 +111,11 @@ def profile(
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
     there = None if device is None or isinstance(device, Device) or kind is not None else torch.device(device)
     per_row = sum(tensor.nbytes for tensor in tensors_in(target)) / _pieces(cutting, example, 1, None)[0][1]
+    try:
+        torch.empty(0, device=there)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0].partition(". ")[0]
+        raise ArgumentError(f"device={device!r}: torch cannot compute there: {why}; pass one that is here") from None
     partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
     splits = partial(SplitBackward, in_order=True)
 
