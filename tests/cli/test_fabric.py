@@ -15,7 +15,7 @@ from command_line import as_json, output, penstock, refusal
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.cli._traffic import TrafficOptions
-from penstock.cli.fabric import _check
+from penstock.cli.fabric import _check, _progress
 from penstock.network import checks, machines, shapers
 from penstock.network.checks import why_not
 from penstock.network.fabric.emulation import coordinate
@@ -436,3 +436,10 @@ def test_the_two_kinds_of_a_pipelines_traffic_are_labeled() -> None:
     rings = TrafficOptions(model=TARGET, ranks=2, traffic="gradients").workload(4)
     assert rings.name == f"{TARGET}, gradients of Sequential, 2 x 2 hosts"
     assert {(one.kind, one.collective) for one in rings.transfers} == {("gradient", "all_reduce")}
+
+
+def test_without_a_terminal_there_is_no_progress_bar(capsys: Any) -> None:
+    """Not even a disabled one, which prints an empty line with rich 13."""
+    with _progress(3, quiet=False) as watch:
+        assert watch is None
+    assert capsys.readouterr() == ("", "")

@@ -245,10 +245,12 @@ def _as_host(spec: Spec, output: Output) -> None:
 
 
 @contextmanager
-def _progress(trials: int, *, quiet: bool) -> Iterator[Watch]:
+def _progress(trials: int, *, quiet: bool) -> Iterator[Watch | None]:
     """Shows a progress bar on stderr, if that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None  # a disabled bar prints an empty line with rich 13
+        return
     columns = BarColumn(bar_width=None), TextColumn("trial {task.completed} of {task.total}"), TimeRemainingColumn()
-    hidden = quiet or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=trials)
         yield lambda number: bar.update(task, completed=number + 1)
