@@ -77,8 +77,10 @@ def _of_ranks(found: Planned, best: Plan) -> str:
     piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
     if piped is None:
         return "It has no pipeline; no plan with one fits, or none was asked for."
-    bound = "at least " if piped.bubble is None else ""
-    return f"It has no pipeline; the best with one is {_named(piped.choice)}, {bound}{_slower(piped, best)}."
+    much = f"{'at least ' if piped.bubble is None else ''}{_slower(piped, best)}"
+    if abs(piped.step_seconds - best.step_seconds) <= found.equal * best.step_seconds:
+        much = "as good as equal"
+    return f"It has no pipeline; the best with one is {_named(piped.choice)}, {much}."
 
 
 def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:
