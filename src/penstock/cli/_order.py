@@ -71,8 +71,9 @@ class OrderOptions:
     def all(self, *, several: bool = False) -> tuple[dict[Asked, Schedule], dict[Asked, str]]:
         """Every schedule that was asked for and that the numbers allow, and what the others require. `several`: there
         may be several numbers of ranks or microbatches."""
-        name, sizes = self._name(), self._sizes(several=several)
+        name = self._name()
         entries = [*generators()] if name == ALL else [generator(one.strip()) for one in name.split(",")]
+        sizes = self._sizes(several=several)
         asked = [
             (entry, Numbers(*one, entry.chunks if self.chunks is None else self.chunks))
             for entry in entries
