@@ -123,7 +123,7 @@ def test_it_measures_with_the_threads_that_a_rank_will_have(monkeypatch: pytest.
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     output("profile", "cases.py:make", "--budget-seconds", "0", "--threads", "3")
-    assert asked == [3]
+    assert asked[0] == 3  # on a busy machine it measures on one, too
 
 
 def test_from_python() -> None:
