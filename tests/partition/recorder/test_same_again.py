@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock._base.compat import fake_mode, storage_of
 from penstock.partition.run.known_values import KnownValues
+from penstock.partition.units.units import Learned
 from penstock.partition.watch.observer import Observer
 from scaffolding.proofs import proven
 
@@ -25,15 +26,14 @@ def fresh_storages(count: int = 200) -> list[int]:
 
 
 def test_no_new_memory_is_taken_for_that_of_a_known_value() -> None:
-    mode, observer = fake_mode(), Observer()
-    known, value = KnownValues(observer, mode), torch.arange(3)
-    known.keep(value, from_inputs=True)
+    mode = fake_mode()
+    known, value = KnownValues(Observer(), mode, frozenset()), torch.arange(3)
+    assert known.assume(value, 0)
     known.expose([value])
     with mode:
-        known.forget(frozenset(fresh_storages()))
-    assert not known.unknown((value,), {})
-    known.forget(frozenset([observer.memory(mode.from_tensor(value))]))  # but its own still is
-    assert known.unknown((value,), {})
+        known.refuse_writes(frozenset(fresh_storages()))
+    with pytest.raises(Learned):  # but its own still is
+        known.refuse_writes(frozenset([storage_of(mode.from_tensor(value))]))
 
 
 def test_no_new_memory_is_taken_for_what_was_written_inside_of_a_call() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 
+from penstock._base.errors import PartitionError
 from penstock.partition import Partition, Partitioner, default_kwargs
-from penstock.partition.recorder import attempts
 from scaffolding.models import Case, convnet, dicts, gpt, llama, mlp, squared_error
 
 
@@ -45,21 +47,31 @@ class Model(nn.Module):
 # -- what travels -----------------------------------------------------------------------------------------------------
 
 
-def test_known_values_that_are_overwritten_are_unknown_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anything known of views that are older; the model is recorded once all the same."""
+@pytest.mark.parametrize("read", [lambda t: (t + 1).item(), lambda t: t.bool().item(), Tensor.tolist, Tensor.numpy])
+def test_known_values_that_are_overwritten_are_unknown(read: Callable[[Tensor], Any]) -> None:
+    """By what reads one number of a real tensor for its own purposes, too, as fake tensors do."""
 
     def forward(self: Model, x: Tensor) -> Tensor:
-        table, more = torch.zeros(2, 3), torch.arange(6.0).reshape(2, 3)
-        first, last = table[:, 0], more[:, -1]
-        assert first.eq(0).all()
-        table[:, :2] = self.layers[0](x)[:, :2]
-        more.mul_(x.detach())
-        return self.layers[1](table) * first[:, None] + self.layers[2](more) * last[:, None]
+        h, count = self.layers[0](x), torch.zeros(1)
+        count += h.detach().gt(0).sum()
+        return self.layers[1](h) if read(count) else h
 
-    recorded, record_path = [0], attempts.record_path
-    monkeypatch.setattr(attempts, "record_path", lambda *given: recorded.append(1) or record_path(*given))
-    check(Model(forward), torch.randn(2, 3))
-    assert sum(recorded) == 1
+    with pytest.raises(PartitionError, match="depends on the values of a tensor"):
+        Partitioner(Model(forward), 2, streams=NoStreams())((torch.randn(2, 3),), {})
+
+
+def test_what_is_added_up_in_an_attribute_is_left_there() -> None:
+    """As the losses of routers are."""
+
+    def forward(self: Model, x: Tensor) -> Tensor:
+        self.total = torch.tensor(0.0)
+        for layer in self.layers:
+            x = layer(x)
+            self.total += x.square().mean()
+        return x
+
+    partition = Partitioner(Model(forward), 2, streams=NoStreams())((torch.randn(2, 3),), {})
+    assert [entry.key for entry in partition.left] == ["total"]
 
 
 def test_an_update_in_place_may_bring_a_gradient() -> None:

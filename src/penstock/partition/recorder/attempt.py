@@ -39,6 +39,18 @@ from penstock.partition.watch.observer import SEED
 
 def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
     """Records the path that the forward takes if its random branches get these answers."""
+    unknown = frozenset[int]()
+    while True:
+        try:
+            return _record(attempt, choices, unknown)
+        except Learned as learned:
+            if learned.unknown is None:
+                raise
+            unknown = learned.unknown  # each path numbers its calls from 0
+
+
+def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[int]) -> Recording:
+    """Runs the forward once."""
     model = attempt.model
     given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
     snapshot, reach = Snapshot(model), None
@@ -52,7 +64,7 @@ def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
             _refuse_backward_hooks(model, attempt.units)
             loan = Loan(model, fake_mode(), device)
             reach = Reach(model)
-            recorder = Recorder(attempt, loan, reach, choices)
+            recorder = Recorder(attempt, loan, reach, choices, unknown)
             stack.callback(recorder.observer.restore)
             inputs = _inputs(recorder, given)
             with _staying_whole(recorder):
@@ -89,10 +101,8 @@ def _inputs(recorder: Recorder, given: Flat) -> list[Any]:
     inputs = list(given.leaves)
     for index, leaf in enumerate(given.leaves):
         if isinstance(leaf, Tensor):
-            if is_readable(leaf):
-                inputs[index] = leaf.clone()
-                recorder.known.keep(inputs[index], from_inputs=True)
-            else:
+            inputs[index] = leaf.clone() if is_readable(leaf) else None
+            if inputs[index] is None or not recorder.known.assume(inputs[index], index):
                 inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, recorder.loan.mode, leaf.device)
             recorder.add_input(_input_name(recorder.model, given.paths[index]), inputs[index], index)
         elif hides_tensors(leaf):

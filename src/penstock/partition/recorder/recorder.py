@@ -70,9 +70,11 @@ class Recorder(Writer, TorchFunctionMode):
         {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout"}
     )
 
-    def __init__(self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool]) -> None:
+    def __init__(
+        self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool], unknown: frozenset[int]
+    ) -> None:
         super().__init__(attempt.model, attempt.units, loan, reach, attempt.opening)
-        self.known = KnownValues(self.observer, loan.mode)
+        self.known = KnownValues(self.observer, loan.mode, unknown)
         self.chance = Chance(self, self.known, self.call, choices)
         self.notes: list[str] = []
         self.guards: list[Guard] = []
@@ -216,7 +218,7 @@ class Recorder(Writer, TorchFunctionMode):
             if self.chance.after_unit():
                 drew = [*drew, module]
             self._check_seeds(drew if seeded else (), f"{unit.name!r}")
-            self.known.forget(writes)
+            self.known.refuse_writes(writes)
             for inner in drew:
                 inner = inner or module
                 self.drawing.setdefault(self.module_names[id(inner)], inner)

@@ -123,7 +123,7 @@ class Writer:
             kind=kind,
             scope=self.scope,
             meta=tensor_meta(result) if isinstance(result, Tensor) else None,
-            storages=frozenset(self.observer.memory(t) for t in tensors),
+            storages=frozenset(storage_of(t) for t in tensors),
             takes_gradient=any(t.requires_grad for t in tensors),
             modes=self.entry.difference(),
             source_line=source.current_line(),
@@ -145,7 +145,7 @@ class Writer:
         A tensor that is returned unchanged along with others keeps the node that made it.
         """
         if isinstance(result, Tensor):
-            new = id(result) not in self._seen or self.observer.memory(result) in writes
+            new = id(result) not in self._seen or storage_of(result) in writes
             if id(result) not in self.loan.names and (alone or new):
                 self._see(result, node)
             return
@@ -201,7 +201,7 @@ class Writer:
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node)
-        self.on_memory.setdefault(self.observer.memory(tensor), []).append(id(tensor))
+        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ those is recorded for the given values, with a guard that says for which other v
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from penstock._base.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
 from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.run.loan import fake_value
+from penstock.partition.units.units import Learned
 from penstock.partition.values.memory import extent, same_bits
 from penstock.partition.values.objects import holds_tensors
 from penstock.partition.watch.observer import Call, Observer
@@ -42,46 +42,58 @@ class KnownValues:
     Args:
         observer: sees what each call draws and writes.
         mode: the recording's fake mode.
+        fake_calls: numbers of calls whose results must count as unknown, since unknown values are written into them
+            later; negative ones are inputs.
     """
 
-    def __init__(self, observer: Observer, mode: FakeTensorMode) -> None:
-        self._observer, self._mode = observer, mode
+    def __init__(self, observer: Observer, mode: FakeTensorMode, fake_calls: frozenset[int]) -> None:
+        self._observer, self._mode, self._fake_calls = observer, mode, fake_calls
+        self._calls = 0
         self._real: dict[int, Tensor] = {}
-        self._on_memory: defaultdict[int, list[Tensor]] = defaultdict(list)  # the same by storage
         self._stand_ins: dict[int, Tensor] = {}  # by id of the real tensor; kept here, since the mode forgets them
         self._from_inputs: set[int] = set()  # storages
         self._uniform: dict[int, Tensor] = {}  # what torch.rand made
+        self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
+
+    def assume(self, value: Tensor, index: int) -> bool:
+        """Treats an input's values as known, unless the forward writes unknown ones into it."""
+        if -1 - index in self._fake_calls:
+            return False
+        self._real[id(value)] = value
+        self._from_inputs.add(storage_of(value))
+        self._origins[storage_of(value)] = -1 - index
+        return True
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
         """Makes a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
+        self._calls += 1
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
         self._observer.take()
-        if not is_unknown and all(id(t) in self._real for t in given):
+        if not is_unknown and all(id(t) in self._real for t in given) and self._calls not in self._fake_calls:
             with unset_fake_temporarily():
                 result = function(*args, **kwargs)
             drew, writes = self._observer.take()
             if not drew:
                 from_inputs = any(storage_of(t) in self._from_inputs for t in given)
                 reads = from_inputs and self._reads_values(function, args, kwargs, result)
-                self.keep(result, from_inputs)
+                self._keep(result, from_inputs)
                 if from_inputs:
                     self._from_inputs |= writes
                 return CallResult(result, drew, writes, reads)
-            self.expose(given)  # what was drawn is unknown: draw again, on fake tensors
-            self.forget(writes)
+            self.refuse_writes(writes)  # what was drawn is unknown: draw again, on fake tensors
         known = self._filled(function, args, kwargs)
         if known is None:
             self.expose(given)
             known = self._decided(function, args)
         if known is not None:
-            self.keep(known, from_inputs=False)
+            self._keep(known, from_inputs=False)
             return CallResult(known, [], frozenset())
         try:
             result = function(*args, **kwargs)
         except Exception as error:  # a result without a fake: its shape follows from values
             return self._sized(function, args, kwargs, error)
         drew, writes = self._observer.take()
-        self.forget(writes)
+        self.refuse_writes(writes)
         if function is torch.rand:
             self._uniform[id(result)] = result
         return CallResult(result, drew, writes)
@@ -111,14 +123,14 @@ class KnownValues:
                 raise error
         from_inputs = any(storage_of(tensor) in self._from_inputs for tensor in given)
         leaves = [fake_value(t, self._mode, t.device) if t.is_floating_point() else t for t in result.leaves]
-        self.keep([t for t in leaves if not t.is_floating_point()], from_inputs)
+        self._keep([t for t in leaves if not t.is_floating_point()], from_inputs)
         return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
 
     def _filled(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
         """Whole numbers that fill a tensor like another one, whose values do not matter: wav2vec 2.0 makes its mask of
         ones like the sound, and counts them for its loss. None for any other call."""
         like = args[0] if args and getattr(function, "__name__", "") in FILLING else None
-        if not isinstance(like, Tensor) or len(leaf_tensors((args, kwargs))) > 1:
+        if not isinstance(like, Tensor) or self._calls in self._fake_calls or len(leaf_tensors((args, kwargs))) > 1:
             return None
         dtype = kwargs.get("dtype") or like.dtype
         if dtype.is_floating_point or dtype.is_complex or like.device.type == "meta":
@@ -146,16 +158,18 @@ class KnownValues:
 
         While a stand-in lives, the mode uses it whenever it meets the tensor.
         """
-        for known in (tensor for tensor in given if id(tensor) in self._real):
-            for tensor in self._on_memory[storage_of(known)]:
+        for tensor in given:
+            if id(tensor) in self._real:
                 fake = self._stand_ins[id(tensor)] = self._mode.from_tensor(tensor)
                 self._observer.stands_in(fake, tensor)
+                self._origins.setdefault(storage_of(fake), self._origins[storage_of(tensor)])
         self._observer.take()
 
-    def forget(self, writes: frozenset[int]) -> None:
-        """Call this when unknown values were written to memory: fakes stand in for what was known of it from now on."""
-        for tensor in (stale for number in writes for stale in self._on_memory.pop(number, ())):
-            self._real.pop(id(tensor), None)
+    def refuse_writes(self, writes: frozenset[int]) -> None:
+        """Raises Learned if real values were overwritten with something unknown."""
+        stale = frozenset(self._origins[s] for s in writes if s in self._origins)
+        if stale:
+            raise Learned(unknown=self._fake_calls | stale)
 
     def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the result depends on values, which it finds out by computing it without them.
@@ -172,13 +186,11 @@ class KnownValues:
             return True
         return False
 
-    def keep(self, result: Any, from_inputs: bool) -> None:
-        """Treats the values of these tensors as known."""
+    def _keep(self, result: Any, from_inputs: bool) -> None:
         for leaf in flatten(result).leaves:
             if isinstance(leaf, Tensor):
-                if id(leaf) not in self._real:
-                    self._on_memory[storage_of(leaf)].append(leaf)
                 self._real[id(leaf)] = leaf
+                self._origins.setdefault(storage_of(leaf), self._calls)
                 if from_inputs:
                     self._from_inputs.add(storage_of(leaf))
 

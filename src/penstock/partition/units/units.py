@@ -84,6 +84,8 @@ class Learned(BaseException):
         refusal: what to say if that is impossible.
         needed: whether the model is then refused; otherwise it is recorded with the opened modules shut.
         stays: the name of a module that was opened for balance, but cannot be recorded call by call; empty for all.
+        unknown: the numbers of all calls on this path whose results must count as unknown, since unknown values are
+            written into them later; negative ones are inputs.
         more: what to add to the `Grain`.
     """
 
@@ -93,10 +95,11 @@ class Learned(BaseException):
         *,
         needed: bool = True,
         stays: str | None = None,
+        unknown: frozenset[int] | None = None,
         **more: Iterable[Any],
     ) -> None:
         super().__init__(refusal)
-        self.refusal, self.needed, self.stays = refusal, needed, stays
+        self.refusal, self.needed, self.stays, self.unknown = refusal, needed, stays, unknown
         self.more = Grain(**{name: frozenset(added) for name, added in more.items()})
 
 

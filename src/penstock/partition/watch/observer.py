@@ -147,7 +147,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Any] = []  # what holds memory whose number must not be used again
         self._made: dict[int, Place] = {}
         self._same: dict[int, int] = {}  # memory that stands for other memory
-        self._real: dict[int, int] = {}  # the same of a fake's for a real tensor's
         self._fixed: set[int] = set()
         self._steady: set[int] = set()
         self._before: dict[int, tuple[Any, Any]] = {}  # older tensors that the forward writes to: memory, and a copy
@@ -194,7 +193,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = given.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
-                    self._written[self.memory(tensor)] = tensor
+                    self._written[storage_of(tensor)] = tensor
                     writing.append(tensor)
         return writing
 
@@ -264,14 +263,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- where tensors come from ------------------------------------------------------------------------------------
 
     def root(self, tensor: Tensor) -> int:
-        """The number of a tensor's memory, or of what that stands for."""
-        number = self.memory(tensor)
-        return self._same.get(number, number)
-
-    def memory(self, tensor: Tensor) -> int:
         """The number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
         number = storage_of(tensor)
-        return self._real.get(number, number)
+        return self._same.get(number, number)
 
     def roots(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         return frozenset(map(self.root, tensors))
@@ -282,9 +276,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def stands_in(self, fake: Tensor, real: Tensor) -> None:
         """Notes that the mode uses `fake` wherever `real` is meant."""
-        if (number := storage_of(fake)) not in self._real:
-            self._real[number] = self.memory(real)
-            self._kept.append(WeakStorage(fake))
+        self._alias(fake, self.root(real))
 
     def maker(self, tensor: Tensor) -> Place | None:
         """What made a tensor during this forward; None for others."""
