@@ -47,8 +47,8 @@ from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RunRead, reader
 from penstock.trace.runs import read_run as read_folder
 from penstock.trace.runs.about import FORMAT, VERSION, About
-from penstock.trace.runs.health import health
 from penstock.trace.runs.records import RankState, StepRecord
+from penstock.trace.runs.summary import health
 from scaffolding.run_folders import ABOUT, a_run
 
 SCHEDULE = generate("1f1b", 2, 3)

@@ -152,13 +152,10 @@ def test_ways_to_ask(way: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"recompute": "always"},
-        {"recompute": 2},
         {"recompute": "always", "schedule": "zb-h1"},
-        {"schedule": "interleaved-1f1b"},
-        {"offload": True},
         {"deferred_batch_norm": True},
-        {"check_finite": True},
+        *(pytest.param(each, marks=pytest.mark.long) for each in ({"recompute": 2}, {"offload": True})),
+        pytest.param({"check_finite": True}, marks=pytest.mark.long),
         pytest.param({"compile": {"backend": "eager"}}, marks=pytest.mark.filterwarnings("ignore")),
     ],
     ids=str,
@@ -245,7 +242,7 @@ class AllStates(nn.Module):
         return x + sum(states)
 
 
-@pytest.mark.parametrize("cuts", [["layers.2"], ["layers.2", "layers.4"]])
+@pytest.mark.parametrize("cuts", [["layers.2", "layers.4"]])
 def test_a_tensor_that_crosses_a_cut_twice_is_added_in_another_order(cuts: list[str]) -> None:
     torch.manual_seed(0)
     model, x, y = AllStates(), torch.randn(8, 8), torch.randn(8, 8)

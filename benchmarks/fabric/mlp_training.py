@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.emulation import clock
-from penstock.network.fabric.emulation.run_file import gathered, recorded
+from penstock.network.fabric.emulation.joining import gathered, recorded
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.presets import MLP_WIDTHS, mlp
 from penstock.network.fabric.samples import HEAD, SAMPLES, SampleFile
+from penstock.network.fabric.workload import MLP_WIDTHS, mlp
 
 ROWS, BATCH = 1797, 32
 

@@ -15,7 +15,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SECONDS = 60.0
-"""A process that takes longer is ended: it hangs."""
 PRELOADED = [
     *("torch", "torch.distributed", "torch._dynamo", "numpy"),
     *("penstock.checkpoint", "penstock.verification.verify"),
@@ -30,8 +29,13 @@ def server() -> ForkServerContext:
     return context
 
 
-def run(calls: list[Call]) -> list[Any]:
-    """What each call returns, all at once in processes of their own; what one raises is `{"error": ...}`."""
+def run(calls: list[Call], seconds: float = SECONDS, *, together: bool = True) -> list[Any]:
+    """What each call returns, all at once in processes of their own; what one raises is `{"error": ...}`.
+
+    Args:
+        seconds: a process that takes longer is ended.
+        together: whether they may wait for each other, so that where one raises the others have ten seconds more.
+    """
     context, pipes, processes = server(), list[Connection](), list[Any]()
     for function, args in calls:
         ours, theirs = context.Pipe()
@@ -40,8 +44,8 @@ def run(calls: list[Call]) -> list[Any]:
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    found: list[Any] = [{"error": "did not end"}] * len(calls)
-    waiting, end = dict(zip(pipes, range(len(calls)), strict=True)), time.monotonic() + SECONDS
+    found: list[Any] = [{"error": f"did not end in {seconds:.0f} s"}] * len(calls)
+    waiting, end = dict(zip(pipes, range(len(calls)), strict=True)), time.monotonic() + seconds
     while waiting and (left := end - time.monotonic()) > 0:
         for pipe in wait(list(waiting), left):
             at = waiting.pop(pipe)  # type: ignore[arg-type]
@@ -49,8 +53,8 @@ def run(calls: list[Call]) -> list[Any]:
                 found[at] = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
                 found[at] = {"error": "the process died"}
-            if isinstance(found[at], dict) and "error" in found[at]:
-                end = min(end, time.monotonic() + 10)  # the others may wait for it
+            if together and isinstance(found[at], dict) and "error" in found[at]:
+                end = min(end, time.monotonic() + 10)
     for process, pipe in zip(processes, pipes, strict=True):
         process.kill()
         process.join()

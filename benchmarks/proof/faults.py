@@ -18,7 +18,7 @@ from penstock import Pipeline, verify
 from penstock.pipe.steps import Steps
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features import deferred_norm
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.local import LocalChannel
@@ -87,25 +87,43 @@ def planted(name: str) -> dict[str, Any]:
     return {"seen": seen, "named": named, "says": words if not report.ok else ""}
 
 
-def code(runner: StageRunner) -> Any:
+def code(stage: BoundStage) -> Any:
     """What a stage runs."""
-    return runner._functions[0].__self__  # type: ignore[attr-defined]
+    return stage._functions[0].__self__  # type: ignore[attr-defined]
 
 
-def around_backward(change: Callable[[StageRunner, int, dict[str, Any]], None]) -> None:
+def around_backward(change: Callable[[BoundStage, int, dict[str, Any]], None]) -> None:
     """Calls `change` after each backward of a stage, with what the gradients were before it."""
-    backward = StageRunner.backward
+    backward = BoundStage.backward
 
-    def changed(self: StageRunner, microbatch: int, grads: Any) -> None:
-        before = {n: None if p.grad is None else p.grad.clone() for n, p in code(self).named_parameters()}
-        backward(self, microbatch, grads)
-        change(self, microbatch, before)
+    def changed(self: BoundStage, microbatch: int) -> Callable[[Any], None]:
+        run = backward(self, microbatch)
 
-    StageRunner.backward = changed  # type: ignore[method-assign]
+        def run_changed(grads: Any) -> None:
+            before = {n: None if p.grad is None else p.grad.clone() for n, p in code(self).named_parameters()}
+            run(grads)
+            change(self, microbatch, before)
+
+        return run_changed
+
+    BoundStage.backward = changed  # type: ignore[method-assign]
 
 
-def parameter(runner: StageRunner, name: str) -> Any:
-    return dict(code(runner).named_parameters()).get(name)
+def noting(run: Callable[..., None], running: list[int]) -> Callable[..., None]:
+    """`run`, during which `running` is not empty."""
+
+    def noted(*args: Any) -> None:
+        running.append(1)
+        try:
+            run(*args)
+        finally:
+            running.pop()
+
+    return noted
+
+
+def parameter(stage: BoundStage, name: str) -> Any:
+    return dict(code(stage).named_parameters()).get(name)
 
 
 def after_step(change: Callable[[Pipeline, Any, int], Any]) -> None:
@@ -132,9 +150,9 @@ def a_gradient_is_dropped() -> None:
 def a_parameter_is_frozen() -> None:
     """A parameter has no gradient."""
 
-    def change(runner: StageRunner, _k: int, _before: Any) -> None:
-        if runner.index == 1:
-            parameter(runner, "layers.2.bias").grad = None
+    def change(stage: BoundStage, _k: int, _before: Any) -> None:
+        if stage.index == 1:
+            parameter(stage, "layers.2.bias").grad = None
 
     around_backward(change)
 
@@ -157,9 +175,9 @@ def one_microbatch_weighs_twice() -> None:
 def a_term_is_added_twice() -> None:
     """A microbatch's gradients are added to those of one stage twice."""
 
-    def change(runner: StageRunner, microbatch: int, before: dict[str, Any]) -> None:
-        if runner.index == 0 and microbatch == 1:
-            weight = parameter(runner, "layers.0.bias")
+    def change(stage: BoundStage, microbatch: int, before: dict[str, Any]) -> None:
+        if stage.index == 0 and microbatch == 1:
+            weight = parameter(stage, "layers.0.bias")
             weight.grad = weight.grad + (weight.grad - before["layers.0.bias"])
 
     around_backward(change)
@@ -169,9 +187,9 @@ def a_term_is_added_twice() -> None:
 def the_last_microbatch_is_lost() -> None:
     """The last microbatch's gradient is not added."""
 
-    def change(runner: StageRunner, microbatch: int, before: dict[str, Any]) -> None:
-        if runner.index == 0 and microbatch == 3:
-            parameter(runner, "layers.0.bias").grad = before["layers.0.bias"]
+    def change(stage: BoundStage, microbatch: int, before: dict[str, Any]) -> None:
+        if stage.index == 0 and microbatch == 3:
+            parameter(stage, "layers.0.bias").grad = before["layers.0.bias"]
 
     around_backward(change)
 
@@ -215,16 +233,19 @@ def a_receive_buffer_is_stale() -> None:
 @fault("step 1, microbatch 2 on stage 0", "the gradient that reaches 'drops.1'", "value of microbatch 1")
 def a_gradient_buffer_is_stale() -> None:
     """A microbatch's backward finds the gradient of the one before it."""
-    await_grads, kept = StageRunner.await_grads, dict[int, Any]()
+    await_grads, kept = BoundStage.await_grads, dict[int, Any]()
 
-    def stale(self: StageRunner, microbatch: int) -> Any:
-        grads = await_grads(self, microbatch)
-        if self.index != 0:
-            return grads
-        kept[microbatch] = [None if g is None else g.clone() for g in grads]
-        return [*kept[1]] if microbatch == 2 else grads
+    def stale(self: BoundStage, microbatch: int) -> Any:
+        wait = await_grads(self, microbatch)
 
-    StageRunner.await_grads = stale  # type: ignore[method-assign]
+        def wait_stale() -> Any:
+            grads = wait()
+            kept[microbatch] = [None if g is None else g.clone() for g in grads]
+            return [*kept[1]] if microbatch == 2 else grads
+
+        return wait_stale if self.index == 0 else wait
+
+    BoundStage.await_grads = stale  # type: ignore[method-assign]
 
 
 @fault("step 2, microbatch 0 on stage 1", "what enters 'layers.2'")
@@ -243,56 +264,52 @@ def a_buffer_is_reused_in_the_second_step() -> None:
 @fault("step 1, microbatch 0 on stage 0", "what leaves 'drops.0'")
 def dropout_draws_from_another_stream() -> None:
     """In a stage, dropout draws another mask than its own."""
-    forward, enter, running = StageRunner.forward, Streams.enter, list[int]()
+    forward, enter, running = BoundStage.forward, Streams.enter, list[int]()
 
-    def noting(self: StageRunner, *given: Any) -> Any:
-        running.append(1)
-        try:
-            return forward(self, *given)
-        finally:
-            running.pop()
+    def noted(self: BoundStage, microbatch: int) -> Any:
+        return noting(forward(self, microbatch), running)
 
-    StageRunner.forward = noting  # type: ignore[method-assign]
+    BoundStage.forward = noted  # type: ignore[method-assign]
     Streams.enter = lambda self, name: enter(self, name + "?" if running else name)  # type: ignore[method-assign]
 
 
 @fault("when it runs again", "'drops.0'", recompute="always")
 def another_mask_when_run_again() -> None:
     """Where a stage runs again in backward, dropout draws another mask."""
-    again, enter, running = StageRunner._again, Streams.enter, list[int]()
+    again, enter, running = BoundStage._again, Streams.enter, list[int]()
 
-    def rerun(self: StageRunner, microbatch: int) -> Any:
-        running.append(1)
-        try:
-            return again(self, microbatch)
-        finally:
-            running.pop()
+    def rerun(self: BoundStage, microbatch: int) -> Any:
+        return noting(again(self, microbatch), running)
 
-    StageRunner._again = rerun  # type: ignore[method-assign]
+    BoundStage._again = rerun  # type: ignore[method-assign]
     Streams.enter = lambda self, name: enter(self, name + "?" if running else name)  # type: ignore[method-assign]
 
 
 @fault("buffer norms.0", "step 1", recompute="always")
 def a_buffer_is_not_restored() -> None:
     """Where a stage runs again, its batch norms count once more."""
-    again = StageRunner._again
+    again = BoundStage._again
 
-    def rerun(self: StageRunner, microbatch: int) -> Any:
-        saved = again(self, microbatch)
-        for module in code(self).modules():
-            if isinstance(module, nn.BatchNorm1d):
-                module.num_batches_tracked += 1
-        return saved
+    def rerun(self: BoundStage, microbatch: int) -> Any:
+        run = again(self, microbatch)
 
-    StageRunner._again = rerun  # type: ignore[method-assign]
+        def run_counting() -> None:
+            run()
+            for module in code(self).modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.num_batches_tracked += 1
+
+        return run_counting
+
+    BoundStage._again = rerun  # type: ignore[method-assign]
 
 
 @fault("buffer norms.2.running_mean", "step 1")
 def a_batch_norm_is_counted_twice() -> None:
     """A microbatch enters the averages of a stage twice."""
 
-    def change(runner: StageRunner, microbatch: int, _before: Any) -> None:
-        for name, module in code(runner).named_modules():
+    def change(stage: BoundStage, microbatch: int, _before: Any) -> None:
+        for name, module in code(stage).named_modules():
             if name == "norms.2" and microbatch == 0:
                 module.running_mean.mul_(0.9)
 
@@ -303,10 +320,10 @@ def a_batch_norm_is_counted_twice() -> None:
 def a_tied_term_is_missing() -> None:
     """One stage's term of a tied weight's gradient is lost."""
 
-    def change(runner: StageRunner, _k: int, before: dict[str, Any]) -> None:
-        if runner.index == 1:
+    def change(stage: BoundStage, _k: int, before: dict[str, Any]) -> None:
+        if stage.index == 1:
             for name in ("layers.0.weight", "layers.3.weight"):
-                if (weight := parameter(runner, name)) is not None:
+                if (weight := parameter(stage, name)) is not None:
                     weight.grad = before[name]
 
     around_backward(change)
@@ -315,14 +332,19 @@ def a_tied_term_is_missing() -> None:
 @fault("in evaluation", "output 0 of microbatch 0")
 def evaluation_runs_in_training_mode() -> None:
     """`evaluate()` drops activations."""
-    forward = StageRunner.forward
+    forward = BoundStage.forward
 
-    def training(self: StageRunner, *given: Any) -> Any:
-        if not self._training:
-            code(self).train()
-        return forward(self, *given)
+    def training(self: BoundStage, microbatch: int) -> Any:
+        run = forward(self, microbatch)
 
-    StageRunner.forward = training  # type: ignore[method-assign]
+        def run_training(args: Any) -> None:
+            if not self._context.training:
+                code(self).train()
+            run(args)
+
+        return run_training
+
+    BoundStage.forward = training  # type: ignore[method-assign]
 
 
 @fault("step 3, microbatch 0 on stage 0")
@@ -355,16 +377,19 @@ def the_third_step_has_old_weights() -> None:
 @fault("step 1 on stage 0", "'layers.0.weight'", "microbatch 3 is missing", schedule="zb-h1")
 def a_weights_part_is_lost() -> None:
     """The second part of a backward does not add one microbatch."""
-    weight_backward = StageRunner.weight_backward
+    weight_backward = BoundStage.weight_backward
 
-    def lost(self: StageRunner, microbatch: int) -> None:
-        weight = parameter(self, "layers.0.weight")
-        before = None if weight is None or weight.grad is None else weight.grad.clone()
-        weight_backward(self, microbatch)
-        if weight is not None and microbatch == 3:
+    def lost(self: BoundStage, microbatch: int) -> Any:
+        run, weight = weight_backward(self, microbatch), parameter(self, "layers.0.weight")
+
+        def run_lost() -> None:
+            before = None if weight.grad is None else weight.grad.clone()
+            run()
             weight.grad = before
 
-    StageRunner.weight_backward = lost  # type: ignore[method-assign]
+        return run if weight is None or microbatch != 3 else run_lost
+
+    BoundStage.weight_backward = lost  # type: ignore[method-assign]
 
 
 @fault("step 1, microbatch 0 on stage 1", "what enters 'layers.2'")
@@ -377,13 +402,13 @@ def activations_are_rounded() -> None:
 @fault("step 1, microbatch 0 on stage 0", "the gradient that reaches 'drops.1'", "number of microbatches")
 def gradients_are_averaged_at_the_cut() -> None:
     """Gradients that cross a cut are divided by the number of microbatches."""
-    await_grads = StageRunner.await_grads
+    await_grads = BoundStage.await_grads
 
-    def divided(self: StageRunner, microbatch: int) -> Any:
-        grads = await_grads(self, microbatch)
-        return [g if g is None else g / MICROBATCHES for g in grads] if self.index == 0 else grads
+    def divided(self: BoundStage, microbatch: int) -> Any:
+        wait = await_grads(self, microbatch)
+        return wait if self.index else lambda: [g if g is None else g / MICROBATCHES for g in wait()]
 
-    StageRunner.await_grads = divided  # type: ignore[method-assign]
+    BoundStage.await_grads = divided  # type: ignore[method-assign]
 
 
 @fault("step 2 on stage 0", "'layers.0.bias'")

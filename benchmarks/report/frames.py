@@ -17,7 +17,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from penstock.report.frame import frame
-from penstock.report.web.assets import asset, bundle, embedded
+from penstock.report.web.page import asset, bundle, embedded
 from penstock.report.web.picture import browser
 from penstock.report.web.timeline_data import band, curve, timeline_data
 from penstock.schedule import generate

@@ -22,7 +22,7 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from penstock.report.studio.serve import bind
+from penstock.report.studio.app import bind
 from penstock.schedule import generators
 
 MOVES = 20

@@ -26,7 +26,7 @@ import numpy as np
 import wire
 from wire import Arrival, Flow
 
-from penstock.network.impairment import DISTRIBUTIONS
+from penstock.network.link import DISTRIBUTIONS
 from penstock.network.machines import Machines
 from penstock.network.model import Draws, quantile
 from penstock.network.parse import parse_link

@@ -16,7 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from penstock.report import panel_of
 from penstock.report.frame import frame
-from penstock.report.web.assets import asset, bundle, embedded
+from penstock.report.web.page import asset, bundle, embedded
 from penstock.report.web.timeline_data import band, timeline_data
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate

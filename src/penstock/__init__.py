@@ -85,6 +85,7 @@ moved.update(  # until 0.2
         "penstock.explain": "penstock.plan.explain",
         "penstock.fabric": "penstock.network.fabric",
         "penstock.hardware": "penstock.costs.hardware",
+        "penstock.integrations.tensorboard": "penstock.integrations.loggers",
         "penstock.launch": "penstock.distributed.launch",
         "penstock.runs.reading": "penstock.trace.runs.reader",
         "penstock.runs": "penstock.trace.runs",

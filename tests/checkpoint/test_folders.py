@@ -161,6 +161,13 @@ def test_the_new_one_counts_before_the_one_that_was_put_aside_for_it(tmp_path: P
     assert text_of(latest(tmp_path)) == "new"
 
 
+def test_a_copy_that_was_broken_off_is_never_found(tmp_path: Path) -> None:
+    (tmp_path / "step-00000002").mkdir()
+    assert latest(tmp_path) is None
+    save(tmp_path, 1, "old")
+    assert text_of(latest(tmp_path)) == "old"
+
+
 def test_one_that_is_named_must_be_there(tmp_path: Path) -> None:
     save(tmp_path, 1, "old")
     assert find(tmp_path) == find(tmp_path / "step-00000001") == tmp_path / "step-00000001"

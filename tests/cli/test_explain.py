@@ -13,8 +13,6 @@ import pytest
 from command_line import as_json, output, refusal
 from rich.console import Console
 
-from penstock._base import files
-from penstock._base.errors import ArgumentError
 from penstock.cli.explain import show
 from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import explain, read_run
@@ -22,6 +20,7 @@ from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
+from scaffolding.nanoseconds import merged
 
 HEAVY = [1.0, 1.0, 1.5, 1.0]
 
@@ -79,7 +78,7 @@ def ranges_of_ours(folder: Path) -> list[Path]:
 def ranges_of_torch(folder: Path) -> list[Path]:
     """`_PipelineScheduleRuntime`: a range begins with the wait for the input."""
     whole = measured()
-    waiting = Timeline.merge(
+    waiting = merged(
         [replace(span, start_seconds=span.start_seconds - span.waited_seconds) for span in whole.spans(rank)]
         for rank in range(4)
     )
@@ -308,7 +307,7 @@ def test_a_line_for_each_step(tmp_path: Path) -> None:
     """In all of them the same stage is heavy, as the measured one is."""
     steps = [measured(seconds).to_dict() for seconds in (0.01, 0.03, 0.02)]
     said = output("explain", str(write(tmp_path / "steps.json", steps)), "--step", "all", columns=120)
-    assert [line.split()[0] for line in said.splitlines() if " s  " in line] == ["0", "1", "2"]
+    assert [line.split()[0] for line in said.splitlines() if "s  " in line and line[0].isdigit()] == ["0", "1", "2"]
     assert "3 steps take" in said
     assert "1 of 3 steps over 1.1 times the median, step 1 most (1.50x)" in said
     assert "expected the number of a step, or all" in refusal("explain", str(tmp_path / "steps.json"), "--step", "x")
@@ -376,7 +375,7 @@ def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> N
     (file,) = a_timeline(tmp_path)
     units = [0.03, 0.03, 0.0, 0.03]
     asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.1,layers.2,layers.3")
-    assert "most wrong at stage 2, which takes 45.0 ms instead of 0" in " ".join(output(*asked).split())
+    assert "most wrong at stage 2, which takes 45.00 ms instead of 0" in " ".join(output(*asked).split())
 
 
 def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path, capsys: Any) -> None:
@@ -436,14 +435,6 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
         assert said in refusal("explain", str(tmp_path / name)), name
 
 
-def test_a_packed_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_BYTES", 1 << 20)
-    file = tmp_path / "bomb.json.gz"
-    file.write_bytes(gzip.compress(b" " * (2 << 20)))
-    with pytest.raises(ArgumentError, match="unpacks to more than"):
-        read_run([file])
-
-
 @pytest.mark.parametrize(
     ("column", "place", "value", "said"),
     [
@@ -464,18 +455,6 @@ def test_timelines_with_impossible_numbers_are_refused(
         assert said in refusal(command, str(file))
 
 
-def test_a_trace_without_actions_is_refused(tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "trace.json", {"traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 0, "ts": 1, "dur": 2}]}
-    )
-    assert "no event names an action" in refusal("explain", str(file))
-
-
-def test_a_missing_rank_is_refused(tmp_path: Path) -> None:
-    files = ranges_of_torch(tmp_path)
-    assert "pass the trace of every rank" in refusal("explain", *map(str, files[:2] + files[3:]))
-
-
 def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> None:
     def event(name: str, ts: float) -> dict[str, Any]:
         return {"ph": "X", "name": f"penstock {name}", "pid": 1, "tid": 1, "ts": ts, "dur": 1.0}
@@ -483,12 +462,6 @@ def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> 
     names = ["0F0", "0SEND_F0", "0B0"]
     file = write(tmp_path / "rank0.json", {"traceEvents": [event(name, at) for at, name in enumerate(names)]})
     assert "no rank has stage 1" in refusal("explain", str(file))
-
-
-def test_ranks_in_turns_are_refused(tmp_path: Path) -> None:
-    spans = [[Span(rank, *rest) for (*rest,) in ()] for rank in range(2)]
-    turns = Timeline.merge(spans, in_turns=True)
-    assert "in turns" in refusal("explain", str(write(tmp_path / "timeline.json", turns.to_dict())))
 
 
 def test_cuts_need_a_profile(tmp_path: Path) -> None:
@@ -506,7 +479,7 @@ def test_a_rank_that_was_held_up_lacks_no_other(perfetto: bool, tmp_path: Path) 
         waited = 0.5 if number == 11 else 0.0
         spans.append(Span(0, Action.parse(action), at + waited, at + waited + 0.1, waited))
         at += waited + 0.1
-    timeline = Timeline.merge([spans])
+    timeline = merged([spans])
     assert "step takes 2.1" in output(
         "explain", str(write(tmp_path / "t.json", (to_perfetto(timeline) if perfetto else timeline.to_dict())))
     )

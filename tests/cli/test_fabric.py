@@ -15,15 +15,14 @@ from command_line import as_json, output, penstock, refusal
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.cli._traffic import TrafficOptions
-from penstock.cli.fabric import _check
+from penstock.cli.fabric import _check, _progress
 from penstock.network import checks, machines, shapers
 from penstock.network.checks import why_not
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.presets import preset
 from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
 from penstock.network.fabric.views import page
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.workload import Workload, preset
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -54,7 +53,7 @@ WRONG = {
     "--sizes 0": "'0' is 0 bytes: expected an integer number of bytes >= 1",
     "--sizes 2600,6": "a multiple of the element size, 4 bytes",
     "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
-    "probe": "penstock fabric has no command 'probe': it has show, compare, predict, clean; with no command, ",
+    "probe": "penstock fabric has no command 'probe': it has show, compare, predict, clean",
     "sho": "did you mean 'show'?",
     "--sizes 999TiB": "GiB of memory on 4 hosts, but this machine has",
     "--sizes 4parsec": "'4parsec' is not a size: pass bytes, or a number with KiB",
@@ -184,12 +183,12 @@ def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(folder: Path) -> N
 
 @pytest.mark.usefixtures("nothing_is_made")
 def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checks, shapers, machines):
+    for module in (checks, machines):
         monkeypatch.setattr(module, "why_not", lambda: None)
     asked = ("fabric", *SIZES, "--link", "100mbit delay 5ms", "--shaper", "tbf", "--dry-run")
     assert refusal(*asked).startswith("tbf limits only the rate: 100mbit delay 5ms")
     assert penstock("fabric", *SIZES, "--link", "100mbit", "--shaper", "tbf", "--dry-run").exit_code == 0
-    for module in (checks, shapers, machines):
+    for module in (checks, machines):
         monkeypatch.setattr(module, "why_not", lambda: NO_ROOT)
     assert NO_ROOT in refusal(*asked[:-3], "--dry-run")
 
@@ -340,7 +339,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     asked = ("--ranks", "2", str(TRAINING), "--trials", "9", "--out", str(training))
     assert penstock("run", *asked).exit_code == 0
     said = output("fabric", "show", str(training))
-    like = ("--like", str(training), "--hosts", "2", "--trials", "10", "--algorithm", "engine")
+    like = ("--like", str(training), "--hosts", "2", "--trials", "10", "--warmup", "2", "--algorithm", "engine")
     return Runs(training, said, emulation, as_json("fabric", *like, "--out", str(emulation), "--chakra"))
 
 
@@ -437,3 +436,10 @@ def test_the_two_kinds_of_a_pipelines_traffic_are_labeled() -> None:
     rings = TrafficOptions(model=TARGET, ranks=2, traffic="gradients").workload(4)
     assert rings.name == f"{TARGET}, gradients of Sequential, 2 x 2 hosts"
     assert {(one.kind, one.collective) for one in rings.transfers} == {("gradient", "all_reduce")}
+
+
+def test_without_a_terminal_there_is_no_progress_bar(capsys: Any) -> None:
+    """Not even a disabled one, which prints an empty line with rich 13."""
+    with _progress(3, quiet=False) as watch:
+        assert watch is None
+    assert capsys.readouterr() == ("", "")

@@ -93,7 +93,7 @@ def test_a_pair_that_is_used_and_was_not_measured_is_named(write: Write) -> None
 @pytest.mark.parametrize("option", ["--comm", "--bandwidth"])
 def test_links_and_numbers_of_links_contradict_each_other(write: Write, option: str) -> None:
     path = write({"all": EVERY})
-    says = f"--links {path}: the file already sets what {option} would; pass only one of the two"
+    says = f"--links {path} already sets what {option} would; pass only one of the two"
     assert refusal(*TWO, *SIZED, option, "5", "--links", path) == says
 
 

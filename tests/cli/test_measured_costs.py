@@ -219,9 +219,9 @@ def test_a_profile_of_something_else_than_the_target_is_refused(target: str, dif
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--profile", "p.json", "--forward", "2"), "--forward 2: --profile p.json says it for every stage"),
-        (("cases.py:make", "--output-bytes", "2"), "--output-bytes 2: cases.py:make says it for every stage"),
-        (("--profile", "p.json", "--costs", "c.json"), "--costs c.json: --profile p.json has costs too"),
+        (("--profile", "p.json", "--forward", "2"), "--profile p.json already sets what --forward would"),
+        (("cases.py:make", "--output-bytes", "2"), "cases.py:make already sets what --output-bytes would"),
+        (("--profile", "p.json", "--costs", "c.json"), "--costs c.json already sets what --profile p.json would"),
         (("--profile", "p.json", "--comm", "-1"), "--comm -1: expected a cost of 0 or more"),
         (("--profile", "p.json", "--rows", "0"), "--rows 0: --profile p.json has microbatches of 2 rows"),
         (("--rows", "2"), "--rows 2 is for measured costs: pass --profile or a TARGET too"),
@@ -236,20 +236,3 @@ def test_what_does_not_go_together_or_is_no_profile(options: tuple[str, ...], me
     Path("later.json").write_text(json.dumps({**PROFILE.to_dict(), "version": 2}))
     for verb in (("simulate", "--schedule", "1f1b"), ("search", "--seconds", "0.1"), ("show", "--schedule", "gpipe")):
         assert message in refusal(*verb, "-n", "2", *options)
-
-
-def test_a_schedule_that_splits_backwards_takes_what_split_ones_take() -> None:
-    replace(PROFILE, units=SPLIT).save("split.json")
-    for name in ("1f1b", "zb-h1"):
-        given = ["--profile", "split.json", "--ranks", "2", "--microbatches", "4"]
-        found = as_json("simulate", "--schedule", name, *given)["makespan"]
-        pieces = [(SPLIT if name == "1f1b" else [unit.split for unit in SPLIT])[a:b] for a, b in ((0, 4), (4, 6))]
-        costs = [
-            StageCost(
-                sum(unit.forward_seconds for unit in piece),
-                sum(unit.input_gradient_seconds for unit in piece),
-                sum(unit.weight_gradient_seconds for unit in piece),
-            )
-            for piece in pieces
-        ]
-        assert found == pytest.approx(simulate(generate(name, 2, 4), costs).makespan_seconds)

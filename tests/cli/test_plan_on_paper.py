@@ -18,6 +18,12 @@ def test_groups_of_devices_are_planned_as_one_each() -> None:
     assert all(name.startswith("layers.") for name in best["cuts"])
 
 
+@pytest.mark.parametrize("memory", [64e9, 96e9])
+def test_the_memory_that_is_given_holds(memory: float) -> None:
+    """Also where the device's specifications state less."""
+    assert {*as_json(*GROUPS, "--memory", f"{memory:.0f}")["plans"][0]["limit_bytes"]} == {memory}
+
+
 def test_the_estimate_says_what_it_rests_on() -> None:
     plans, text = as_json(*GROUPS)["plans"], output(*GROUPS, columns=200)
     assert "from NVIDIA H100 SXM 80GB's specifications: 70% of the peak" in text

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
-from test_explain import columns, measured, profile, ranges_of_torch
+from test_explain import measured
 
 from penstock.costs import Profile, UnitCost
 from penstock.report.frame import frame
@@ -18,6 +18,7 @@ from penstock.report.web.picture import write_picture
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
+from scaffolding.nanoseconds import merged
 
 
 @pytest.fixture
@@ -77,23 +78,6 @@ def test_its_numbers_and_its_timeline_are_those_of_explain(trace: Path, open_pag
     mine = [span for span in spans if span.rank == 2]
     assert len(rows) == 1 + len(mine)
     assert rows[1].split()[0] == str(mine[0].action)
-
-
-def test_a_prediction_lies_under_the_measurement(trace: Path, tmp_path: Path, open_page: Any) -> None:
-    given = profile(tmp_path, [0.01] * 4)
-    page = open_page(report(trace, "--profile", given))
-    predicted = as_json("explain", str(trace), "--profile", given)["predicted_seconds"]
-    assert page.evaluate("timeline.bands[1].name") == "predicted"
-    assert page.evaluate("timeline.bands[1].end") == pytest.approx(predicted)
-    assert f"{predicted / measured().makespan_seconds - 1:+.1%}" in page.inner_text(".figures")
-
-
-@pytest.mark.parametrize("form", [columns, ranges_of_torch])
-def test_columns_and_traces_make_a_report(form: Any, tmp_path: Path, open_page: Any) -> None:
-    page = open_page(report(*form(tmp_path), "--out", tmp_path / "page.html"))
-    assert page.inner_text("h1").startswith("1f1b: 4 ranks, 8 microbatches")
-    assert page.evaluate("timeline.bands[0].length") == len(measured())
-    assert page.evaluate("timeline.bands[0].end") == pytest.approx(measured().makespan_seconds, rel=0.01)
 
 
 def test_ranks_that_took_turns_are_shown_and_not_compared(tmp_path: Path, open_page: Any) -> None:
@@ -164,7 +148,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
 def test_a_trace_of_forwards_only_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     rows = [[span for span in measured().spans(rank) if span.action.op is Op.F] for rank in range(4)]
-    path.write_text(json.dumps(Timeline.merge(rows).to_dict()))
+    path.write_text(json.dumps(merged(rows).to_dict()))
     assert "32 actions, and no backward" in refusal("report", str(path))
 
 

@@ -20,6 +20,7 @@ from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import StepRecord
+from scaffolding.nanoseconds import merged
 
 LOSSES = [2.5, 2.0, float("nan"), 1.5, 1.25]
 
@@ -154,12 +155,6 @@ def test_peaks_that_devices_measured_are_shown_over_steps(tmp_path: Path, open_p
     assert "from 2 MB to 5 MB" in course.locator("svg").get_attribute("aria-label")
 
 
-def test_one_process_for_all_ranks_is_said(tmp_path: Path, open_page: Any) -> None:
-    page = open_page(report(a_run(tmp_path / "run", replace(measured(), in_turns=True))))
-    assert "One process ran all ranks in turn" in page.inner_text(".warning")
-    assert page.evaluate("timeline.bands.length") == 1
-
-
 def test_a_run_that_has_only_begun_is_shown(tmp_path: Path, open_page: Any) -> None:
     folder = a_run(tmp_path / "run", measured())
     (folder / "timelines" / "5.json").unlink()
@@ -170,7 +165,7 @@ def test_a_run_that_has_only_begun_is_shown(tmp_path: Path, open_page: Any) -> N
 
 def test_a_step_that_lacks_actions_is_shown_and_not_explained(tmp_path: Path, open_page: Any) -> None:
     whole = measured()
-    partial = Timeline((Timeline.merge([[*whole.spans(0)][:5]]).tracks[0], *whole.tracks[1:]))
+    partial = Timeline((merged([[*whole.spans(0)][:5]]).tracks[0], *whole.tracks[1:]))
     page = open_page(report(a_run(tmp_path / "run", partial)))
     assert "no complete step" in page.inner_text(".warning")
     assert page.evaluate("timeline.bands[0].length") == len(partial)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import penstock as in_process
@@ -83,8 +84,10 @@ def penstock(folder: Path, *arguments: str, **environment: str) -> subprocess.Co
 @pytest.fixture
 def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A job of two ranks that stay, and the ids of its ranks and of the processes that they started."""
-    command = [*PENSTOCK, "run", "--ranks", "2", "stay.py"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command, temporary = [*PENSTOCK, "run", "--ranks", "2", "stay.py"], folder / "tmp"
+    temporary.mkdir()
+    to_us: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, env={**os.environ, "TMPDIR": str(temporary)}, **to_us) as process:
         assert process.stdout
         pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
         yield process, pids
@@ -179,11 +182,12 @@ def test_death_of_the_agent_ends_everything(staying: tuple[subprocess.Popen[str]
 
 
 @pytest.mark.distributed
-def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
+def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[str], list[int]], folder: Path) -> None:
     process, pids = staying
     process.kill()
     process.wait(60)
     assert all(has_ended(pid, seconds=30) for pid in pids)
+    assert not any((folder / "tmp").iterdir()), "what it kept there is gone with it"
 
 
 @pytest.mark.parametrize(

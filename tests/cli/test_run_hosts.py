@@ -105,6 +105,7 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: P
     assert left_of(job.pid) == []
 
 
+@pytest.mark.long  # distributed/launch/test_user.py
 @hosts_needed
 @pytest.mark.distributed
 def test_a_script_runs_as_the_user_that_is_named() -> None:
@@ -145,6 +146,7 @@ def test_a_script_is_said_to_run_as_root_under_sudo(folder: Path, monkeypatch: p
     assert done.stderr.splitlines()[0] == said
 
 
+@pytest.mark.long  # on one machine: test_run.py
 @hosts_needed
 @pytest.mark.distributed
 def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
@@ -157,6 +159,7 @@ def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
     assert left_of(job.pid) == []
 
 
+@pytest.mark.long  # on one machine: test_run.py; of hosts alone: network/test_namespaces.py
 @hosts_needed
 @pytest.mark.distributed
 def test_death_of_the_launcher_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]]) -> None:

@@ -139,17 +139,12 @@ def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     assert int.from_bytes(png.read_bytes()[16:20]) == 1200, "two dots a pixel"
 
 
-@needs_browser
 def test_several_schedules_lie_on_one_axis(tmp_path: Path) -> None:
-    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
-    several = ("show", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2")
-    assert output(*several, "--svg", str(svg), "--png", str(png)) == f"wrote {svg}\nwrote {png}\n"
+    svg = tmp_path / "a.svg"
+    assert output("show", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2", "--svg", str(svg)) == f"wrote {svg}\n"
     known = CostOptions(forward=2).read()
     found, _ = with_one_model(known, {name: generate(name, 4, 8) for name in ("gpipe", "zb-v")}, {})
     assert svg.read_text() == draw([panel_of(one.schedule, one.timeline) for one in found.values()], "time")
-    one = tmp_path / "one.png"
-    output("show", "--schedule", "gpipe", *NUMBERS, "--forward", "2", "--png", str(one))
-    assert int.from_bytes(png.read_bytes()[20:24]) > 1.6 * int.from_bytes(one.read_bytes()[20:24])
 
 
 def test_several_schedules_have_columns_of_one_length_in_the_terminal() -> None:

@@ -91,7 +91,7 @@ def test_training_goes_on_without_a_record(here: Path, folder: str) -> None:
         (here / folder).chmod(0o700)
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o000])
+@pytest.mark.parametrize("mode", [0o600, pytest.param(0o000, marks=pytest.mark.long)])
 def test_a_command_says_so_in_one_line(here: Path, mode: int) -> None:
     def all_of_them() -> str:
         (here / "shut").chmod(mode)

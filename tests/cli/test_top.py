@@ -18,8 +18,8 @@ from penstock.cli.top import Seen
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RankState, StepRecord
-from penstock.trace.runs.health import health, troubles
 from penstock.trace.runs.progress import Progress, in_time
+from penstock.trace.runs.summary import health, troubles
 from scaffolding.run_folders import about, says, steps
 
 ABOUT = about(2, 4)

@@ -389,6 +389,7 @@ def test_what_runs_again_is_said() -> None:
     assert "note: recompute" not in verify(*options, "never").stdout
 
 
+@pytest.mark.long  # a rank that raises: test_run_crashes.py; what agents import: distributed/launch/test_isolation.py
 @pytest.mark.distributed
 def test_error_of_one_process_is_the_last_line(folder: Path) -> None:
     for name in ("random", "socket", "tempfile", "secrets"):

@@ -16,7 +16,7 @@ import torch
 import penstock
 from scaffolding.models import GPT, token_error
 
-STEPS = 3
+STEPS = 2
 ROWS, LENGTH, VOCABULARY = 12, 24, 19
 
 LOST_AFTER = "TEST_LOST_AFTER"
@@ -29,7 +29,7 @@ def train(rank: int, schedule: str) -> Trained:
     """Each step's loss, norm and gradients, and the parameters in the end, of what this process holds."""
     del rank
     torch.manual_seed(0)
-    model = GPT(VOCABULARY, width=32, layers=8, dropout=0.2)
+    model = GPT(VOCABULARY, width=32, layers=4, dropout=0.2)
     model.wpe = torch.nn.Embedding(LENGTH, 32)
     tokens = torch.randint(0, VOCABULARY, (STEPS, ROWS, LENGTH + 1))
     found: Trained = {}

@@ -204,15 +204,6 @@ def average(rank: int, in_forward: bool) -> str:
     return ""
 
 
-def normed(rank: int, first: int) -> list[tuple[int, ...]]:
-    """The microbatches of batches of a model whose norm needs two rows in each."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    x = torch.randn(8, 4)
-    with penstock.pipeline(model, (x[:first],), microbatches=MICROBATCHES, loss_fn=squared_error) as pipe:
-        return [pipe.step(x[:rows], target=x[:rows]).sizes for rows in (8, 7, 2)]
-
-
 class Skipping(nn.Sequential):
     """Every layer uses the input."""
 

@@ -12,7 +12,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import penstock
 from penstock import checkpoint
-from penstock.checkpoint import folders
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 """The losses of the steps, and what this process holds after them."""
@@ -74,15 +73,6 @@ def refusal(rank: int, folder: Path, name: str, action: str) -> str:
         except penstock.PenstockError as error:
             return str(error)
     return "nothing"
-
-
-def die_in_the_middle(rank: int, folder: Path) -> None:
-    """Leaves what a process leaves that is killed while it saves: a folder that was not renamed."""
-    task = TASKS["mlp"]()
-    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=4) as pipe:
-        pipe.step(*task.args, target=task.target)
-        folders.publish = lambda *_: None  # type: ignore[assignment]
-        checkpoint.save(folder, pipe)
 
 
 class Averages:

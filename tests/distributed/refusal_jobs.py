@@ -27,16 +27,8 @@ def layers() -> list[nn.Module]:
     return [nn.Linear(4, 4) for _ in range(4)]
 
 
-def small() -> nn.Module:
-    return nn.Linear(4, 4)
-
-
 def _no_change(stage: nn.Module) -> None:
     """What `parallelize` may as well do."""
-
-
-def _another(stage: nn.Module) -> nn.Module:
-    return nn.Sequential()
 
 
 def _materialize(name: str, module: nn.Module) -> None:
@@ -46,9 +38,7 @@ def _materialize(name: str, module: nn.Module) -> None:
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "cuts": (layers, {"cuts": ["no such module"]}),
-    "too few layers": (small, {}),
     "copies": (layers, {"schedule": "chimera", "parallelize": _no_change}),
-    "another module": (layers, {"parallelize": _another}),
     "compiled": (layers, {"compile": {"backend": "eager"}, "parallelize": _no_change}),
     "keepings": (layers, {"recompute": {7: "always"}}),
     "one rank": (layers, {"materialize": _materialize}),

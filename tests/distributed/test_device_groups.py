@@ -31,6 +31,7 @@ def test_a_pipeline_trains_over_its_devices(pool: Ranks) -> None:
     assert pool.run(jobs.run, (1, 2), DEVICE, 3, seconds=SECONDS) == [["irecv", "isend"]] * 2
 
 
+@pytest.mark.long  # by the stand-in, without which the others would show nothing
 def test_a_tensor_on_the_cpu_is_refused(pool: Ranks) -> None:
     with pytest.raises(RanksError, match="no backend for a tensor on cpu in a group for standin"):
         pool.run(jobs.run, (2, 1), "cpu", 0, seconds=SECONDS)

@@ -25,7 +25,7 @@ def test_rank_that_is_done_first_fails_nobody(ranks3: Ranks, transport: Transpor
     assert ranks3.run(jobs.end_early, transport, share_loss) == [3, 3, 3]
 
 
-@pytest.mark.parametrize("transport", ["auto", "distributed"])
+@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.long), "distributed"])
 def test_threads_end_with_the_pipeline(ranks4: Ranks, transport: TransportChoice, tmp_path: Path) -> None:
     """A group of gloo polls for as long as it is referred to."""
     seen = ranks4.run(endings_jobs.threads_of_a_closed_pipeline, tmp_path, {"transport": transport})

@@ -55,21 +55,6 @@ class World:
         return self.detector.failure
 
 
-def test_failure_is_one_line() -> None:
-    failure = Failure.of(2, "2B3", ValueError("two\n  lines"))
-    assert str(failure) == "rank 2 failed at 2B3: ValueError: two lines"
-    assert str(Failure.of(0, None, KeyboardInterrupt())) == "rank 0 failed outside of a step: KeyboardInterrupt"
-
-
-def test_wait_chain_ends_at_the_rank_that_does_not_wait() -> None:
-    sightings = [Sighting(Position("0B0"), 30), Sighting(RECEIVE, 20), Sighting(Position("2RECV_F0", (1,)), 10)]
-    assert wait_chain(2, sightings) == (
-        0,
-        "rank 2 has waited 10 s for 2RECV_F0 from rank 1; rank 1 has waited 20 s for 1RECV_F0 from rank 0; "
-        "rank 0 runs 0B0 (30 s so far)",
-    )
-
-
 def test_wait_chain_names_those_that_have_not_come() -> None:
     gather = Sighting(Position("gather", tuple(range(1, 8))), 31)
     working = Sighting(Position("2F0"), 3)
@@ -94,11 +79,6 @@ def test_silent_rank_that_nobody_waits_for_is_left_alone() -> None:
 
 def test_silent_rank_whose_process_runs_is_not_lost() -> None:
     assert World([Position("0F0"), RECEIVE], state="running").pass_time(60, silent=(0,)) is None
-
-
-def test_stopped_process_is_named_as_such() -> None:
-    failure = World([Position("0F0"), RECEIVE], state="stopped").pass_time(8, silent=(0,))
-    assert failure == Failure(0, "0F0", "its process is stopped (no sign of life for 5 s)", "lost")
 
 
 def test_closed_connection_is_lost_without_patience_but_not_before_the_next_beat() -> None:

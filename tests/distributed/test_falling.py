@@ -39,31 +39,41 @@ def run(folder: Path, planned: list[dict[str, Any]]) -> dict[str, Any]:
     return {end["name"]: end for end in ends}
 
 
-LONG = pytest.mark.long
+def one(how: str, victim: int, op: str, **options: Any) -> dict[str, Any]:
+    name = "-".join([how, str(victim), op, *map(str, options.values())])
+    return {"name": name, "victim": victim, "op": op, "how": how, **options}
+
+
+SHORT = {
+    "each way": [one("kill", 1, "RECV_F"), one("stop", 2, "B"), one("raise", 0, "F"), one("leave", 1, "RECV_F")],
+    "elsewhere": [
+        *(one("kill", 0, "F", transport="distributed"), one("kill", 2, "B", transport="tcp")),
+        *(one("stop", 1, "I", schedule="zb-h1"), one("kill", 4, "F", replicas=2)),
+    ],
+}
+LONG = {
+    "kill-every": cases("kill", True),
+    "stop": cases("stop", False),
+    "raise": cases("raise", False),
+    "leave": cases("leave", False),
+    "kill-gloo-every": cases("kill", True, transport="distributed"),
+    "kill-own": cases("kill", False, transport="tcp"),
+    "stop-split": cases("stop", True, schedule="zb-h1"),
+    "raise-mesh": cases("raise", True, replicas=2),
+}
 
 
 @pytest.mark.parametrize(
-    ("how", "every", "options"),
+    "planned",
     [
-        pytest.param("kill", True, {}, id="kill-every", marks=LONG),
-        pytest.param("stop", False, {}, id="stop"),
-        pytest.param("raise", False, {}, id="raise"),
-        pytest.param("leave", False, {}, id="leave"),
-        pytest.param("kill", False, {"transport": "distributed"}, id="kill-gloo"),
-        pytest.param("kill", True, {"transport": "distributed"}, id="kill-gloo-every", marks=LONG),
-        pytest.param("kill", False, {"transport": "tcp"}, id="kill-own"),
-        pytest.param("stop", True, {"schedule": "zb-h1"}, id="stop-split"),
-        pytest.param("kill", False, {"replicas": 2}, id="kill-mesh"),
-        pytest.param("raise", True, {"replicas": 2}, id="raise-mesh", marks=LONG),
+        *(pytest.param(planned, id=name) for name, planned in SHORT.items()),
+        *(pytest.param(planned, id=name, marks=pytest.mark.long) for name, planned in LONG.items()),
     ],
 )
-def test_trap_11_the_others_end_and_name_the_rank_that_fell(
-    tmp_path: Path, how: str, every: bool, options: dict[str, Any]
-) -> None:
-    planned = cases(how, every, **options)
+def test_trap_11_the_others_end_and_name_the_rank_that_fell(tmp_path: Path, planned: list[dict[str, Any]]) -> None:
     ends = run(tmp_path, planned)
     for case in planned:
-        end, victim = ends[case["name"]], case["victim"]
+        end, victim, how = ends[case["name"]], case["victim"], case["how"]
         for rank in set(range(3 * case.get("replicas", 1))) - {victim}:
             log = log_of(tmp_path, case["name"], rank).read_text()
             about = f"{case['name']}, rank {rank}, after {end['seconds'][str(rank)]} s: {log}"

@@ -32,7 +32,11 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.mark.parametrize(
     ("ranks", "name", "schedule"),
-    [(3, "tied_gpt_with_dropout", "1f1b"), (2, "llama", "naive"), (2, "in_place", "1f1b")],
+    [
+        (3, "tied_gpt_with_dropout", "1f1b"),
+        pytest.param(2, "llama", "naive", marks=pytest.mark.long),
+        (2, "in_place", "1f1b"),
+    ],
     indirect=["ranks"],
 )
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:

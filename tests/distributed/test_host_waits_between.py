@@ -51,7 +51,7 @@ def test_nor_do_these(own_pair: Ranks, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("shape", "also"),
     [
-        ((2, 2), "hang"),
+        pytest.param((2, 2), "hang", marks=pytest.mark.long),
         pytest.param((1, 4), "hang", marks=pytest.mark.long),
     ],
 )

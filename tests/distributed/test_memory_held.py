@@ -71,10 +71,7 @@ OTHER_KINDS = [
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case == ("1f1b", "convolutions") else pytest.mark.long, id=", ".join(case))
-        for case in OTHER_KINDS
-    ],
+    [pytest.param(case, marks=pytest.mark.long, id=", ".join(case)) for case in OTHER_KINDS],
 )
 def test_a_plan_knows_what_kernels_take(ranks2: Ranks, case: tuple[str, str]) -> None:
     schedule, kind = case

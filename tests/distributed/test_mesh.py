@@ -41,9 +41,9 @@ def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: st
 @pytest.mark.parametrize(
     ("name", "shape", "transport"),
     [
-        ("convnet", (4, 1), "auto"),
         ("tied_gpt_with_dropout", (2, 2), "distributed"),
-        ("dicts_between_stages", (1, 4), "distributed"),
+        pytest.param("convnet", (4, 1), "auto", marks=pytest.mark.long),
+        pytest.param("dicts_between_stages", (1, 4), "distributed", marks=pytest.mark.long),
     ],
 )
 def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int], transport: str) -> None:

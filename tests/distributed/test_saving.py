@@ -100,7 +100,9 @@ def test_a_kill_in_the_middle_leaves_the_last_good_one(ranks2: Ranks, tmp_path: 
     assert not list(tmp_path.glob(".step*"))
 
 
-@pytest.mark.parametrize(("saves", "loads"), [(4, 1), (1, 4)], ids=["4 to 1", "1 to 4"])
+@pytest.mark.parametrize(
+    ("saves", "loads"), [(4, 1), pytest.param(1, 4, marks=pytest.mark.long)], ids=["4 to 1", "1 to 4"]
+)
 def test_groups_by_name_schedules_scalers_and_generators_go_on(
     ranks4: Ranks, tmp_path: Path, saves: int, loads: int
 ) -> None:

@@ -42,7 +42,7 @@ def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> li
     ("schedule", "how"),
     [
         ("zb-h1", "every_block"),
-        ("interleaved-1f1b", "whole_stage"),
+        pytest.param("interleaved-1f1b", "whole_stage", marks=pytest.mark.long),
         pytest.param("zb-v", "every_block", marks=pytest.mark.long),
     ],
 )
@@ -102,6 +102,7 @@ def test_a_rank_holds_its_share_of_its_stage_between_steps(ranks4: Ranks) -> Non
         assert mine <= stage / 2 + 8
 
 
+@pytest.mark.long  # the next test has the same policy
 def test_mixed_precision_of_fsdp(ranks4: Ranks) -> None:
     """FSDP takes a gradient away, to add it up in the reduction's dtype, after each backward that does not reduce."""
     options = {"schedule": "1f1b", "dropout": 0.0, "microbatches": 6}
@@ -123,7 +124,9 @@ def test_weight_gradients_add_up_in_the_dtype_of_the_reduction(ranks4: Ranks) ->
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize(("schedule", "how"), [("1f1b", "by_plan"), ("zb-h1", "by_sequence")])
+@pytest.mark.parametrize(
+    ("schedule", "how"), [pytest.param("1f1b", "by_plan", marks=pytest.mark.long), ("zb-h1", "by_sequence")]
+)
 def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
     dropout = 0.1 if how == "by_plan" else 0.0  # on activations that are divided, masks would be others
     plain = run(ranks4, ((4,), ("pp",)), "", steps=2, dropout=dropout)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
     ("first", "cut", "schedule"),
     [
         ("judging", "generator.2", "zb-h1"),
-        ("judged", "generator.2 generator.4 critic.0", "interleaved-1f1b"),
+        pytest.param("judged", "generator.2 generator.4 critic.0", "interleaved-1f1b", marks=pytest.mark.long),
     ],
 )
 def test_a_generator_and_a_discriminator_train_as_in_plain_torch(

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     ("task", "what", "row"),
     [
-        ("tied_gpt", "gradient", ("gradient", "wte.weight", "different", 1)),
         ("tied_gpt", "no gradient", ("gradient", "wte.weight", "missing", 1)),
         ("convnet", "buffer", ("buffer", "norm.running_mean", "different", 1)),
     ],

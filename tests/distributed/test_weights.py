@@ -126,7 +126,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
         assert part in said
 
 
-@pytest.mark.parametrize("what", ["file", "checkpoint"])
+@pytest.mark.parametrize("what", ["file", pytest.param("checkpoint", marks=pytest.mark.long)])
 def test_a_rank_never_holds_much_more_than_its_stage(ranks4: Ranks, tmp_path: Path, what: str) -> None:
     jobs.write_deep(tmp_path)
     every = ranks4.run(jobs.load_deep, tmp_path, what)

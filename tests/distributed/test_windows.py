@@ -110,6 +110,7 @@ def test_a_gather_is_on_its_way_while_the_action_before_runs(ranks4: Ranks) -> N
     assert seen.gathered[2:4] == [(0, frozenset({0})), (1, frozenset({1}))], "by the rank's own numbers: 0 and 2"
 
 
+@pytest.mark.long  # test_combined.py has such replicas
 def test_replicas_with_fewer_rows_gather_alike(ranks4: Ranks) -> None:
     options, window = case("interleaved-1f1b", 3, 2).values
     for one, other in zip(run(ranks4, None, (6, 2), **options), run(ranks4, window, (6, 2), **options), strict=True):

@@ -45,7 +45,7 @@ def assert_proven(pool: Ranks, cells: list[Cell], transport: str) -> None:
     ("ranks", "transport", "kinds"),
     [
         pytest.param(2, "distributed", ON_TWO, id="two"),
-        pytest.param(4, "auto", ON_FOUR, id="four"),
+        pytest.param(4, "auto", ON_FOUR, id="four", marks=pytest.mark.long),
         pytest.param(2, "distributed", KINDS, marks=pytest.mark.long),
         pytest.param(4, "auto", KINDS, marks=pytest.mark.long),
         pytest.param(2, "auto", KINDS, marks=pytest.mark.long),

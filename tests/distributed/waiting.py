@@ -27,7 +27,7 @@ from penstock.distributed import groups, rendezvous
 from penstock.distributed.failure_detector import Patience
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features.frame import Sharded
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.transport.shared_memory import Neighbors
@@ -62,7 +62,7 @@ def train_on_device(rank: int, folder: Path, case: str, act: Callable[[], None])
     """The victim's device hangs in the second forward of the second step."""
     stand_in.install()
     calls = iter(range(9))
-    before(StageRunner, "forward", lambda: act() if next(calls) == 3 else None)
+    before_forwards(lambda: act() if next(calls) == 3 else None)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     layers, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(RANKS))), torch.randn(4, 6)
@@ -109,6 +109,22 @@ def before(holder: Any, name: str, act: Callable[[], None]) -> None:
     setattr(holder, name, first)
 
 
+def before_forwards(act: Callable[[], None]) -> None:
+    """Calls `act` before each forward of a stage."""
+    plain = BoundStage.forward
+
+    def bound(self: BoundStage, microbatch: int) -> Any:
+        run = plain(self, microbatch)
+
+        def first(args: Any) -> None:
+            act()
+            run(args)
+
+        return first
+
+    BoundStage.forward = bound  # type: ignore[method-assign]
+
+
 PLACES: dict[str, tuple[Any, str]] = {
     "groups": (groups, "new_group"),
     "example": (build, "shared"),
@@ -139,7 +155,7 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
         dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
     if phase == "collective":
         meet = partial(dist.barrier, dist.new_group([1, 2]))  # of the user's own: Penstock does not know of it
-        before(StageRunner, "forward", meet if rank else nothing)
+        before_forwards(meet if rank else nothing)
     here("init", nothing)()
     here("join", nothing)()
     ids = torch.randint(0, 11, (4, 5))

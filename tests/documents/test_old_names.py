@@ -16,6 +16,8 @@ MOVED = {
     "penstock.explain.reading": "penstock.trace.files",
     "penstock.fabric.alpha_beta": "penstock.network.fabric.alpha_beta",
     "penstock.hardware": "penstock.costs.hardware",
+    "penstock.errors": "penstock._base.errors",
+    "penstock.integrations.tensorboard": "penstock.integrations.loggers",
     "penstock.launch.step_file": "penstock.distributed.launch.step_file",
     "penstock.runs": "penstock.trace.runs",
     "penstock.search": "penstock.simulate.search",

@@ -174,10 +174,7 @@ def test_the_live_schedule_follows_what_is_chosen(site: Path, open_page: Opener)
 @pytest.mark.timeout(900)  # with the site, if this is the first test that needs it
 @pytest.mark.parametrize(
     ("name", "size", "dark"),
-    [
-        *(("index", "phone", True), ("guides/monitoring", "wide", True)),
-        *(("guides/migrating", "phone", False), ("_static/live-schedule", "wide", True)),
-    ],
+    [("index", "phone", True), ("guides/monitoring", "wide", False)],
 )
 def test_axe_finds_nothing(site: Path, open_page: Opener, name: str, size: str, dark: bool) -> None:
     page = open_page(site / f"{name}.html", size=size, dark=dark)

@@ -23,10 +23,10 @@ from penstock.integrations.loggers import (
     MlflowLog,
     StepFigures,
     StepLogger,
+    StepWriter,
     TensorBoardLog,
     WandbLog,
 )
-from penstock.integrations.tensorboard import StepWriter
 from scaffolding import small
 
 Curves = dict[str, list[tuple[int, float]]]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.network.impairment import Impairment
+from penstock.network.link import Impairment
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
 from penstock.network.topology import Topology
 

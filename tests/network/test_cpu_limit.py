@@ -81,10 +81,6 @@ def _fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _state(pid: int) -> str:
-    return _fields(pid)[0]
-
-
 def _used(pids: list[int]) -> float:
     """Processor seconds of processes and of the children that they have waited for."""
     ticks = sum(int(field) for pid in pids for field in _fields(pid)[11:15])
@@ -126,7 +122,7 @@ def _running(line: list[str]) -> Iterator[list[int]]:
 def test_a_slow_host_gets_its_share_and_another_is_not_held_back(version: int, work: list[str]) -> None:
     share = 0.25
     with Machines(2, slow={1: share}) as made:
-        assert f"cgroup v{version} " in str(made.held_back_by)
+        assert f"cgroup v{version} " in made.described()["held_back_by"]
         with _running(made.command(1, work)) as slow, _running(made.command(0, [*PYTHON, BUSY])) as free:
             _prefer(made.id, [*slow, *free])
             start, slow_before, free_before = time.monotonic(), _used(slow), _used(free)

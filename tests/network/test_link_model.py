@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.network.impairment import DISTRIBUTIONS, Bursts, Impairment
+from penstock.network.link import DISTRIBUTIONS, Bursts, Impairment
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
 from penstock.network.parse import parse_link
 

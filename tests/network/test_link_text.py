@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
-from penstock.network.impairment import Bursts, Chance, Impairment
-from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Link
+from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Bursts, Chance, Impairment, Link
 from penstock.network.parse import parse_link
 from penstock.network.quantities import size_of
 
@@ -63,6 +62,7 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("-5mbit", "-5mbit", "not a rate"),
         ("nanmbit", "nanmbit", "not a rate"),
         ("100 mbit", "mbit", "no space"),
+        ("5 gb/s", "gb/s", "no space"),
         ("100mbit bust 4k", "bust", "burst SIZE"),
         ("100mbit burst", "burst", "needs a value"),
         ("100mbit burst 4q", "4q", "not a size"),

@@ -1,7 +1,6 @@
 """Hosts in network namespaces: they are separate machines to a job, and nothing of them outlives their maker."""
 
 import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network import checks, keeper, subnets
+from penstock.network import checks, keeper
 from penstock.network.checks import why_not
 from penstock.network.machines import Machines, clean
 from penstock.network.namespaces import within
@@ -111,21 +110,11 @@ def test_hosts_talk_to_each_other_and_the_machine_gets_no_device() -> None:
 def test_two_emulations_at_once_do_not_collide() -> None:
     with Machines(2) as one, Machines(2) as other:
         assert one.id != other.id
-        assert not one.network.overlaps(other.network)
         assert len(keeper.names_of(one.id)) == len(keeper.names_of(other.id)) == 3
         one.close()
         one.close()
         assert keeper.names_of(one.id) == []
         assert len(keeper.names_of(other.id)) == 3
-
-
-@hosts_needed
-def test_a_subnet_that_the_machine_has_a_route_to_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = [ipaddress.IPv4Network("10.64.0.0/16"), ipaddress.IPv4Network("10.65.0.0/23")]
-    monkeypatch.setattr(subnets, "routes", lambda: taken)
-    number, claim = subnets.claim()
-    with claim:
-        assert not any(subnets.subnet(number).overlaps(other) for other in taken)
 
 
 @hosts_needed

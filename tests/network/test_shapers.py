@@ -32,7 +32,6 @@ HEADLINE = "1gbit delay 5ms jitter 1ms distribution pareto loss 0.1% reorder 0.0
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """One that has everything, and passes on 200,000 frames a second of 1500 bytes, 100,000 of 9000."""
-    monkeypatch.setattr(shapers, "why_not", lambda: None)
     monkeypatch.setattr(shapers, "why_no_switch", lambda: None)
     monkeypatch.setattr(shapers, "frames_per_second", lambda size: 200_000.0 if size < 2000 else 100_000.0)
     return monkeypatch
@@ -110,7 +109,6 @@ def test_a_rate_that_the_switch_cannot_carry_is_refused(
 def test_what_a_refusal_advises_is_accepted(rate: int, hosts: int, mtu: str) -> None:
     def chosen(mbit: int) -> Shaper:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shapers, "why_not", lambda: None)
             patch.setattr(shapers, "why_no_switch", lambda: None)
             patch.setattr(shapers, "frames_per_second", lambda size: 200_000.0 if size < 2000 else 100_000.0)
             return choose(Topology(parse_link(f"{mbit}mbit delay 1ms{mtu}")), hosts)
@@ -138,7 +136,7 @@ def test_without_root_nothing_is_chosen(wanted: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(FabricError, match="need root; this is user 1000"):
-        choose(FAR if wanted == "switch" else PLAIN, 2, wanted)
+        Machines(2, FAR if wanted == "switch" else PLAIN, shaper=wanted).settle()
 
 
 @pytest.mark.parametrize("missing", ["numba", "scipy"])

@@ -24,7 +24,7 @@ from switch_by_hand import Given, Network, Taken
 from penstock._base.compiled import folder
 from penstock.network.model import CORRUPT, LOST, TWICE, Draws
 from penstock.network.parse import parse_link
-from penstock.network.switch import columns, heap, loop
+from penstock.network.switch import columns, loop
 from penstock.network.switch.filling import Decided, tables, told
 from penstock.network.topology import Topology
 
@@ -63,7 +63,7 @@ class Compiled:
         t = self.t
         while t.state[columns.WAITING] and (end is None or t.heap[0, columns.DUE_NS] <= end):
             due = int(t.heap[0, columns.DUE_NS])
-            what = int(heap.pop(t))
+            what = int(loop.pop(t))
             slot = what >> 1
             if not what & 1:
                 loop._at_port(t, slot, due)
@@ -390,7 +390,7 @@ def test_what_is_told_of_lateness_is_how_late_frames_left() -> None:
         for number, late in enumerate([1000] * 97 + [5 * MS] * 3):
             wires.send(0, 1, number)
             wires.pass_on(lambda read=number + 1: wires.t.state[columns.READS] == read)
-            slot = heap.pop(wires.t) >> 1  # and from here on by hand, without the two seconds
+            slot = loop.pop(wires.t) >> 1  # and from here on by hand, without the two seconds
             loop._send(wires.t, slot, 10**15, 10**15 + late)
         told_late = told(wires.t)["late"]
     assert told_late["worst"] == pytest.approx(5e-3)

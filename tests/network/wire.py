@@ -1,8 +1,8 @@
 """Frames from host to host, as the kernel sees them come: what a network does, by means that are not the switch's.
 
 A sender puts the time into UDP datagrams just before it sends them; a receiver gets every frame from a packet socket,
-also those with a broken header, with the kernel's own stamp. All hosts share the machine's clock. Where `ping` or
-`iperf3` are installed, the tests use these as well.
+also those with a broken header, with the kernel's own stamp. All hosts share the machine's clock. Where `ping` is
+installed, the benchmark uses it as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 PORT = 4791
 OVER = 42
 """Bytes of a datagram's frame beside its payload: Ethernet, IPv4 and UDP headers."""
-LEAST = OVER + 48
 _HEAD = struct.Struct("!QQ")
 _TIMESTAMPNS = 35
 _RECEIVE_BUFFER_FORCED = 33
@@ -164,14 +163,6 @@ def read_ping(said: str, count: int) -> list[float | None]:
     for number, milliseconds in re.findall(r"icmp_seq=(\d+) .*time=([\d.]+) ms", said):
         trips[int(number) - 1] = float(milliseconds) / 1e3
     return trips
-
-
-def read_iperf3(said: str) -> float:
-    """Bytes a second that the receiver got, of what `iperf3 -c ... -J` prints, for UDP or TCP."""
-    end = json.loads(said)["end"]
-    if "lost_percent" in end.get("sum", {}) and "sum_received" not in end:  # UDP, before 3.10: what was sent
-        return end["sum"]["bits_per_second"] / 8 * (1 - end["sum"]["lost_percent"] / 100)
-    return end["sum_received"]["bits_per_second"] / 8
 
 
 def _on(machines, host: int, *arguments: str) -> subprocess.Popen[bytes]:

@@ -19,7 +19,6 @@ from rich.console import Console
 import penstock
 from penstock import ArgumentError
 from penstock.plan import Choice, Plan
-from penstock.schedule import generators
 from penstock.trace.runs import RunFolder, RunRead, StepRecord, is_run, read_run
 from penstock.trace.runs.writer import Writer, begin
 from scaffolding.models import squared_error
@@ -226,8 +225,8 @@ def test_memory_on_a_cpu_is_what_the_schedule_says(tmp_path: Path) -> None:
     assert read_run(tmp_path / "again").memory(5) == ()  # not known, so not said
 
 
-@pytest.mark.parametrize("schedule", [entry.name for entry in generators()])
-def test_every_schedule_is_recorded(tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["naive", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe", "hanayo"])
+def test_a_schedule_of_each_family_is_recorded(tmp_path: Path, schedule: str) -> None:
     train(tmp_path, steps=5, schedule=schedule, microbatches=4)
     run = read_run(tmp_path)
     timeline, found = run.timeline(5), run.memory(5)

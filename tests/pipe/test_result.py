@@ -28,7 +28,7 @@ def test_printing_shows_the_loss() -> None:
 
 
 def test_printing_waits_for_nobody() -> None:
-    loss = SharedLoss([[torch.tensor(1.5)]])
+    loss = SharedLoss([torch.tensor(1.5)])
     loss.waits.append(lambda: pytest.fail("waited"))
     assert repr(StepResult(_loss=loss)) == "StepResult(loss=under way, sizes=())"
     loss.waits.clear()

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.plan import Cluster
-from penstock.plan.keeping import Demand, Way, best_keeping
+from penstock.plan.keeping import Demand, Transient, Way, best_keeping
 from penstock.plan.predict import sums_end
-from penstock.plan.transient import Transient
 from penstock.schedule import Op, Schedule, generate, reduce_replicas
 from penstock.simulate import LinkCost, StageCost, simulate
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, Tied, UnitCost
 from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, Wanted, choices, make_plans, read_plan
-from penstock.plan.bounds import least_seconds
 from penstock.plan.layout import kinds_of_ranks
-from penstock.plan.planner import EQUAL, Candidate, open_candidates, simplest_first
-from penstock.plan.predict import Cut, cut, cut_within, order_of, predict
+from penstock.plan.planner import EQUAL, Candidate, least_seconds, open_candidates, simplest_first
+from penstock.plan.predict import Cut, cut, cuts_within, order_of, predict
 from penstock.plan.remedies import remedies
 from penstock.schedule import Schedule, check, generate, generator, names
 from penstock.simulate import LinkCost, StageCost, memory, simulate
@@ -146,8 +145,10 @@ def _all_plans(cluster: Cluster, sizes: Sizes, global_batch: int) -> list[Plan]:
             where = cut(units, schedule.placement, cluster, kinds)
             tried.append(predict(choice, where))
             if tried[-1].recompute or tried[-1].offload or tried[-1].lacking_bytes:
-                other = cut_within(where, schedule)
-                tried += [] if other is None else [predict(choice, other)]
+                for other in cuts_within(where, schedule):
+                    tried.append(predict(choice, other))
+                    if not tried[-1].lacking_bytes:
+                        break
     return tried
 
 
@@ -195,9 +196,7 @@ def test_no_plan_of_any_cut_is_below_the_bounds(
         return
     for candidate in candidates:
         order = order_of(candidate.choice)
-        within = cut_within(candidate.where, order)
-        for where in (candidate.where, within):
-            assert where is not None
+        for where in (candidate.where, *cuts_within(candidate.where, order)):
             plan = predict(candidate.choice, where)
             assert candidate.at_least <= plan.step_seconds * (1 + 1e-9)
 
@@ -213,6 +212,15 @@ def test_a_cut_within_memory_spares_recomputing() -> None:
     assert fastest.recompute
     assert not found.recompute
     assert found.step_seconds < fastest.step_seconds
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_cut_that_fits_is_found_if_every_stage_runs_forwards_again(name: str) -> None:
+    """By time alone the first rank gets two layers besides the input, and by memory alone the last one gets three."""
+    layers = (UnitCost(f"{i}", 1, 1, 1, 5 * MB // 2, 6 * MB, boundary_bytes=MB // 10) for i in range(7))
+    units = (UnitCost("input", 0, 0, 0, parameter_bytes=4 * MB), *layers)
+    sizes = Sizes({1: Profile(units, "cpu", "float32", {})})
+    assert make_plans(sizes, Cluster(4, 18 * MB), 8, Wanted([name], pipeline=4)).best[0].cuts == ("1", "3", "5")
 
 
 def test_of_equal_plans_the_simplest_comes_first() -> None:

@@ -12,6 +12,7 @@ from penstock.schedule import Action, forward_only, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
+from scaffolding.nanoseconds import merged
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_perfetto_has_a_process_a_rank_and_a_slice_an_action(timeline: Timeline)
 
 
 def test_perfetto_shows_communication_apart() -> None:
-    sent = Timeline.merge([[Span(0, Action.parse("0SEND_F0>2"), 1.0, 2.0)]])
+    sent = merged([[Span(0, Action.parse("0SEND_F0>2"), 1.0, 2.0)]])
     event = next(e for e in to_perfetto(sent)["traceEvents"] if e["ph"] == "X")
     assert (event["tid"], event["args"]["action"]) == (1, "0SEND_F0>2")
     assert event["name"] == "send activations of microbatch 0, stage 0 to stage 2"
@@ -55,7 +56,7 @@ def test_perfetto_shows_communication_apart() -> None:
 def test_perfetto_shows_messages_that_travel_at_the_same_time_in_threads_of_their_own() -> None:
     times = {"0SEND_F0": (1.0, 3.0), "0F1": (1.0, 4.0), "0RECV_B0": (2.0, 5.0), "0SEND_F1": (3.0, 4.0)}
     row = [Span(0, Action.parse(text), *time) for text, time in times.items()]
-    events = to_perfetto(Timeline.merge([row]))["traceEvents"]
+    events = to_perfetto(merged([row]))["traceEvents"]
     assert [e["tid"] for e in events if e["ph"] == "X"] == [1, 0, 2, 1]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"][1:] == ["communication", "communication 2"]
 

@@ -18,6 +18,7 @@ from penstock.schedule.describe import Kind, describe
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
+from scaffolding.nanoseconds import merged
 from scaffolding.some_schedules import generated
 
 NS = "{http://www.w3.org/2000/svg}"
@@ -122,10 +123,10 @@ def test_the_legend_has_what_occurs() -> None:
 
 def test_messages_lie_below_what_is_computed_meanwhile() -> None:
     row = [Span(0, Action.parse("0F0"), 0, 2), Span(0, Action.parse("0SEND_F0"), 1, 2)]
-    (one, *_), (two, _, _, y, label) = drawn(svg([panel_of(Timeline.merge([row]))]))
+    (one, *_), (two, _, _, y, label) = drawn(svg([panel_of(merged([row]))]))
     assert one.startswith("forward")
     assert two == "send activations of microbatch 0, stage 0 to stage 1: 1 s to 2 s"
-    assert (y > drawn(svg([panel_of(Timeline.merge([row]))]))[0][3], label) == (True, None)
+    assert (y > drawn(svg([panel_of(merged([row]))]))[0][3], label) == (True, None)
 
 
 def test_a_name_is_not_taken_for_markup() -> None:

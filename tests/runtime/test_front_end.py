@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import penstock
-from penstock._base.errors import ArgumentError
+from penstock._base.errors import ArgumentError, PartitionError
 from penstock.distributed.world import World
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.schedule.lowering import order_of
-from runtime.ready_made import ReadyMade
+from runtime.ready_made import ReadyMade, Returns
 from scaffolding.ranks import Ranks
 
 MICROBATCHES = 4
@@ -122,4 +122,12 @@ def test_what_needs_a_recording_is_refused(options: dict[str, Any]) -> None:
     x, y = batch()
     wanted = f"{next(iter(options))}=.* works on the recorded calls of a stage, and stage 0 is a ready-made Returns"
     with pytest.raises(ArgumentError, match=wanted), made(stages(2), "1f1b", **options) as pipe:
+        pipe.step(x, target=y)
+
+
+def test_a_stage_that_returns_no_tuple_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensor's rows would pass for its outputs."""
+    monkeypatch.setattr(Returns, "forward", lambda self, x: self.inner(x))
+    x, y = batch()
+    with made(stages(2), "1f1b") as pipe, pytest.raises(PartitionError, match=r"stage 0 returned 2 values .* of 1: y0"):
         pipe.step(x, target=y)

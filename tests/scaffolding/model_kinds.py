@@ -34,5 +34,3 @@ def _noise(width: int) -> tuple[Tensor]:
 
 
 EXAMPLES = {f.__name__: f for f in (mlp, tied_gpt_with_dropout, skips, batch_norm)}
-DEPTHS = {"mlp": 17, "tied_gpt_with_dropout": 8, "skips": 6, "batch_norm": 6}
-"""How many stages each can be cut into."""

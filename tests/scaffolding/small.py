@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.execute.stage import BoundStage
 
 torch.set_num_threads(1)  # tests compare bits
 
 ROWS, WIDTH = 11, 9
 
 ONE_STAGE = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
-"""Schedules with one stage per rank, for any number of ranks and microbatches. `test_verify_matrix` runs all schedules.
+"""Schedules with one stage per rank, for any number of ranks and microbatches. `test_zoo_matrix` runs all schedules.
 """
 
 
@@ -36,10 +36,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def training_runners(pipe: Pipeline) -> list[StageRunner]:
-    """The runners of this process's stages in a training step."""
+def training_stages(pipe: Pipeline) -> list[BoundStage]:
+    """This process's stages in a training step."""
     job = next(job for job in pipe.session.steps.bound_schedules if job.training)
-    return [runner for program in job.programs for runner in program.runners.values()]
+    return [stage for program in job.programs for stage in program.stages.values()]
 
 
 class Retrieval(nn.Module):

@@ -25,7 +25,7 @@ from penstock.schedule import (
     names,
     peak_activations,
 )
-from penstock.schedule.generators import Generator, Numbers, interleaved_1f1b, naive, one_f_one_b
+from penstock.schedule.generators import Generator, Numbers, interleaved_1f1b
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 from scaffolding.representatives import representatives
@@ -140,24 +140,6 @@ def test_every_generator_has_a_picture_and_a_source() -> None:
     assert len(PICTURES) == len(GENERATORS)
     for make, _ in PICTURES:
         assert re.search(r"\b(19|20)\d\d\b|no paper", inspect.getdoc(make) or ""), make.__name__
-
-
-def test_naive_takes_a_microbatch_there_and_back() -> None:
-    assert str(naive(2, 2, chunks=2).rows[0]) == "0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1"
-
-
-def test_gpipe_with_chunks_is_breadth_first() -> None:
-    assert str(generate("gpipe", 2, 2, chunks=2).rows[1]) == "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"
-    assert generate("gpipe", 3, 5, chunks=2).rows == generate("looped-bfs", 3, 5).rows
-
-
-def test_1f1b_warms_up_alternates_and_cools_down() -> None:
-    ops = ["".join(action.op.value for action in row) for row in one_f_one_b(4, 6).rows]
-    assert ops == ["FFFFBFBFBBBB", "FFFBFBFBFBBB", "FFBFBFBFBFBB", "FBFBFBFBFBFB"]
-
-
-def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
-    assert [str(row) for row in one_f_one_b(4, 1).rows] == ["0F0 0B0", "1F0 1B0", "2F0 2B0", "3F0 3B0"]
 
 
 @given(st.integers(1, 8), st.integers(1, 32), st.integers(1, 4))

@@ -24,32 +24,12 @@ small = st.integers(1, 8)
 microbatches = st.integers(1, 32)
 
 
-def total(cost: StageCost) -> float:
-    return cost.forward_seconds + cost.backward_seconds
-
-
-@given(st.sampled_from(["gpipe", "1f1b"]), small, microbatches, costs)
-def test_gpipe_and_1f1b_without_latency(name: str, p: int, m: int, cost: StageCost) -> None:
-    timeline = simulate(generate(name, p, m), cost)
-    T = total(cost)
-    assert timeline.makespan_seconds == timeline.span_seconds == (m + p - 1) * T
-    assert timeline.bubble_rate == pytest.approx((p - 1) / (m + p - 1))
-    assert [timeline.busy_seconds(rank) for rank in range(p)] == [m * T] * p
-
-
 @settings(max_examples=50)
 @given(generated(), costs, st.booleans())
 def test_messages_and_reductions_change_nothing(schedule: Schedule, cost: StageCost, split: bool) -> None:
     schedule = split_backward(schedule) if split else schedule
     lowered = reduce_ties(add_communication(schedule), [range(schedule.stages)])
     assert simulate(lowered, cost, LinkCost(3)) == simulate(schedule, cost, LinkCost(3))
-
-
-def test_bytes_take_time_in_both_directions() -> None:
-    timeline = simulate(
-        generate("gpipe", 2, 1), [StageCost(1, 1, 1, output_bytes=100), StageCost(1, 1, 1)], LinkCost(0.5, 200.0)
-    )
-    assert timeline.makespan_seconds == 6 + 2 * (0.5 + 100 / 200)
 
 
 def test_stages_of_one_rank_pay_no_latency() -> None:

@@ -60,9 +60,6 @@ def test_ranks_that_took_turns_have_no_bubble(measured: Timeline) -> None:
     assert Timeline.from_dict(json.loads(json.dumps(turns.to_dict()))) == turns
     assert turns.busy_seconds(0) == measured.busy_seconds(0), "the durations hold"
     assert not from_nanoseconds([[]], in_turns=True).in_turns, "one rank has nobody to take turns with"
-    rows = [list(turns.spans(rank)) for rank in range(2)]
-    assert Timeline.merge(rows, in_turns=turns.in_turns) == turns
-    assert not Timeline.merge(rows[:1], in_turns=True).in_turns
 
 
 def test_the_span_begins_with_the_first_forward() -> None:
@@ -78,12 +75,6 @@ def test_json_and_back_is_the_same(measured: Timeline) -> None:
     ):
         assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
     assert Timeline.from_dict(measured.to_dict()) != Timeline(())
-
-
-def test_merge_takes_the_spans_of_each_rank(measured: Timeline) -> None:
-    assert Timeline.merge([measured.spans(rank) for rank in range(2)]) == measured
-    with pytest.raises(ArgumentError, match=r"0F0 of rank 0 is in row 1"):
-        Timeline.merge([[], measured.spans(0)])
 
 
 def test_what_is_no_timeline_is_refused() -> None:

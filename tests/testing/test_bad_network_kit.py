@@ -83,6 +83,7 @@ def test_job_that_takes_too_long_is_ended(bad_network: MakesNetworks, tmp_path: 
             time.sleep(0.05)
 
 
+@pytest.mark.long  # scenarios: network/test_scenario.py; on hosts: network/fabric/test_bad_links.py
 @pytest.mark.distributed
 def test_who_plays_a_scenario_sees_a_jobs_steps(bad_network: MakesNetworks, tmp_path: Path) -> None:
     script, scenario = tmp_path / "script.py", tmp_path / "scenario.toml"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.verification.comparison import Comparison, Report, Verdict, WholeBatch, compare
+from penstock.verification.comparison import Comparison, Report, Verdict, WholeBatch, compare, merged
 
 KINDS = ["output", "loss", "gradient", "buffer"]
 TIED = "terms of several stages, added in another order"
@@ -271,3 +271,21 @@ def test_a_batch_that_is_cut_wrongly_is_not_ok(found: Any, ok: bool) -> None:
     assert made.ok == ok
     assert made.to_dict()["ok"] == ok
     assert ("a reason" in made.summary()) == (found in ("warning", "different"))
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "counts"),
+    [
+        ([("equal", 0.0), ("close", 0.2), ("close", 0.5), ("close", 0.3)], ("close", 0.5)),
+        ([("close", 0.5), ("missing", 0.0), ("different", 0.9)], ("missing", 0.0)),
+        ([("different", 0.1), ("close", 0.5), ("equal", 0.0)], ("different", 0.1)),
+    ],
+)
+def test_of_several_ranks_and_steps_the_first_wrong_or_the_furthest_counts(
+    verdicts: list[tuple[Verdict, float]], counts: tuple[Verdict, float]
+) -> None:
+    why = {"close": TIED}
+    (row,) = merged(
+        Comparison("gradient", "a", (0,), word, far, 1.0, why.get(word, "")) for word, far in verdicts
+    ).values()
+    assert (row.verdict, row.max_difference) == counts

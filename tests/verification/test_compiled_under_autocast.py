@@ -48,13 +48,12 @@ def test_code_that_rounds_elsewhere_is_close() -> None:
     assert sum(row.verdict == "close" for row in report.rows) > 8, "or it does not round elsewhere"
 
 
-@pytest.mark.parametrize("factor", [0.0, 2.0])
-def test_a_microbatch_that_counts_wrongly_is_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+def test_a_microbatch_that_counts_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     seed, calls = LossHead.seed, itertools.count()
 
     def wrong(self: LossHead, microbatch: int) -> Any:
         found = seed(self, microbatch)
-        return found * factor if next(calls) == 3 else found
+        return found * 2 if next(calls) == 3 else found
 
     monkeypatch.setattr(LossHead, "seed", wrong)
     report = proof()

@@ -1,6 +1,6 @@
-"""Each rank has its own state: blocks that talk through what one process shares are found, as they would be in several.
+"""The states in which `verify` compares: other values and weights in each step, an evaluation, and what code keeps.
 
-What watches for that in recordings is switched off here, so that the proof alone is seen.
+That blocks which talk through what one process shares are found, as in several processes, is in test_proof_table.py.
 """
 
 from __future__ import annotations
@@ -14,17 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Microbatch, Pipeline, Report, verify
-from penstock.partition.run.side_channels import SideChannels
 
 WIDTH = 7
-SEEN: list[float] = []
-
-
-def unwatched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SideChannels, "run_unit", lambda self, unit, args, kwargs, run: run(args, kwargs))
-    patch.setattr(SideChannels, "check_units", lambda self, known: None)
-    patch.setattr(SideChannels, "check_call", lambda self, call: None)
-    patch.setattr(SideChannels, "check_stateless", lambda self: None)
 
 
 def proof(make: Callable[[], nn.Module], **options: Any) -> Report:
@@ -34,88 +25,17 @@ def proof(make: Callable[[], nn.Module], **options: Any) -> Report:
     return verify(make, (x,), target=target, loss_fn=F.mse_loss, whole_batch=False, **given)
 
 
-class Through(nn.Module):
-    """Scales by a number, and may leave another behind."""
-
-    def __init__(self, factor: Callable[[], float], leave: Callable[[int], None] | None = None) -> None:
-        super().__init__()
-        self.linear, self.factor, self.leave, self.calls = nn.Linear(WIDTH, WIDTH), factor, leave, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.leave is not None:
-            self.leave(self.calls)
-        return self.linear(x) * self.factor()
-
-
-def by_a_list_of_the_file() -> nn.Module:
-    def leave(calls: int) -> None:
-        SEEN.append(calls / 10)
-
-    return nn.Sequential(Through(lambda: 1.0, leave), Through(lambda: 1.0 + sum(SEEN)))
-
-
-def by_an_attribute() -> nn.Module:
-    first = Through(lambda: 1.0, lambda _: None)
-    return nn.Sequential(first, Through(lambda: 1.0 + first.calls / 10))
-
-
-def by_a_shared_cache() -> nn.Module:
-    cache: dict[str, float] = {}
-    first = Through(lambda: 1.0, lambda calls: cache.update(calls=calls / 10))
-    return nn.Sequential(first, Through(lambda: 1.0 + cache.get("calls", 0.0)))
-
-
-class OfTheClass(nn.Module):
+class Counts(nn.Linear):
     calls = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        OfTheClass.calls += 1
-        return self.linear(x) * (1 + OfTheClass.calls / 10)
+        Counts.calls += 1
+        return super().forward(x)
 
 
-def by_a_class() -> nn.Module:
-    return nn.Sequential(OfTheClass(), OfTheClass())
-
-
-def by_a_tensor() -> nn.Module:
-    shared = torch.zeros(())
-    return nn.Sequential(
-        Through(lambda: 1.0, lambda calls: shared.fill_(calls / 10) and None),
-        Through(lambda: 1.0 + shared),  # type: ignore[arg-type, return-value]
-    )
-
-
-CHANNELS = (by_a_list_of_the_file, by_an_attribute, by_a_shared_cache, by_a_class, by_a_tensor)
-
-
-@pytest.mark.parametrize("make", CHANNELS)
-def test_what_stages_leave_for_each_other_in_shared_objects_is_seen(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unwatched(monkeypatch)
-    report = proof(make)
-    assert not report.ok
-    assert not SEEN
-    assert not OfTheClass.calls
-
-
-def alone(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(make()[0], nn.Linear(WIDTH, WIDTH))  # type: ignore[index]
-
-
-@pytest.mark.parametrize("make", [by_a_class, by_a_list_of_the_file])
-def test_state_that_one_stage_keeps_is_no_difference(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reference leaves it as it was."""
-    unwatched(monkeypatch)
-    report = proof(alone(make))
-    assert report.ok, report.summary()
+def test_what_code_keeps_is_left_as_it_was() -> None:
+    assert proof(lambda: nn.Sequential(Counts(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))).ok
+    assert not Counts.calls
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

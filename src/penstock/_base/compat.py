@@ -1,8 +1,8 @@
 """The parts of torch (2.11 to 2.15) that may move without notice: fake tensors, pytrees, what autograd saved, and the
 device and limit of a process group have no public home yet.
 
-`tests/test_compat.py` uses each name, so if a new torch moves one, that test fails and says which. Other modules use
-only private names that have been the same for years; `tests/test_private_parts.py` lists them.
+If a new torch moves one, the tests of what uses it fail; `tests/test_compat.py` has what these do not show. Other
+modules use only private names that have been the same for years; `tests/test_private_parts.py` lists them.
 """
 
 from __future__ import annotations
@@ -209,9 +209,8 @@ def autocast_state(device: torch.device) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
-def any_autocast() -> bool:
-    """Whether autocast is on for any type of device."""
-    return torch._C._is_any_autocast_enabled()
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any type of device."""
 
 
 def autocast_kinds() -> tuple[str, ...]:
@@ -271,15 +270,15 @@ def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None
     The engine itself checks shapes, dtypes and devices of the gradients against the roots. On the CPU, where it runs in
     this thread, torch's settings for other threads are left out too.
     """
-    engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if engine is None:
+    if _RUN_BACKWARD is None:
         torch.autograd.backward(tuple(roots), tuple(grads))
         return
-    run = _ENGINE.run_backward if _ENGINE is not None and grads[0].is_cpu else engine
+    run = _ENGINE.run_backward if _ENGINE is not None and grads[0].is_cpu else _RUN_BACKWARD
     run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 _ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+_RUN_BACKWARD: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def plain_tensors() -> AbstractContextManager[None]:

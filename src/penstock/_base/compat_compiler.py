@@ -1,6 +1,6 @@
 """The parts of torch's compiler that may move without notice: its settings, and the graphs that it recorded.
 
-As for `compat`, `tests/test_compat.py` uses each name.
+As for `compat`, `tests/test_compat.py` has what the tests of their users do not show.
 """
 
 from __future__ import annotations

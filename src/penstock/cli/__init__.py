@@ -1,6 +1,7 @@
 """The command `penstock`: one file per verb, imported on demand. No verb loads torch before it runs.
 
-To add a verb: write `cli/<verb>.py` with a function `<verb>` that has Typer's annotations, and add it to `VERBS`.
+To add a verb: write `cli/<verb>.py` with a function `<verb>`, whose parameters have options for defaults
+(`_options.py`) or are groups of options, and add it to `VERBS`.
 If the module has an `EPILOG`, it is printed below the options; its `SETTINGS` are Typer's `context_settings`.
 """
 
@@ -42,6 +43,8 @@ class _Verbs(Commands):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
+        from penstock.cli._options import spread
+
         module = import_module(f"penstock.cli.{cmd_name}")
         if hasattr(module, "app"):  # a verb with verbs of its own
             group = typer.main.get_command(module.app)
@@ -49,7 +52,7 @@ class _Verbs(Commands):
             return group
         verb = typer.Typer(add_completion=False)
         epilog, settings = getattr(module, "EPILOG", None), getattr(module, "SETTINGS", None)
-        verb.command(cmd_name, epilog=epilog, context_settings=settings)(getattr(module, cmd_name))
+        verb.command(cmd_name, epilog=epilog, context_settings=settings)(spread(getattr(module, cmd_name)))
         return typer.main.get_command(verb)
 
     def invoke(self, ctx: Any) -> Any:

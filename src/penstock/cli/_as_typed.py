@@ -16,10 +16,13 @@ _OTHERS = {"join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
 """Library arguments whose options have a different name."""
 
 _VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"
-_GIVEN = re.compile(rf"(?<![\w(.])(\w+)=({_VALUE})")
+_GIVEN = re.compile(rf"(?<![\w(.])(\w+)=(?:({_VALUE})|\[([^\]]*)\]|(?=[\s).,;]|$))")
 _FIRST = re.compile(r"(\w+) is (-?\d[\w.+-]*(?<![.])|-?inf|nan)(?=[:,])")
-_NAMES = re.compile(r"(?<![\w(.])(\w+)=\[([^\]]*)\]")
-_BARE = re.compile(r"(?<![\w(.])(\w+)=(?=[\s).,;]|$)")
+
+
+def flag(name: str) -> str:
+    """The option of a parameter of that name."""
+    return f"--{name.replace('_', '-')}"
 
 
 def in_options(text: str, options: Collection[str]) -> str:
@@ -31,17 +34,14 @@ def in_options(text: str, options: Collection[str]) -> str:
         return text
 
     def replaced(found: re.Match[str]) -> str:
-        name, *rest = found.groups()
-        option = f"--{name.replace('_', '-')}"
-        option = option if option in options else _OTHERS.get(name, "")
+        name, *rest = (group for group in found.groups() if group is not None)
+        option = flag(name) if flag(name) in options else _OTHERS.get(name, "")
         if option not in options:
             return f"{rest[0]} stages" if name == "stages" and rest and rest[0].isdecimal() else found[0]
         return " ".join([option, *map(_typed, rest)])
 
     text = _FIRST.sub(replaced, text, count=1) if _FIRST.match(text) else text
-    for pattern in (_GIVEN, _NAMES, _BARE):
-        text = pattern.sub(replaced, text)
-    return text
+    return _GIVEN.sub(replaced, text)
 
 
 def _typed(value: str) -> str:

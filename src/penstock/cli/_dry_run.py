@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -10,56 +9,63 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from penstock.cli._options import print_json, screen
 from penstock.network.fabric.algorithms import ENGINE, generate
-from penstock.network.fabric.algorithms.volume import slots_by_port
-from penstock.network.fabric.grouping import group_similar_layers, groups
+from penstock.network.fabric.steps import slots_by_port
 from penstock.network.fabric.views.numbers import NONE
+from penstock.network.fabric.workload import group_similar_layers, groups
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
     from penstock.network.fabric.emulation.spec import Spec
-    from penstock.network.fabric.grouping import Group
     from penstock.network.fabric.steps import StepList
+    from penstock.network.fabric.workload import Group
 
-_BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
-_PORT = "Busiest port: all bytes that the algorithm sends through a host's busiest port, out or in."
+_NOTE = (
+    "Buffers are nccl-tests' sizes: of a rank's largest buffer{}. Busiest port: all bytes that the algorithm sends "
+    "through a host's busiest port, out or in."
+)
+_UNEVEN = "; of an uneven all_to_all, of what each rank gives"
 
 
 def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
-    """Prints a row per group of transfers: over all microbatches and replicas and, in a table, over similar layers.
-
-    Args:
-        spec: what would be run.
-        folder: the folder that was asked for; None if none was.
-        files: the files that were written there.
-        as_json: whether to print JSON instead of a table.
-    """
+    """Prints a row per group of transfers: over all microbatches and replicas and, in a table, over similar layers; and
+    the files that were written into the folder that was asked for."""
+    workload, written = spec.workload, [path.name for path in files]
+    whole = _busiest(spec, range(len(workload.transfers)))
     if as_json:
-        rows = traffic(spec, groups(spec.workload))
-        made = {"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "transfers": rows}
-        written = {"folder": None if folder is None else str(folder), "files": [path.name for path in files]}
-        made |= {"iterations": spec.iterations, **_busiest(spec, range(len(spec.workload.transfers)))}
-        print(json.dumps({**made, **written}))
+        about = {"version": 1, "workload": workload.name, "hosts": spec.hosts, "iterations": spec.iterations}
+        rows = _traffic(spec, groups(workload))
+        where = {"folder": None if folder is None else str(folder), "files": written}
+        print_json({**about, "transfers": rows, **whole, **where})
         return
-    console = Console(highlight=False)
-    console.print(Text(f"{spec.workload.name}: what a trial on {spec.hosts} hosts would send", "bold"))
+    console = screen()
+    console.print(Text(f"{workload.name}: what a trial on {spec.hosts} hosts would send", "bold"))
     console.print()
-    print_unbroken(console, _table(spec))
+    rows = _traffic(spec, group_similar_layers(workload))
+    made = table("transfer", "buffer\nbytes", "times", "buffers\nin all", "busiest\nport")
+    for section in dict.fromkeys(map(_section, rows)):
+        made.add_row(Text(section, "italic"))
+        for row in (row for row in rows if _section(row) == section):
+            numbers = (row["bytes"], row["times"], row["bytes"] * row["times"], row["port_bytes"])
+            made.add_row(Text(row["name"]), *map(_number, numbers))
+        made.add_row()
+    times, buffers = len(workload.transfers) * spec.iterations, sum(row["bytes"] * row["times"] for row in rows)
+    made.add_row("step", "", *map(_number, (times, buffers, whole["port_bytes"])), style="bold")
+    print_unbroken(console, made)
     console.print()
-    buffers = "; ".join([_BUFFERS, *([_GIVEN] if any(one.shares for one in spec.workload.transfers) else [])])
-    for note in (*spec.workload.notes, f"Buffers are nccl-tests' sizes: {buffers}. {_PORT}"):
+    uneven = _UNEVEN if any(one.shares for one in workload.transfers) else ""
+    for note in (*workload.notes, _NOTE.format(uneven)):
         console.print(Text(note, "dim"))
     if folder is not None:
-        said = f"written: {', '.join(path.name for path in files)}" if files else "a run would be written there"
+        said = f"written: {', '.join(written)}" if files else "a run would be written there"
         console.print(Text(f"{folder}: {said}", "dim"))
 
 
-def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
-    """The rows, as dicts. `times` counts all iterations of all transfers in the group; for the rest see `_busiest`."""
+def _traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
+    """The rows. `times` counts all iterations of all transfers in the group; for the rest see `_busiest`."""
     made = []
     for group in grouped:
         first = spec.workload.transfers[group.places[0]]
@@ -80,18 +86,13 @@ def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
 
 
 def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
-    """How much a trial's transfers send.
-
-    Returns:
-        `sent_bytes`, from the host that sends most, and `port_bytes`, through the busiest port, out or in. Both are
-        None for the engine, whose algorithms are unknown.
-    """
+    """What the host sends that sends most, and what passes the busiest port; None for the engine: nobody knows how."""
     passed: Counter[tuple[int, bool]] = Counter()
     for place in places:
         one, algorithm = spec.workload.transfers[place], spec.algorithm_of(place)
         if algorithm == ENGINE:
             return {"sent_bytes": None, "port_bytes": None}
-        ranks = one.ranks or tuple(range(spec.hosts))
+        ranks = one.members(spec.hosts)
         steps, slots = _steps(one.collective, algorithm, len(ranks), one.shares)
         size = steps.slot_bytes(one.bytes, spec.workload.element_bytes) * spec.iterations
         for (rank, leaves), count in slots.items():
@@ -107,25 +108,6 @@ def _steps(
     """A collective's steps, and how many pieces of its buffer pass each port."""
     steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
     return steps, slots_by_port(chain.from_iterable(steps.rounds))
-
-
-# -- in a terminal ----------------------------------------------------------------------------------------------------
-
-
-def _table(spec: Spec) -> Table:
-    """The rows, in sections under what they have in common."""
-    rows = traffic(spec, group_similar_layers(spec.workload))
-    made = table("transfer", "buffer\nbytes", "times", "buffers\nin all", "busiest\nport")
-    for section in dict.fromkeys(map(_section, rows)):
-        made.add_row(Text(section, "italic"))
-        for row in (row for row in rows if _section(row) == section):
-            numbers = (row["bytes"], row["times"], row["bytes"] * row["times"], row["port_bytes"])
-            made.add_row(Text(row["name"]), *map(_number, numbers))
-        made.add_row()
-    places = range(len(spec.workload.transfers))
-    whole = (sum(row["bytes"] * row["times"] for row in rows), _busiest(spec, places)["port_bytes"])
-    made.add_row("step", "", _number(len(places) * spec.iterations), *map(_number, whole), style="bold")
-    return made
 
 
 def _section(row: dict[str, Any]) -> str:

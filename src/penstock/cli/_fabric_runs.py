@@ -1,27 +1,31 @@
-"""`penstock fabric show`, `compare` and `clean`: show runs again, compare them, and remove what a crash left behind."""
+"""The verbs of `penstock fabric` for recorded runs: show them again, compare them, predict from them; and clean up."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
 from rich.console import Console
+from rich.text import Text
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import finite, write_json
-from penstock.cli._options import Json, option
+from penstock._base.files import write_json
+from penstock._base.words import counted
+from penstock.cli._options import JSON, REQUIRED, RUN, argument, integers, option, print_json, screen
+from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.views.facts import rate_of
+from penstock.network.fabric.views.numbers import digits, seconds
+from penstock.network.quantities import size_text, sizes_of
+from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
     from penstock.network.fabric.samples import Run
 
 Average = Literal["avg", "max", "min", "rank0"]
 """The averages of `penstock.network.fabric.views.nccl`, which is loaded only when needed."""
-
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,8 @@ class Output:
 
 def prepare() -> None:
     """Imports what `report` needs. That takes a second, which is better spent before a run than after a Ctrl-C."""
-    for module in ("views.nccl", "views.text", "results"):
-        import_module(f"penstock.network.fabric.{module}")
-    for module in ("scipy.optimize", "scipy.special", "scipy.stats"):
+    fabric = (f"penstock.network.fabric.{name}" for name in ("views.nccl", "views.text", "results"))
+    for module in (*fabric, "scipy.optimize", "scipy.special", "scipy.stats"):
         import_module(module)
 
 
@@ -56,33 +59,30 @@ def report(output: Output, *, page: bool = True) -> None:
     folder = output.folder
     run = Run.read(folder)
     found = results(run)
-    made, notes = _files(folder, run, found, chakra=output.chakra, page=page)
+    made = _write(folder, run, found, chakra=output.chakra, page=page)
     if output.as_json:
-        print(json.dumps(finite(nccl.to_dict(run, found, output.average) if output.as_nccl else found)))
-        return
-    if output.as_nccl:
+        print_json(nccl.to_dict(run, found, output.average) if output.as_nccl else found)
+    elif output.as_nccl:
         print(nccl.text(run, found, output.average))
-        return
-    console = Console(highlight=False)
-    show(run, found, console)
-    console.print(f"\n{folder}: samples.csv, {', '.join(made)}", style="dim", soft_wrap=True)
-    for note in notes:
-        console.print(note, style="dim", soft_wrap=True)
+    else:
+        console = screen()
+        show(run, found, console)
+        console.print(f"\n{folder}: samples.csv, {', '.join(made)}", style="dim", soft_wrap=True)
+        if len(run.start_ns) and not page:
+            console.print(f"`penstock fabric show {folder}` makes report.html", style="dim", soft_wrap=True)
 
 
-def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page: bool) -> tuple[list[str], list[str]]:
-    """Writes a run's results into its folder. Returns the names of the files, and notes on what could not be made."""
+def _write(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page: bool) -> list[str]:
+    """Writes a run's results into its folder. Returns the names of the files."""
     from penstock.network.fabric.alpha_beta import links_json
     from penstock.network.fabric.workload import Workload
 
-    made, notes = ["results.json"], []
+    made = ["results.json"]
     write_json(folder / "results.json", found)
     if (links := links_json(run.record, found["model"])) is not None:
         write_json(folder / "links.json", links)
         made.append("links.json")
-    if len(run.start_ns) and not page:
-        notes.append(f"`penstock fabric show {folder}` makes report.html")
-    elif len(run.start_ns):
+    if len(run.start_ns) and page:
         from penstock.network.fabric.views.page import write_page
 
         write_page(run, found, folder / "report.html")
@@ -92,17 +92,15 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
 
         workload = Workload.from_dict(run.record["workload"])
         made += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
-    return made, notes
+    return made
 
 
 def show_run(
-    folder: Folder,
-    nccl: Annotated[bool, option("As nccl-tests prints it; with --json, its JSON.", "--nccl")] = False,
-    average: Annotated[
-        Average | None, option("With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ...")
-    ] = None,
-    chakra: Annotated[bool, option("Write Chakra traces to FOLDER, one file per rank.", "--chakra")] = False,
-    as_json: Json = False,
+    folder: Path = RUN,
+    nccl: bool = option("As nccl-tests prints it; with --json, its JSON.", "--nccl", default=False),
+    average: Average | None = option("With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ..."),
+    chakra: bool = option("Write Chakra traces to FOLDER, one file per rank.", "--chakra", default=False),
+    as_json: bool = JSON,
 ) -> None:
     """Show a run again. If it was killed, show what it had sampled until then."""
     if average is not None and not nccl:
@@ -113,9 +111,9 @@ def show_run(
 
 
 def compare_runs(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A run's folder.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another run's folder.")],
-    as_json: Json = False,
+    first: Path = argument("A run's folder.", metavar="A", default=REQUIRED),
+    second: Path = argument("Another run's folder.", metavar="B", default=REQUIRED),
+    as_json: bool = JSON,
 ) -> None:
     """Compare two runs, transfer by transfer, and test whether they differ."""
     from penstock.network.fabric.compare import compare
@@ -128,19 +126,133 @@ def compare_runs(
     found = compare(*runs)
     warned = [warnings(run, results(run)) for run in runs]
     if as_json:
-        print(json.dumps(finite({**found, "warnings": dict(zip("ab", warned, strict=True))})))
+        print_json({**found, "warnings": dict(zip("ab", warned, strict=True))})
     else:
-        show_comparison(found, Console(highlight=False), (str(first), str(second)), warned)
+        show_comparison(found, screen(), (str(first), str(second)), warned)
 
 
-def clean_up(
-    force: Annotated[bool, option("Also those of a running emulation.", "--force")] = False,
-) -> None:
+def clean_up(force: bool = option("Also those of a running emulation.", "--force", default=False)) -> None:
     """Remove what a crashed emulation left behind: namespaces with Penstock's prefix, and nothing else."""
     from penstock.network.machines import clean
 
     removed = clean(force=force)
-    for name in removed:
-        print(f"removed {name}")
-    if not removed:
-        print("nothing to clean up")
+    print("\n".join(f"removed {name}" for name in removed) or "nothing to clean up")
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+_NOTE = (
+    "Predicted: rounds x alpha + bytes on the busiest port x beta. Each host has its own link, the network between "
+    "them is never the bottleneck, and adding costs nothing. *: the fastest, whose busbw is shown. Off: how much "
+    "longer than the fit a size took."
+)
+
+
+def predict(
+    folder: Path = RUN,
+    hosts: str | None = option("Numbers of hosts to predict for: 4,8,64; default 2,4,8,...,4096."),
+    sizes: str | None = option("Sizes to predict for: 64KiB,1MiB; default the run's."),
+    collective: Collective | None = option("The collective to predict; default each of the run's."),
+    as_json: bool = JSON,
+) -> None:
+    """Predict each algorithm's time on more hosts, with an alpha-beta model of the network that a run measured.
+
+    alpha and beta are fitted to the run's median times if the run has at least
+    three sizes of a collective; otherwise they come from the links it measured.
+    The prediction assumes that every host has such a link of its own, and that
+    the network between the links is never the limit.
+    """
+    from penstock.network.fabric.forecast import HOSTS, forecast
+    from penstock.network.fabric.results import results
+    from penstock.network.fabric.samples import Run
+
+    numbers = HOSTS if hosts is None else integers("--hosts", hosts)
+    asked = None if sizes is None else sizes_of(sizes)
+    run = Run.read(folder)
+    found = results(run)
+    sent = [(one["collective"], one["bytes"]) for one in found["transfers"]]
+    made = []
+    for kind in [collective] if collective else dict.fromkeys(one for one, _ in sent):
+        own = {size for one, size in sent if one == kind} or {size for _, size in sent}
+        made.append(forecast(run.record, found, kind, asked or sorted(own), numbers))
+    if as_json:
+        about = {key: found[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
+        print_json({"version": 1, **about, "collectives": made})
+    else:
+        _show_predictions(made, found, screen())
+
+
+def _show_predictions(made: Iterable[dict[str, Any]], found: dict[str, Any], console: Console) -> None:
+    head = f"{found['workload']}: {found['hosts']} hosts, {counted(found['trials'], 'trial')}"
+    console.print(Text(head, "bold"), soft_wrap=True)
+    warnings = {
+        f"the run is not complete; missing: {found['missing'] or 'its end'}": not found["complete"],
+        f"processors: {found['cpu']['text']}; the fit describes this machine, and predicts no network": (
+            found["cpu"]["saturated"]
+        ),
+    }
+    for line, is_so in warnings.items():
+        if is_so:
+            console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
+    for one in made:
+        console.print()
+        _show_fit(one["fit"], console)
+        for size in dict.fromkeys(row["bytes"] for row in one["predictions"]):
+            console.print()
+            _show_size(int(size), [row for row in one["predictions"] if row["bytes"] == size], console)
+        console.print()
+        console.print(Text("fastest, by size", "bold"))
+        for row in one["crossovers"]:
+            console.print(Text(f"  {row['hosts']:>5,} hosts  {_ranges(row['from'])}"), soft_wrap=True)
+    console.print()
+    console.print(Text(_NOTE, "dim"))
+
+
+def _show_fit(fit: dict[str, Any], console: Console) -> None:
+    alpha, rate = seconds(fit["alpha_seconds"]), rate_of(fit["bytes_per_second"])
+    console.print(Text(f"{fit['collective']}: alpha {alpha} a step, 1/beta {rate}", "bold"), soft_wrap=True)
+    form = fit["form"]
+    line = f"those of the slowest measured link: {fit['lack']}"
+    if fit["source"] == "times":
+        by = "torch.distributed's own as if it were " if fit["algorithm"] != form else ""
+        line = f"fitted to {by}{form}, r2 {fit['r2']:.3f}, at most {fit['largest_residual']:.1%} off"
+    console.print(Text(line), soft_wrap=True)
+    if fit["held_to_links"]:
+        console.print(Text("1/beta is limited to the measured links: the times alone would give more than they carry"))
+    if fit["sizes"]:
+        columns = {
+            "bytes": [f"{one['bytes']:,}" for one in fit["sizes"]],
+            "measured": [seconds(one["measured_s"]) for one in fit["sizes"]],
+            form: [seconds(one["fitted_s"]) for one in fit["sizes"]],
+            "off": [f"{one['residual']:+.1%}" for one in fit["sizes"]],
+        }
+        print_columns(console, columns, left=0)
+
+
+def _show_size(size: int, rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """The table for one size, with a row per number of hosts."""
+    times = {
+        name.replace("-", "-\n"): [
+            seconds(row["seconds"][name]) + ("*" if name == row["best"] else " ") for row in rows
+        ]
+        for name in rows[0]["seconds"]
+    }
+    columns = {
+        size_text(size): [f"{row['hosts']:,} hosts" for row in rows],
+        **times,
+        "busbw\nMB/s": [digits(row["busbw_GBps"] and row["busbw_GBps"] * 1e3) for row in rows],
+    }
+    print_columns(console, columns, left=0)
+
+
+def _ranges(changes: Sequence[dict[str, Any]]) -> str:
+    """The fastest algorithms by size, such as "ring to 3.2 KiB, then tree"."""
+    ends = [f" to {_about(one['bytes'])}" for one in changes[1:]]
+    return ", then ".join(one["algorithm"] + end for one, end in zip(changes, [*ends, ""], strict=True))
+
+
+def _about(size: float) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:,.3g} {unit}"
+    return f"{size:.3g} B"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import ArgumentError
+from penstock.cli._as_typed import flag
 from penstock.cli._options import options_on
 
 if TYPE_CHECKING:
@@ -21,49 +22,34 @@ network_option = options_on("The hosts' network")
 class NetworkOptions:
     """What the network is like. None means not given."""
 
-    link: Annotated[
-        str | None,
-        network_option(
-            'What joins each host to the switch, as for tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss '
-            '0.1% reorder 0.01% stall 2s every 60s", "up 10mbit down 100mbit". Delay and loss are those between two '
-            "hosts, one way. Jitter keeps frames in order and so delays them under load; with overtaking it does not.",
-            metavar="TEXT",
-        ),
-    ] = None
-    link_of: Annotated[
-        list[str] | None,
-        network_option('One host\'s own link: "2=100mbit delay 20ms". Repeatable.', metavar="HOST=TEXT"),
-    ] = None
-    background: Annotated[
-        list[str] | None,
-        network_option(
-            'Neighbors\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Repeatable.',
-            metavar="TEXT",
-        ),
-    ] = None
-    slow: Annotated[
-        list[str] | None,
-        network_option(
-            'Holds a host\'s processes to a share of one core: "2=25%". Repeatable, or separate with commas.',
-            metavar="HOST=SHARE",
-        ),
-    ] = None
-    scenario: Annotated[
-        Path | None, network_option("Changes over time, a TOML file of events: see the guide.", metavar="FILE")
-    ] = None
-    shaper: Annotated[
-        Literal["auto", "tbf", "switch"] | None,
-        network_option("What shapes the links; by default the simplest that can: tbf, a switch in user space."),
-    ] = None
-    link_seed: Annotated[int | None, network_option("The seed of every random draw for the links; default 0.")] = None
+    link: str | None = network_option(
+        'What joins each host to the switch, as for tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss '
+        '0.1% reorder 0.01% stall 2s every 60s", "up 10mbit down 100mbit". Delay and loss are those between two '
+        "hosts, one way. Jitter keeps frames in order and so delays them under load; with overtaking it does not.",
+        metavar="TEXT",
+    )
+    link_of: list[str] | None = network_option(
+        'One host\'s own link: "2=100mbit delay 20ms". Repeatable.', metavar="HOST=TEXT"
+    )
+    background: list[str] | None = network_option(
+        'Neighbors\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Repeatable.', metavar="TEXT"
+    )
+    slow: list[str] | None = network_option(
+        'Holds a host\'s processes to a share of one core: "2=25%". Repeatable, or separate with commas.',
+        metavar="HOST=SHARE",
+    )
+    scenario: Path | None = network_option("Changes over time, a TOML file of events: see the guide.", metavar="FILE")
+    shaper: Literal["auto", "tbf", "switch"] | None = network_option(
+        "What shapes the links; by default the simplest that can: tbf, a switch in user space."
+    )
+    link_seed: int | None = network_option("The seed of every random draw for the links; default 0.")
 
     def given(self) -> list[str]:
         """The options that were given, as the user writes them."""
-        return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, [])]
+        return [flag(f.name) for f in fields(self) if getattr(self, f.name) not in (None, [])]
 
     def machines(self, hosts: int) -> tuple[Machines, tuple[Event, ...]]:
-        """The hosts that the options describe, which `with` creates, and the scenario's events. Raises ArgumentError:
-        an option is wrong, or is meaningless without another."""
+        """The hosts that the options describe, which `with` creates, and the scenario's events."""
         from penstock.network.cpu_limit import parse_slow
         from penstock.network.machines import Machines
         from penstock.network.parse import parse_link

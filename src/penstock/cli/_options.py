@@ -1,65 +1,102 @@
-"""Groups of options that several verbs share: dataclasses whose fields have Typer's annotations."""
+"""How a verb declares its options, and groups of them as dataclasses that several verbs share; how it prints JSON."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from rich.console import Console
 
 from penstock._base.errors import ArgumentError
+from penstock._base.files import finite
+from penstock.cli._as_typed import flag
 from penstock.network import MAX_HOSTS
 from penstock.schedule import MICROBATCHES
-
-OUTPUT_PANEL = "Output"
 
 CUT = "Number of pieces that the batch is cut into"
 """Help of `--microbatches`, with the default of verbs that have no batch and of those that have one."""
 USUAL = f"default {MICROBATCHES}"
 USUAL_OF_BATCH = f"{USUAL}, or its number of rows if that is less"
 
+REQUIRED: Any = MISSING
+"""The default of an option that has none."""
+
 
 def options_on(panel: str | None) -> Callable[..., Any]:
-    """What makes an option, `option(help, *flags, **more)`, on a panel of the help page; None: the first one."""
+    """What makes an option, `option(help, *flags, default=None, **more)`, on a panel of the help page; None: the first
+    one. It stands where the default of a dataclass's field or of a verb's parameter does."""
 
-    def option(text: str, *flags: str, **more: Any) -> Any:
-        return typer.Option(*flags, help=text, rich_help_panel=panel, **more)
+    def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
+        return field(
+            default=default, metadata={"typer": typer.Option(*flags, help=text, rich_help_panel=panel, **more)}
+        )
 
     return option
 
 
 option = options_on(None)
-output_option = options_on(OUTPUT_PANEL)
+output_option = options_on("Output")
 
-Json = Annotated[bool, output_option("Print only one JSON object.", "--json")]
+
+def argument(text: str, *, default: Any = None, **more: Any) -> Any:
+    """As an option, but named by its place."""
+    return field(default=default, metadata={"typer": typer.Argument(help=text, **more)})
+
+
+JSON = output_option("Print only one JSON object.", "--json", default=False)
+RUN = argument("A run's folder.", metavar="FOLDER", default=REQUIRED)
+
+
+def print_json(value: Any) -> None:
+    """Prints one JSON value, without NaN and infinity."""
+    print(json.dumps(finite(value), allow_nan=False))
+
+
+def screen() -> Console:
+    """Where a verb prints its tables."""
+    return Console(highlight=False)
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """Prepares a verb for Typer: replaces each dataclass parameter with one option per field, and limits all counts."""
-    hints = get_type_hints(verb, include_extras=True)
+    hints = get_type_hints(verb)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(verb).parameters.items():
-        if name in groups:
-            parameters += _options(groups[name])
-        else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+        parameters += _of_group(groups[name]) if name in groups else [_as_typer(name, hints[name], parameter.default)]
 
     @wraps(verb)
     def called(**given: Any) -> None:
         for name, value in given.items():
             if type(value) is int and "seed" not in name:
-                check_count(f"--{name.replace('_', '-')}", value)
+                check_count(flag(name), value)
         made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
         verb(**made, **given)
 
     vars(called)["__signature__"] = inspect.Signature(parameters)
     called.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(verb) or "")  # Typer would keep the line breaks
     return called
+
+
+def _of_group(group: Any) -> Iterator[inspect.Parameter]:
+    """One per field, those of the class itself before those that it inherits."""
+    hints = get_type_hints(group)
+    for one in sorted(fields(group), key=lambda one: one.name not in vars(group)["__annotations__"]):
+        yield _as_typer(one.name, hints[one.name], one)
+
+
+def _as_typer(name: str, kind: Any, given: Any) -> inspect.Parameter:
+    if not isinstance(given, Field):  # a context
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+    default = inspect.Parameter.empty if given.default is MISSING else given.default
+    annotation = Annotated[kind, given.metadata["typer"]]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 _LIMITS = {
@@ -88,15 +125,3 @@ def integers(option: str, text: str) -> list[int]:
     except ValueError:
         expected = "comma-separated integers, as in 1,2,4" if "," in text else "an integer, such as 4"
         raise ArgumentError(f"{option} {text}: expected {expected}") from None
-
-
-def _options(group: Any) -> list[inspect.Parameter]:
-    """One per field, those of the class itself before those that it inherits."""
-    hints = get_type_hints(group, include_extras=True)
-    kind, required = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
-    return [
-        inspect.Parameter(
-            f.name, kind, default=required if f.default is MISSING else f.default, annotation=hints[f.name]
-        )
-        for f in sorted(fields(group), key=lambda f: f.name not in vars(group)["__annotations__"])
-    ]

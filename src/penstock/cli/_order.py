@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
-from typing import Annotated
 
 from penstock._base.errors import ArgumentError, ScheduleError, check_counts
 from penstock._base.files import read_text
@@ -39,57 +37,48 @@ _OWN_TEXT = ", stages on ranks "
 class OrderOptions:
     """Which schedule to use."""
 
-    schedule: Annotated[str | None, _option("Its name; `penstock schedules` lists them.")] = None
-    ranks: Annotated[str | None, _option("How many ranks.", "--ranks", "-n", metavar="INTEGER")] = None
-    microbatches: Annotated[str | None, _option(f"{CUT}; {USUAL}.", metavar="INTEGER")] = None
-    chunks: Annotated[int | None, _option("Stages per rank; default: the schedule's usual number.")] = None
-    unshard_window: Annotated[
-        int | None,
-        _option("Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD."),
-    ] = None
-    csv: Annotated[
-        Path | None,
-        _option(
-            "Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
-            "per rank, one cell per action, 0F1), or the text that `penstock show --text` prints.",
-            metavar="FILE",
-        ),
-    ] = None
+    schedule: str | None = _option("Its name; `penstock schedules` lists them.")
+    ranks: str | None = _option("How many ranks.", "--ranks", "-n", metavar="INTEGER")
+    microbatches: str | None = _option(f"{CUT}; {USUAL}.", metavar="INTEGER")
+    chunks: int | None = _option("Stages per rank; default: the schedule's usual number.")
+    unshard_window: int | None = _option(
+        "Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD."
+    )
+    csv: Path | None = _option(
+        "Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
+        "per rank, one cell per action, 0F1), or the text that `penstock show --text` prints.",
+        metavar="FILE",
+    )
 
     def one(self) -> Schedule:
-        """The schedule.
-
-        Raises:
-            ArgumentError: options are missing, contradict each other or are not allowed, or there is no such file.
-            ScheduleError: the file does not contain a legal schedule.
-        """
+        """The schedule that was asked for."""
         if self.csv is not None:
-            given = [name for name in _NOT_OF_FILES if getattr(self, name) is not None]
-            if given:
-                raise ArgumentError(
-                    f"--csv {self.csv}: the file already sets what --{given[0]} would; pass only one of the two"
-                )
-            schedule = self._windowed(read(self.csv))
+            for name in ("schedule", "ranks", "microbatches", "chunks"):
+                if getattr(self, name) is not None:
+                    raise ArgumentError(
+                        f"--csv {self.csv}: the file already sets what --{name} would; pass only one of the two"
+                    )
+            schedule = self._windowed(_read(self.csv))
             announce(sum(map(len, schedule.rows)))
             return schedule
-        name = self._name()
         if self.is_many:
-            raise ArgumentError(f"--schedule {name}: this command takes one schedule; `penstock schedules` lists them")
-        entry = generator(name)
-        ((ranks, microbatches),) = self._sizes(several=False)
-        weigh([(entry, self._numbers(entry, ranks, microbatches))])
-        return self._windowed(generate(name, ranks, microbatches, self.chunks))
+            raise ArgumentError(
+                f"--schedule {self.schedule}: this command takes one schedule; `penstock schedules` lists them"
+            )
+        made, _ = self.all()
+        return next(iter(made.values()))
 
     def all(self, *, several: bool = False) -> tuple[dict[Asked, Schedule], dict[Asked, str]]:
-        """Every schedule that was asked for and that the numbers allow, and what the others require. Raises
-        ArgumentError: a number is missing, less than 1 or too large, there are several, or no schedule works with them.
-
-        `several`: whether there may be several numbers of ranks or microbatches.
-        """
+        """Every schedule that was asked for and that the numbers allow, and what the others require. `several`: there
+        may be several numbers of ranks or microbatches."""
         name = self._name()
-        sizes = self._sizes(several=several)
         entries = [*generators()] if name == ALL else [generator(one.strip()) for one in name.split(",")]
-        asked = [(entry, self._numbers(entry, *one)) for entry in entries for one in sizes]
+        sizes = self._sizes(several=several)
+        asked = [
+            (entry, Numbers(*one, entry.chunks if self.chunks is None else self.chunks))
+            for entry in entries
+            for one in sizes
+        ]
         weigh((entry, numbers) for entry, numbers in asked if not entry.refusal(numbers))
         made, refused = dict[Asked, Schedule](), dict[Asked, str]()
         for entry, numbers in asked:
@@ -102,6 +91,8 @@ class OrderOptions:
             except ArgumentError as error:
                 refused[key] = in_options(str(error), ("--unshard-window",))
         if not made:
+            if len(asked) == 1:
+                self._windowed(generate(*key, numbers.chunks))  # raises, with a remedy
             reasons = "; ".join(dict.fromkeys(f"{name} {reason}" for (name, *_), reason in refused.items()))
             raise ArgumentError(f"--schedule {self.schedule}: no schedule works with these numbers: {reasons}")
         return made, refused
@@ -119,10 +110,10 @@ class OrderOptions:
     @property
     def sweeps(self) -> bool:
         """Whether there are several numbers of ranks or microbatches."""
-        return self.csv is None and any("," in (text or "") for text in (self.ranks, self.microbatches))
+        return self.csv is None and "," in f"{self.ranks}{self.microbatches}"
 
     def _windowed(self, schedule: Schedule) -> Schedule:
-        """The schedule with the gathers that --unshard-window asks for. Raises ArgumentError if there is no room."""
+        """The schedule with the gathers that --unshard-window asks for."""
         if self.unshard_window is None:
             return schedule
         return add_sharding(schedule, set(range(schedule.stages)), self.unshard_window)
@@ -135,40 +126,29 @@ class OrderOptions:
         return self.schedule
 
     def _sizes(self, *, several: bool) -> list[tuple[int, int]]:
-        """Each combination of the numbers of ranks and microbatches. Raises ArgumentError: a number is missing or less
-        than 1, or none, or there are several and must not be."""
+        """Each combination of the numbers of ranks and microbatches."""
         if self.ranks is None:
             raise ArgumentError(f"--schedule {self.schedule} needs --ranks: pass how many")
+        numbers = list[list[int]]()
         for option, text in (("--ranks", self.ranks), ("--microbatches", self.microbatches)):
             if not several and "," in (text or ""):
                 raise ArgumentError(
                     f"{option} {text}: this command takes one number; `penstock simulate` takes several"
                 )
-        ranks = integers("--ranks", self.ranks)
-        counts = [MICROBATCHES] if self.microbatches is None else integers("--microbatches", self.microbatches)
+            numbers.append([MICROBATCHES] if text is None else integers(option, text))
         check_counts(required=False, chunks=self.chunks, unshard_window=self.unshard_window)
-        for one, count in (found := [*product(ranks, counts)]):
-            check_counts(ranks=one, microbatches=count)
+        found = [(ranks, microbatches) for ranks in numbers[0] for microbatches in numbers[1]]
+        for ranks, microbatches in found:
+            check_counts(ranks=ranks, microbatches=microbatches)
         return found
-
-    def _numbers(self, entry: Generator, ranks: int, microbatches: int) -> Numbers:
-        """The numbers for which to generate a schedule: from the options, or its own defaults."""
-        return Numbers(ranks, microbatches, entry.chunks if self.chunks is None else self.chunks)
 
 
 Asked = tuple[str, int, int]
 """A schedule's name, and its numbers of ranks and microbatches."""
 
-_NOT_OF_FILES = ("schedule", "ranks", "microbatches", "chunks")
 
-
-def read(path: Path) -> Schedule:
-    """Reads a schedule from a file, in torch's format or as `str(schedule)` writes it.
-
-    Raises:
-        ArgumentError: there is no such file.
-        ScheduleError: it does not contain a legal schedule.
-    """
+def _read(path: Path) -> Schedule:
+    """A schedule from a file, in torch's format or as `str(schedule)` writes it."""
     text = read_text(path, f"--csv {path}")
     try:
         own = _OWN_TEXT in text.partition("\n")[0]
@@ -192,45 +172,37 @@ MAX_STAGES = 10_000
 ANNOUNCED = 200_000
 """From this many actions on, an answer takes seconds."""
 
-
-def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
-    """Refuses schedules that are too large to time, and announces those that take a while. Raises ArgumentError: they
-    have more than `MAX_ACTIONS` actions together, or one has more than `MAX_STAGES` stages."""
-    asked = list(schedules)
-    found = sum(generator.actions(numbers) for generator, numbers in asked)
-    if found > MAX_ACTIONS:
-        given = max(asked, key=lambda one: one[0].actions(one[1]))[1]
-        raise ArgumentError(
-            f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, but at most "
-            f"{MAX_ACTIONS:,} can be timed; pass fewer ranks, microbatches or chunks"
-        )
-    for _, numbers in asked:
-        _refuse_stages(numbers.ranks, numbers.chunks)
-    announce(found)
-
-
-def weigh_search(ranks: int, microbatches: int, chunks: int, seconds: float) -> None:
-    """Like `weigh`, for a search."""
-    found = 3 * ranks * chunks * microbatches
-    if found > MAX_TO_SEARCH:
-        raise ArgumentError(
-            f"--ranks {ranks} --microbatches {microbatches}: a schedule has {found:,} actions, but at most "
-            f"{MAX_TO_SEARCH:,} can be searched; pass fewer ranks, microbatches or chunks"
-        )
-    _refuse_stages(ranks, chunks)
-    if found > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
-        _say(f"searching for about {seconds:g} s, not counting the time that named schedules take")
-
-
 _PATIENT_SECONDS = 10.0
 
 
-def _refuse_stages(ranks: int, chunks: int) -> None:
-    if ranks * chunks > MAX_STAGES:
+def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
+    """Refuses schedules that are too large to time, and announces those that take a while."""
+    announce(_total([(entry.actions(numbers), numbers) for entry, numbers in schedules], MAX_ACTIONS, "timed"))
+
+
+def weigh_search(numbers: Numbers, seconds: float) -> None:
+    """Like `weigh`, for a search."""
+    actions = 3 * numbers.ranks * numbers.chunks * numbers.microbatches
+    if _total([(actions, numbers)], MAX_TO_SEARCH, "searched") > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
+        _say(f"searching for about {seconds:g} s, not counting the time that named schedules take")
+
+
+def _total(asked: Sequence[tuple[int, Numbers]], most: int, what: str) -> int:
+    """How many actions schedules have together. Raises ArgumentError if these, or the stages of one, are too many."""
+    total = sum(actions for actions, _ in asked)
+    if total > most:
+        _, largest = max(asked, key=lambda one: one[0])
         raise ArgumentError(
-            f"--ranks {ranks} with {counted(chunks, 'stage')} per rank makes {ranks * chunks:,} stages; the limit is "
-            f"{MAX_STAGES:,}; use fewer ranks or chunks"
+            f"--ranks {largest.ranks} --microbatches {largest.microbatches}: that makes {total:,} actions, but at most "
+            f"{most:,} can be {what}; pass fewer ranks, microbatches or chunks"
         )
+    for _, numbers in asked:
+        if (stages := numbers.ranks * numbers.chunks) > MAX_STAGES:
+            raise ArgumentError(
+                f"--ranks {numbers.ranks} with {counted(numbers.chunks, 'stage')} per rank makes {stages:,} stages; "
+                f"the limit is {MAX_STAGES:,}; use fewer ranks or chunks"
+            )
+    return total
 
 
 def announce(actions: int) -> None:

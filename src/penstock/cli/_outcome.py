@@ -6,17 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock._base.words import sized
 from penstock.costs import Outcome
-from penstock.report.text import print_unbroken, table
+from penstock.report.text import print_columns
 from penstock.simulate import Cause
 from penstock.simulate.figures import WORK, chunks, title
-
-Written = Callable[[float], str]
-"""Writes numbers of one table alike."""
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
@@ -38,38 +34,58 @@ MEMORY_NOTE = "Memory counts neither the batch nor what an action takes while it
 
 def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = None) -> None:
     """Prints a schedule's figures, `more` of them by name, and a table of its ranks."""
-    timeline = outcome.timeline
-    busy = (timeline.busy_seconds(rank) for rank in range(outcome.schedule.ranks))
-    idle = (time for by_cause in outcome.idle for time in by_cause.values())
-    times = format_of([timeline.makespan_seconds, *busy, *idle])
+    timeline, costs = outcome.timeline, outcome.costs
+    ranks = range(outcome.schedule.ranks)
+    busy = [timeline.busy_seconds(rank) for rank in ranks]
+    times = format_of([timeline.makespan_seconds, *busy, *(time for one in outcome.idle for time in one.values())])
+    unit, width = " s" if costs.are_measured else "", len(times(timeline.makespan_seconds))
+    lines = {
+        "makespan": f"{times(timeline.makespan_seconds)}{unit}",
+        "span": f"{times(timeline.span_seconds):>{width}}{unit}",
+        "bubble rate": f"{timeline.bubble_rate:.2%} of the span",
+        "critical path": _path(outcome),
+        "assumed": costs.assumption,
+        "costs": costs_of_stages(outcome),
+    }
     console.print(Text(title(outcome.schedule), "bold"), end="\n\n")
-    for name, value in (("makespan", timeline.makespan_seconds), ("span", timeline.span_seconds)):
-        unit = " s" if outcome.costs.are_measured else ""
-        console.print(f"{name:<15}{times(value):>{len(times(timeline.makespan_seconds))}}{unit}")
-    console.print(f"{'bubble rate':<15}{timeline.bubble_rate:.2%} of the span")
-    console.print(f"{'critical path':<15}{_path(outcome)}")
-    assumed = {"assumed": outcome.costs.assumption} if outcome.costs.assumed else {}
-    each = chunks(outcome.schedule)
-    if each > 1 and outcome.costs.are_alike:
-        assumed["costs"] = f"per stage; a rank has {each} stages"
-    if origin := outcome.costs.origin(outcome.schedule.placement):
-        assumed["costs"] = origin
-    for name, text in {**assumed, **(more or {})}.items():
-        console.print(f"{name:<15}{text}")
+    for name, text in {**lines, **(more or {})}.items():
+        if text:
+            console.print(f"{name:<15}{text}")
     console.print()
-    print_unbroken(console, _ranks(outcome, times))
-    if outcome.costs.has_memory:
+    idle = {HEADS[cause]: [times(one[cause]) for one in outcome.idle] for cause in shown_causes([outcome])}
+    peaks = texts(outcome.peak_activations, most=2)
+    print_columns(console, {"rank": ranks, "busy": map(times, busy), **idle, "peak": peaks})
+    if costs.has_memory:
+        held = outcome.memory_by_kind
+        sizes = sized if costs.are_measured else format_of([size for one in held for size in one.values()])
         console.print()
-        print_unbroken(console, _memory(outcome))
-    kept = f"\n{MEMORY_NOTE}" if outcome.costs.has_memory else ""
-    console.print(f"\n{IDLE_NOTE}\n{PEAK_NOTE}{kept}", style="dim")
+        kinds = {kind: [sizes(one[kind]) for one in held] for kind in held[0]}
+        print_columns(console, {"memory of rank": ranks, **kinds})
+    memory = f"\n{MEMORY_NOTE}" if costs.has_memory else ""
+    console.print(f"\n{IDLE_NOTE}\n{PEAK_NOTE}{memory}", style="dim")
+
+
+def costs_of_stages(outcome: Outcome) -> str:
+    """Where measured costs come from; of given ones, that they are per stage where a rank has several."""
+    each = chunks(outcome.schedule)
+    several = f"per stage; a rank has {each} stages" if each > 1 and outcome.costs.are_alike else ""
+    return outcome.costs.origin(outcome.schedule.placement) or several
+
+
+def _path(outcome: Outcome) -> str:
+    path, makespan = outcome.path, outcome.timeline.makespan_seconds
+    if not makespan:
+        return "nothing takes any time"
+    parts = {op.value: path.seconds(op) for op in WORK} | {"links": path.link_seconds}
+    shares = ", ".join(f"{name} {time / makespan:.1%}" for name, time in parts.items() if time)
+    return f"{len(path.spans):,} actions: {shares}"
 
 
 _LEAST, _MAX = 1e-12, 1e18
 """Numbers whose largest is between these are written without an exponent."""
 
 
-def format_of(values: Sequence[float], most: int | None = None) -> Written:
+def format_of(values: Sequence[float], most: int | None = None) -> Callable[[float], str]:
     """The format for some numbers: with as many decimals as they need, at most `most`.
 
     `most` defaults to five significant digits of the largest. If that would give a row of zeros, each number gets five
@@ -85,37 +101,11 @@ def format_of(values: Sequence[float], most: int | None = None) -> Written:
     return lambda value: f"{value:,.{decimals}f}"
 
 
+def texts(values: Sequence[float], most: int | None = None) -> list[str]:
+    """Some numbers, each as `format_of` them all writes it."""
+    return [*map(format_of(values, most), values)]
+
+
 def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
     """The causes for which some rank idles."""
     return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.idle)]
-
-
-def _ranks(outcome: Outcome, times: Written) -> Table:
-    causes = shown_causes([outcome])
-    made = table("rank", "busy", *(HEADS[cause] for cause in causes), "peak")
-    peaks = format_of(outcome.peak_activations, most=2)
-    for rank, by_cause in enumerate(outcome.idle):
-        idle_times = (times(by_cause[cause]) for cause in causes)
-        busy = times(outcome.timeline.busy_seconds(rank))
-        made.add_row(str(rank), busy, *idle_times, peaks(outcome.peak_activations[rank]))
-    return made
-
-
-def _memory(outcome: Outcome) -> Table:
-    lines = outcome.memory_by_kind
-    plain = format_of([size for line in lines for size in line.values()])
-    sizes = sized if outcome.costs.are_measured else plain
-    made = table("memory of rank", *lines[0])
-    for rank, line in enumerate(lines):
-        made.add_row(str(rank), *map(sizes, line.values()))
-    return made
-
-
-def _path(outcome: Outcome) -> str:
-    path = outcome.path
-    makespan = outcome.timeline.makespan_seconds
-    if not makespan:
-        return "nothing takes any time"
-    parts = {op.value: path.seconds(op) for op in WORK} | {"links": path.link_seconds}
-    shares = ", ".join(f"{name} {time / makespan:.1%}" for name, time in parts.items() if time)
-    return f"{len(path.spans):,} actions: {shares}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import groupby
 
@@ -14,9 +14,9 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.report.colors import LIGHT, ink, shade
-from penstock.schedule import Action, Op, Schedule, grid
+from penstock.schedule import Op, Schedule, grid
 from penstock.schedule.describe import WORDS, Kind
-from penstock.schedule.timeline import Timeline, Track
+from penstock.schedule.timeline import Timeline
 
 
 class Palette(Enum):
@@ -66,19 +66,23 @@ def proportional(
     label = len(f"rank {schedule.ranks - 1}")
     columns = max(1, width - label - 3)
     unit = (timeline.makespan_seconds if longest is None else longest) / columns
-    place = _places(schedule)
-    bare = schedule.stages == schedule.ranks
-    picture = Text()
+    place, picture = _places(schedule), Text()
+    moments = [(column + 0.5) * unit for column in range(columns)]
+    moments = [moment for moment in moments if moment < timeline.makespan_seconds]
     for rank, track in enumerate(timeline.tracks):
         picture.append(f"{f'rank {rank}':<{label}} | ")
-        moments = [(column + 0.5) * unit for column in range(columns)]
-        moments = [moment for moment in moments if moment < timeline.makespan_seconds]
-        for action, cell in _runs(track, moments):
-            if action is None:
+        for node, run in groupby(_running(track.start, track.end, moment) for moment in moments):
+            cell = sum(1 for _ in run)
+            if node < 0:
                 picture.append(_IDLE * cell, "dim")
                 continue
-            fill = action.op.value.lower() if palette is Palette.NONE else " "
-            text = _fitting(action, cell, bare=bare, fill=fill)
+            action = track.actions[node]
+            letter = action.op.value
+            name = f"{letter}{action.microbatch}" if schedule.stages == schedule.ranks else str(action)
+            if palette is Palette.NONE:  # letters must separate it from the next name
+                text = (name if len(name) < cell else letter).ljust(cell, letter.lower())
+            else:
+                text = (name if len(name) <= cell else "").ljust(cell)
             picture.append(text, style(palette, action.op, place[action.stage], action.microbatch or 0))
         picture.append("" if rank == schedule.ranks - 1 else "\n")
     return picture
@@ -128,22 +132,9 @@ def _places(schedule: Schedule) -> dict[int, int]:
     return {stage: index for stages in schedule.placement.by_rank for index, stage in enumerate(stages)}
 
 
-def _runs(track: Track, moments: list[float]) -> Iterator[tuple[Action | None, int]]:
-    """The actions (None: idle) that run at these moments, each with the number of moments in a row that it covers."""
-    for node, run in groupby(_running(track.start, track.end, moment) for moment in moments):
-        yield (None if node < 0 else track.actions[node]), sum(1 for _ in run)
-
-
 def _running(start: array[float], end: array[float], moment: float) -> int:
+    """The index of the action that runs at a moment; -1: idle."""
     node = bisect_right(start, moment) - 1
     while node >= 0 and end[node] <= start[node]:
         node -= 1  # an action that takes no time starts with the one that follows it
     return node if node >= 0 and moment < end[node] else -1
-
-
-def _fitting(action: Action, cell: int, *, bare: bool, fill: str) -> str:
-    """The action's name in `cell` characters, if it fits. Fill letters must separate it from the next name."""
-    name = f"{action.op.value}{action.microbatch}" if bare else str(action)
-    if fill == " ":
-        return (name if len(name) <= cell else "").ljust(cell)
-    return (name if len(name) < cell else action.op.value).ljust(cell, fill)

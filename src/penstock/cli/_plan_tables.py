@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from penstock._base.words import counted, in_ranges, sized
-from penstock.cli._outcome import format_of
-from penstock.report.text import pairs, print_unbroken, table
+from penstock.cli._outcome import format_of, texts
+from penstock.report.text import pairs, print_columns
 from penstock.simulate import Cause
 
 if TYPE_CHECKING:
@@ -37,60 +36,51 @@ _MAX_RANKS = 16
 
 def show(found: Planned, console: Console, cluster: Cluster) -> None:
     """Prints the best plans, what each rank of the first does, and why others lost."""
-    from penstock.plan.planner import Lost
-
     best = found.best[0]
     tried = counted(len(found.best) + len(found.lost), "plan")
     console.print(f"[bold]{_named(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s a step")
-    if best.choice.devices == 1:
-        console.print(
-            "On one device a pipeline is pointless: there is nothing to split. The plan runs the model as it is."
-        )
-    elif best.choice.ranks == 1:
-        every: list[Plan | Lost] = sorted((*found.best, *found.lost), key=lambda one: one.step_seconds)
-        piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
-        if not any(one.choice.ranks > 1 for one in every):
-            beside = "as was asked for, or as no other layout works"
-        elif piped is None:
-            beside = "none with one fits"
-        elif abs(piped.step_seconds - best.step_seconds) <= found.equal * best.step_seconds:
-            beside = f"{_named(piped.choice)}, which has one, takes as long"
-        elif isinstance(piped, Lost) and piped.bubble is None:
-            beside = f"any plan with one is at least {_slower(piped, best)}"
-        else:
-            beside = f"the best with one is {_named(piped.choice)}, {_slower(piped, best)}"
-        console.print(f"It has no pipeline; {beside}.")
-    elif best.bubble >= _MOSTLY:
-        console.print(
-            f"Its ranks are idle {best.bubble:.0%} of the time: the batch is small for {best.choice.devices} devices, "
-            "and fewer may be as fast."
-        )
+    if said := _of_ranks(found, best):
+        console.print(said)
     console.print()
     alike = _alike(found.best)
     shown = [plans[0] for plans in alike]
-    print_unbroken(console, _plans(alike))
+    _show_plans(alike, console)
     if any(plan.bubble >= _SEEN for plan in found.best):
         console.print("\nIdle time by cause, % of rank time")
-        print_unbroken(console, _idle(shown))
-    console.print()
+        _show_idle(shown, console)
     least = min(plan.step_seconds for plan in shown)
     equal = sum(plan.step_seconds <= (1 + found.equal) * least for plan in shown)
-    tie = f" The first {equal} are as good as equal (within {found.equal:.1%}): the simplest is first." * (equal > 1)
-    update = (
-        f" A step of the first ends with {best.optimizer_seconds:.2g} s of AdamW." if best.optimizer_seconds else ""
-    )
-    console.print(
+    note = (
         "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
-        f"the ranks' time that is lost. Memory: of the fullest rank.{update}{tie}",
-        style="dim",
+        "the ranks' time that is lost. Memory: of the fullest rank."
     )
+    if best.optimizer_seconds:
+        note += f" A step of the first ends with {best.optimizer_seconds:.2g} s of AdamW."
+    if equal > 1:
+        note += f" The first {equal} are as good as equal (within {found.equal:.1%}): the simplest is first."
+    console.print(f"\n{note}", style="dim")
     console.print("\n[bold]Rank layout of the best plan[/]")
-    print_unbroken(console, _ranks(best, cluster))
-    if reasons := [*_reasons(found)]:
-        console.print("\n[bold]Rejected plans[/]")
-        for head, lines in reasons:
-            console.print(head)
-            console.print(pairs(lines))
+    _show_ranks(best, cluster, console)
+    for number, (head, lines) in enumerate(_reasons(found)):
+        console.print(head if number else f"\n[bold]Rejected plans[/]\n{head}")
+        console.print(pairs(lines))
+
+
+def _of_ranks(found: Planned, best: Plan) -> str:
+    """What to say of a plan without a pipeline, or with one that is idle most of the time."""
+    if best.choice.devices == 1:
+        return "On one device a pipeline is pointless: there is nothing to split. The plan runs the model as it is."
+    if best.choice.ranks > 1:
+        few = f"the batch is small for {best.choice.devices} devices, and fewer may be as fast."
+        return f"Its ranks are idle {best.bubble:.0%} of the time: {few}" if best.bubble >= _MOSTLY else ""
+    every: list[Plan | Lost] = sorted((*found.best, *found.lost), key=lambda one: one.step_seconds)
+    piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
+    if piped is None:
+        return "It has no pipeline; no plan with one fits, or none was asked for."
+    much = f"{'at least ' if piped.bubble is None else ''}{_slower(piped, best)}"
+    if abs(piped.step_seconds - best.step_seconds) <= found.equal * best.step_seconds:
+        much = "as good as equal"
+    return f"It has no pipeline; the best with one is {_named(piped.choice)}, {much}."
 
 
 def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:
@@ -103,114 +93,94 @@ def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:
     return [*found.values()]
 
 
-def _plans(alike: Sequence[Sequence[Plan]]) -> Table:
+def _show_plans(alike: Sequence[Sequence[Plan]], console: Console) -> None:
     """A row for each plan, with the names of those that are alike."""
     plans = [same[0] for same in alike]
+    choices = [plan.choice for plan in plans]
     sums = any(plan.reduce_seconds for plan in plans)
-    heads = ("step s", "rows/s", "idle", *(("sums s",) if sums else ()))
-    made = table("schedule", "dp", "pp", "v", "m", "rows", *heads, "memory")
-    steps = format_of([plan.step_seconds for plan in plans])
-    rates = format_of([plan.rows_per_second for plan in plans], most=2)
-    for plan, same in zip(plans, alike, strict=True):
-        choice = plan.choice
-        numbers = (choice.replicas, choice.ranks, choice.chunks, choice.microbatches, choice.rows)
-        made.add_row(
-            " = ".join(one.choice.schedule for one in same),
-            *map(str, numbers),
-            steps(plan.step_seconds),
-            rates(plan.rows_per_second),
-            f"{plan.bubble:.1%}",
-            *((f"{plan.reduce_seconds:.2g}",) if sums else ()),
-            sized(max(plan.memory_bytes)),
-        )
-    return made
+    columns: dict[str, Sequence[object]] = {
+        "schedule": [" = ".join(one.choice.schedule for one in same) for same in alike],
+        "dp": [choice.replicas for choice in choices],
+        "pp": [choice.ranks for choice in choices],
+        "v": [choice.chunks for choice in choices],
+        "m": [choice.microbatches for choice in choices],
+        "rows": [choice.rows for choice in choices],
+        "step s": texts([plan.step_seconds for plan in plans]),
+        "rows/s": texts([plan.rows_per_second for plan in plans], most=2),
+        "idle": [f"{plan.bubble:.1%}" for plan in plans],
+        "sums s": [f"{plan.reduce_seconds:.2g}" if sums else None for plan in plans],
+        "memory": [sized(max(plan.memory_bytes)) for plan in plans],
+    }
+    print_columns(console, columns)
 
 
-def _idle(plans: Sequence[Plan]) -> Table:
-    causes = [cause for cause in Cause if any(plan.idle.get(cause.value, 0.0) >= _SEEN for plan in plans)]
-    made = table("schedule", *(cause.value.replace(" for ", "\nfor ") for cause in causes))
-    for plan in plans:
-        made.add_row(plan.choice.schedule, *(f"{100 * plan.idle.get(cause.value, 0.0):.1f}" for cause in causes))
-    return made
+def _show_idle(plans: Sequence[Plan], console: Console) -> None:
+    idle = {cause: [plan.idle.get(cause.value, 0.0) for plan in plans] for cause in Cause}
+    columns = {
+        cause.value.replace(" for ", "\nfor "): [f"{100 * share:.1f}" for share in shares]
+        for cause, shares in idle.items()
+        if max(shares) >= _SEEN
+    }
+    print_columns(console, {"schedule": [plan.choice.schedule for plan in plans], **columns})
 
 
-def _ranks(plan: Plan, cluster: Cluster) -> Table:
+def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
     """What each rank runs, for how long, and what it needs."""
     from penstock.plan.predict import order_of_plan
 
-    schedule = order_of_plan(plan)
-    limited = any(limit < math.inf for limit in plan.limit_bytes)
-    changed = bool(plan.recompute or plan.offload)
-    heads = ("activ-\nations", "memory", *(("limit",) if limited else ()), *(("stages that",) if changed else ()))
-    made = table("rank", "device", "stages begin with", "F + B", "of the\nmean", *heads, left=3)
-    depth, names = schedule.placement.depth, ("the input", *plan.cuts)
-    own = [sorted({stage % depth for stage in stages}) for stages in schedule.placement.by_rank]
+    placement, names = order_of_plan(plan).placement, ("the input", *plan.cuts)
+    own = [sorted({stage % placement.depth for stage in stages}) for stages in placement.by_rank]
     seconds = [sum(plan.stage_seconds[stage] for stage in stages) for stages in own]
-    shown, mean = format_of(seconds), sum(seconds) / len(seconds)
-    for rank in _shown_ranks(plan):
-        held = plan.held_bytes[rank] if plan.held_bytes else 0.0
-        made.add_row(
-            str(rank),
-            _few(in_ranges([str(row[rank]) for row in plan.grid])) + _kinds([row[rank] for row in plan.grid], cluster),
-            _few([names[stage] for stage in own[rank]]),
-            shown(seconds[rank]),
-            f"{seconds[rank] / mean:.2f}" if mean else "-",
-            sized(plan.memory_bytes[rank] - held),
-            sized(plan.memory_bytes[rank]),
-            *((sized(size) if (size := plan.limit_bytes[rank]) < math.inf else "-",) if limited else ()),
-            *((_ways(plan, own[rank]),) if changed else ()),
-        )
-    return made
+    times, mean = format_of(seconds), sum(seconds) / len(seconds)
+    held = plan.held_bytes or [0.0] * len(own)
+    ranks, half = range(plan.choice.ranks), _MAX_RANKS // 2
+    shown = [*ranks] if len(ranks) <= _MAX_RANKS else sorted({*ranks[:half], plan.fullest, *ranks[1 - half :]})
+    columns: dict[str, Sequence[object]] = {
+        "rank": shown,
+        "device": [_devices([row[rank] for row in plan.grid], cluster) for rank in shown],
+        "stages begin with": [_few([names[stage] for stage in own[rank]]) for rank in shown],
+        "F + B": [times(seconds[rank]) for rank in shown],
+        "of the\nmean": [f"{seconds[rank] / mean:.2f}" if mean else "-" for rank in shown],
+        "activ-\nations": [sized(plan.memory_bytes[rank] - held[rank]) for rank in shown],
+        "memory": [sized(plan.memory_bytes[rank]) for rank in shown],
+        "limit": [sized(limit) if (limit := plan.limit_bytes[rank]) < math.inf else None for rank in shown],
+        "stages that": [_ways(plan, own[rank]) for rank in shown],
+    }
+    print_columns(console, columns, left=3)
 
 
-def _kinds(devices: Sequence[int], cluster: Cluster) -> str:
-    """The kinds of these devices, where there are several."""
-    names = dict.fromkeys(cluster.kinds[cluster.kind_of[device]].name for device in devices)
-    return f" ({', '.join(names)})" if len(cluster.kinds) > 1 else ""
-
-
-def _shown_ranks(plan: Plan) -> list[int]:
-    ranks = plan.choice.ranks
-    if ranks <= _MAX_RANKS:
-        return [*range(ranks)]
-    return sorted({*range(_MAX_RANKS // 2), plan.fullest, *range(ranks - _MAX_RANKS // 2 + 1, ranks)})
+def _devices(devices: Sequence[int], cluster: Cluster) -> str:
+    """Their numbers and, where there are several, their kinds."""
+    kinds = dict.fromkeys(cluster.kinds[cluster.kind_of[device]].name for device in devices)
+    return _few(in_ranges(map(str, devices))) + (f" ({', '.join(kinds)})" if len(cluster.kinds) > 1 else "")
 
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
 
 
-def _ways(plan: Plan, stages: Sequence[int]) -> str:
-    again, away = (sum(stage in some for stage in stages) for some in (plan.recompute, plan.offload))
-    found = [f"{count} {what}" for count, what in ((again, "recompute"), (away, "offload")) if count]
-    return f"{', '.join(found)}" if found else "-"
+def _ways(plan: Plan, stages: Sequence[int]) -> str | None:
+    counts = {way: sum(stage in getattr(plan, way) for stage in stages) for way in ("recompute", "offload")}
+    return ", ".join(f"{count} {way}" for way, count in counts.items() if count) or None
 
 
 def _reasons(found: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The ways to lose, and for each the choices that came nearest, one for each schedule and number of ranks."""
-    best = found.best[0]
-    typical = _typical(found)
-    lacking = sorted((one for one in typical if one.lacking_bytes), key=lambda one: one.lacking_bytes)
-    slower = [one for one in typical if one.bubble is not None and not one.lacking_bytes]
-    bounded = [one for one in typical if one.bubble is None]
-    alike = [one for one in slower if one.step_seconds < best.step_seconds]
-    if alike:
-        yield f"As good as equal (within {found.equal:.1%}), not as simple:", _lines(alike, lambda one: _why(one, best))
-    if slower := [one for one in slower if one not in alike]:
-        yield "Slower:", _lines(slower, lambda one: _why(one, best))
-    if bounded:
-        yield (
-            "Pruned (a lower bound exceeds the best plan):",
-            _lines(bounded, lambda one: f"at least {_slower(one, best)}"),
-        )
-    if lacking:
-        yield "Out of memory:", _lines(lacking, lambda one: f"the fullest rank needs {sized(one.lacking_bytes)} more")
-
-
-def _lines(some: Sequence[Lost], said: Callable[[Lost], str]) -> list[tuple[str, str]]:
-    lines = [(_named(one.choice), said(one)) for one in some[:_MAX_LINES]]
-    rest = len(some) - len(lines)
-    return [*lines, (f"and {rest} more", "")] if rest else lines
+    best, equal = found.best[0], f"As good as equal (within {found.equal:.1%}), not as simple:"
+    slower, pruned, lacking = "Slower:", "Pruned (a lower bound exceeds the best plan):", "Out of memory:"
+    lines: dict[str, list[tuple[str, str]]] = {equal: [], slower: [], pruned: [], lacking: []}
+    for lost in sorted(_typical(found), key=lambda one: one.lacking_bytes):
+        if lost.lacking_bytes:
+            way, why = lacking, f"the fullest rank needs {sized(lost.lacking_bytes)} more"
+        elif lost.bubble is None:
+            way, why = pruned, f"at least {_slower(lost, best)}"
+        else:
+            way, why = equal if lost.step_seconds < best.step_seconds else slower, _why(lost, best)
+        lines[way].append((_named(lost.choice), why))
+    for head, some in lines.items():
+        if some:
+            more = [(f"and {len(some) - _MAX_LINES} more", "")] if len(some) > _MAX_LINES else []
+            yield head, [*some[:_MAX_LINES], *more]
 
 
 def _typical(found: Planned) -> list[Lost]:
@@ -231,10 +201,9 @@ def _typical(found: Planned) -> list[Lost]:
 
 
 def _named(choice: Choice) -> str:
-    return (
-        f"{choice.schedule}, dp {choice.replicas} x pp {choice.ranks}"
-        f"{f' x {choice.chunks}' if choice.chunks > 1 else ''}, {choice.microbatches} x {choice.rows}"
-    )
+    chunks = f" x {choice.chunks}" if choice.chunks > 1 else ""
+    shape = f"dp {choice.replicas} x pp {choice.ranks}{chunks}"
+    return f"{choice.schedule}, {shape}, {choice.microbatches} x {choice.rows}"
 
 
 def _slower(lost: Lost | Plan, best: Plan) -> str:
@@ -245,14 +214,13 @@ def _slower(lost: Lost | Plan, best: Plan) -> str:
 
 
 def _why(lost: Lost, best: Plan) -> str:
-    why = [f"idle {lost.bubble:.1%}"] if lost.bubble else []
-    if lost.recomputed:
-        why.append(f"{lost.recomputed} recomputed")
-    if lost.offloaded:
-        why.append(f"{lost.offloaded} offloaded")
-    if lost.reduce_seconds:
-        why.append(f"sums {lost.reduce_seconds / lost.step_seconds:.1%}")
-    return f"{_slower(lost, best)}: {', '.join(why)}" if why else _slower(lost, best)
+    why = [
+        f"idle {lost.bubble:.1%}" if lost.bubble else "",
+        f"{lost.recomputed} recomputed" if lost.recomputed else "",
+        f"{lost.offloaded} offloaded" if lost.offloaded else "",
+        f"sums {lost.reduce_seconds / lost.step_seconds:.1%}" if lost.reduce_seconds else "",
+    ]
+    return ": ".join(filter(None, (_slower(lost, best), ", ".join(filter(None, why)))))
 
 
 def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console: Console, group: int = 1) -> None:
@@ -269,8 +237,8 @@ def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console:
     )
     if told:
         console.print("\nAny of these changes fits:")
-        for one in told:
-            console.print(f"  {_change(one, cluster, group)}: {_named(one.plan.choice)}")
+    for one in told:
+        console.print(f"  {_change(one, cluster, group)}: {_named(one.plan.choice)}")
 
 
 def _change(remedy: Remedy, cluster: Cluster, group: int) -> str:
@@ -279,6 +247,6 @@ def _change(remedy: Remedy, cluster: Cluster, group: int) -> str:
     if remedy.offload:
         return "--host-link RATE, to offload activations to the host's memory"
     sizes = [f"{size / 2**20:.0f}MiB" if size < math.inf else "" for size in remedy.memory_bytes]
-    if len(sizes) == 1:
-        return f"--memory {sizes[0]}"
-    return f"--memory {','.join(f'{kind.name}={size}' for kind, size in zip(cluster.kinds, sizes, strict=True))}"
+    if len(sizes) > 1:
+        sizes = [f"{kind.name}={size}" for kind, size in zip(cluster.kinds, sizes, strict=True)]
+    return f"--memory {','.join(sizes)}"

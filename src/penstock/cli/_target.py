@@ -7,12 +7,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import ArgumentError
-from penstock.cli._options import CUT, USUAL_OF_BATCH, option
+from penstock.cli._options import CUT, REQUIRED, USUAL_OF_BATCH, argument, option
 
 if TYPE_CHECKING:
     import torch
@@ -21,17 +19,14 @@ if TYPE_CHECKING:
     from penstock.distributed.launch.target import Target
     from penstock.simulate import LinkCost
 
-TargetName = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help="module:function or file.py:function (the function make may be left out), or hf:path/to/config.json.",
-    ),
-]
-Microbatches = Annotated[int | None, option(f"{CUT}; {USUAL_OF_BATCH}.")]
-Cuts = Annotated[str | None, option("The modules that begin a new stage: a,b,c; by default balanced.")]
-Opens = Annotated[str | None, option("Modules that cuts may split, besides those found automatically: a,b,c.")]
-Leaves = Annotated[str | None, option("Modules to run as a whole: a,b,c. For what a recording cannot follow.")]
+TARGET = argument(
+    "module:function or file.py:function (the function make may be left out), or hf:path/to/config.json.",
+    metavar="TARGET",
+    default=REQUIRED,
+)
+OF_BATCH = option(f"{CUT}; {USUAL_OF_BATCH}.")
+OPENS = option("Modules that cuts may split, besides those found automatically: a,b,c.")
+LEAVES = option("Modules to run as a whole: a,b,c. For what a recording cannot follow.")
 
 BALANCES = ("time", "flops", "memory", "parameters", "layers")
 
@@ -45,33 +40,8 @@ def _balance(text: str) -> str:
     return text
 
 
-BalanceOption = Annotated[
-    str,
-    option(
-        "What to divide evenly among the stages: time (measured), flops, memory, parameters, layers, what a "
-        "profile says (its path), or modules of some classes (type:PATTERN).",
-        "--balance",
-        callback=_balance,
-    ),
-]
-MemoryLimit = Annotated[str | None, option("What each rank has of memory: 80GiB. Cuts that need more are left out.")]
-LinkOption = Annotated[
-    str | None,
-    option(
-        'Between two ranks, for cuts by time: "900gbit delay 3us", a rate and a latency as for tc; by default '
-        "shared memory on CPUs, PCIe between other devices.",
-        "--link",
-    ),
-]
-Recompute = Annotated[
-    str, option("What to recompute in the backward: never, except_last, always, or n for every n-th layer.")
-]
-
 GradientDtypeName = Literal["float32", "float64"]
-"""The dtype in which gradients accumulate, by torch's name."""
-
 GRADIENT_DTYPE = "What gradients of parameters in lower precision accumulate in; default: in the same."
-GradientDtype = Annotated[GradientDtypeName | None, option(GRADIENT_DTYPE)]
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
@@ -81,34 +51,19 @@ def dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def bytes_in(text: str | None) -> float | None:
-    """The bytes that `80GiB` stands for; None if the option was not given."""
-    from penstock.network.quantities import size_of
-
-    return None if text is None else size_of(text)
-
-
 def link_of(text: str | None) -> LinkCost | None:
-    """The costs of a link as `--link` says it; None if the option was not given. Raises ArgumentError: the text is
-    wrong, or has more than a rate and a delay."""
+    """The costs of a link as `--link` says it. Raises ArgumentError: there is more in it than a rate and a delay."""
     if text is None:
         return None
-    from penstock.network.impairment import Impairment
-    from penstock.network.link import Link
+    from penstock.network.link import Impairment, Link
     from penstock.network.parse import parse_link
     from penstock.simulate import LinkCost
 
     link = parse_link(text)
-    if link != Link(
-        link.bytes_per_second, impairment=Impairment(delay_seconds=link.impairment.delay_seconds), text=link.text
-    ):
+    delay, rate = link.impairment.delay_seconds, link.bytes_per_second
+    if link != Link(rate, impairment=Impairment(delay_seconds=delay), text=link.text):
         raise ArgumentError(f"link {text!r}: expected a rate and a delay only, as in 100gbit delay 5us")
-    return LinkCost(link.impairment.delay_seconds, link.bytes_per_second)
-
-
-def recomputed(text: str) -> Any:
-    """Converts the option to the `recompute=` of `penstock.pipeline`."""
-    return int(text) if text.isdecimal() else text
+    return LinkCost(delay, rate)
 
 
 def names(text: str | None) -> list[str] | None:
@@ -120,29 +75,37 @@ def names(text: str | None) -> list[str] | None:
 class SplitOptions:
     """How a model is split, and how its stages run."""
 
-    schedule: Annotated[str, option("The schedule; `penstock schedules` lists them.")] = "1f1b"
-    chunks: Annotated[int | None, option("Stages per rank; default: the schedule's usual number.")] = None
-    cuts: Cuts = None
-    leaves: Leaves = None
-    opens: Opens = None
-    balance: BalanceOption = "time"
-    memory_limit: MemoryLimit = None
-    link: LinkOption = None
-    recompute: Recompute = "never"
-    gradient_dtype: GradientDtype = None
+    schedule: str = option("The schedule; `penstock schedules` lists them.", default="1f1b")
+    chunks: int | None = option("Stages per rank; default: the schedule's usual number.")
+    cuts: str | None = option("The modules that begin a new stage: a,b,c; by default balanced.")
+    leaves: str | None = LEAVES
+    opens: str | None = OPENS
+    balance: str = option(
+        "What to divide evenly among the stages: time (measured), flops, memory, parameters, layers, what a profile "
+        "says (its path), or modules of some classes (type:PATTERN).",
+        default="time",
+        callback=_balance,
+    )
+    memory_limit: str | None = option("What each rank has of memory: 80GiB. Cuts that need more are left out.")
+    link: str | None = option(
+        'Between two ranks, for cuts by time: "900gbit delay 3us", a rate and a latency as for tc; by default shared '
+        "memory on CPUs, PCIe between other devices."
+    )
+    recompute: str = option(
+        "What to recompute in the backward: never, except_last, always, or n for every n-th layer.", default="never"
+    )
+    gradient_dtype: GradientDtypeName | None = option(GRADIENT_DTYPE)
 
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of `penstock.pipeline`. Raises ArgumentError if a text is wrong."""
+        """The same as arguments of `penstock.pipeline`."""
+        from penstock.network.quantities import size_of
+
         return {
-            "schedule": self.schedule,
-            "chunks": self.chunks,
-            "cuts": names(self.cuts),
-            "leaves": names(self.leaves),
-            "opens": names(self.opens),
-            "balance": self.balance,
-            "memory_limit": bytes_in(self.memory_limit),
+            **{name: getattr(self, name) for name in ("schedule", "chunks", "balance")},
+            **{name: names(getattr(self, name)) for name in ("cuts", "leaves", "opens")},
+            "memory_limit": None if self.memory_limit is None else size_of(self.memory_limit),
             "link": link_of(self.link),
-            "recompute": recomputed(self.recompute),
+            "recompute": int(self.recompute) if self.recompute.isdecimal() else self.recompute,
             "gradient_dtype": dtype_named(self.gradient_dtype),
         }
 
@@ -159,16 +122,10 @@ def compute_as_ranks(ranks: int) -> None:
 
 @contextlib.contextmanager
 def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
-    """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr.
+    """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr, and
+    what `what` raises ("the model", say) becomes an ArgumentError.
 
-    Args:
-        name: TARGET's name.
-        what: whose code the block runs, for error messages: "the model", say.
-        weights: False if only shapes are needed: a model named by its configuration is built on the meta device.
-
-    Raises:
-        PenstockError: TARGET is wrong, or the block raised it.
-        ArgumentError: the block raised anything else.
+    `weights`: False if only shapes are needed: a model named by its configuration is built on the meta device.
     """
     from penstock.distributed.launch.target import load, user_code
 
@@ -188,13 +145,7 @@ def profile_target(given: Target, **options: Any) -> Profile:
 def profiles_of(
     target: str | None, files: Sequence[Path], measure: Callable[[Target], list[Profile]], *, weights: bool = True
 ) -> list[Profile]:
-    """The profiles in the files, checked against TARGET if that is given too; without files, those of TARGET.
-
-    `weights`: as for `loaded`, if TARGET is measured.
-
-    Raises:
-        ArgumentError: a file has no profile, or it is of another model; TARGET is wrong.
-    """
+    """The profiles in the files, checked against TARGET if that is given too; without files, those of TARGET."""
     from penstock.costs import read_profile
 
     found = [read_profile(file) for file in files]

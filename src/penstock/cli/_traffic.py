@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
+from penstock.cli._as_typed import flag
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
-from penstock.network.fabric.presets import preset
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, Workload, dtype_of, op_of
+from penstock.network.fabric.workload import BYTES, Workload, dtype_of, op_of, preset
 from penstock.network.quantities import size_of, sizes_of
 
 DEFAULT_HOSTS = 4
@@ -28,52 +28,35 @@ _of_model = options_on("With --model")
 class TrafficOptions:
     """What a trial sends. None means not given."""
 
-    preset_name: Annotated[
-        str | None, _option("A known job: mlp, the gradients of a 784-256-128-64-10 classifier.", "--preset")
-    ] = None
-    model: Annotated[
-        str | None, _option("module:function or file.py:function, as for `penstock verify`.", metavar="TARGET")
-    ] = None
-    like: Annotated[
-        Path | None, _option("Send what an earlier run sent, with its compute times.", metavar="FOLDER")
-    ] = None
-    sizes: Annotated[str | None, _option("Sizes by hand, in order: 2600,33024,64KiB.")] = None
-    first: Annotated[str | None, _option("A sweep's smallest size, 1KiB.", "--from")] = None
-    last: Annotated[str | None, _option("A sweep's largest size, 64MiB.", "--to")] = None
-    factor: Annotated[float | None, _option("The factor from one size of a sweep to the next; default 2.")] = None
-    collective: Annotated[Collective | None, _option("For sizes and sweeps; default all_reduce.")] = None
-    dtype: Annotated[
-        str | None, _option("For sizes and sweeps: float32, float16, bfloat16, int8, ...; default float32.")
-    ] = None
-    op: Annotated[str | None, _option("How to reduce: sum, prod, min, max, avg; default sum.")] = None
-    uneven: Annotated[str | None, _option("For all_to_all, how much goes to each host: 4,2,1,1.", metavar="SHARES")] = (
-        None
+    preset_name: str | None = _option("A known job: mlp, the gradients of a 784-256-128-64-10 classifier.", "--preset")
+    model: str | None = _option("module:function or file.py:function, as for `penstock verify`.", metavar="TARGET")
+    like: Path | None = _option("Send what an earlier run sent, with its compute times.", metavar="FOLDER")
+    sizes: str | None = _option("Sizes by hand, in order: 2600,33024,64KiB.")
+    first: str | None = _option("A sweep's smallest size, 1KiB.", "--from")
+    last: str | None = _option("A sweep's largest size, 64MiB.", "--to")
+    factor: float | None = _option("The factor from one size of a sweep to the next; default 2.")
+    collective: Collective | None = _option("For sizes and sweeps; default all_reduce.")
+    dtype: str | None = _option("For sizes and sweeps: float32, float16, bfloat16, int8, ...; default float32.")
+    op: str | None = _option("How to reduce: sum, prod, min, max, avg; default sum.")
+    uneven: str | None = _option("For all_to_all, how much goes to each host: 4,2,1,1.", metavar="SHARES")
+    cuts: str | None = _of_model("The modules that begin a new stage: a,b,c; by default balanced.")
+    opens: str | None = _of_model("Modules that cuts may split, besides those found: a,b,c.")
+    ranks: int | None = _of_model("Ranks of a pipeline; hosts divided by this is the number of replicas. Default 1.")
+    schedule: str | None = _of_model("The order of the pipeline's work; default 1f1b.")
+    microbatches: int | None = _of_model(f"{CUT}; {USUAL_OF_BATCH}, and 1 without a pipeline.")
+    traffic: Literal["gradients", "pipeline", "tensor", "sharded"] | None = _of_model(
+        "gradients: each layer's, as data-parallel training sends them; pipeline: all that a pipeline and its "
+        "replicas send; tensor: activations of layers that are divided among all hosts; sharded: gradients, with "
+        "--sharded. The default if --ranks is 1: gradients."
     )
-    cuts: Annotated[str | None, _of_model("The modules that begin a new stage: a,b,c; by default balanced.")] = None
-    opens: Annotated[str | None, _of_model("Modules that cuts may split, besides those found: a,b,c.")] = None
-    ranks: Annotated[
-        int | None, _of_model("Ranks of a pipeline; hosts divided by this is the number of replicas. Default 1.")
-    ] = None
-    schedule: Annotated[str | None, _of_model("The order of the pipeline's work; default 1f1b.")] = None
-    microbatches: Annotated[int | None, _of_model(f"{CUT}; {USUAL_OF_BATCH}, and 1 without a pipeline.")] = None
-    traffic: Annotated[
-        Literal["gradients", "pipeline", "tensor", "sharded"] | None,
-        _of_model(
-            "gradients: each layer's, as data-parallel training sends them; pipeline: all that a pipeline and its "
-            "replicas send; tensor: activations of layers that are divided among all hosts; sharded: gradients, with "
-            "--sharded. The default if --ranks is 1: gradients."
-        ),
-    ] = None
-    sharded: Annotated[bool, _of_model("Replicas are sharded: all-gathers and reduce-scatters (FSDP2).")] = False
-    gradient_dtype: Annotated[GradientDtypeName | None, _of_model(GRADIENT_DTYPE)] = None
-    compute: Annotated[
-        str | None,
-        _of_model("The compute before each transfer: none, measure (here), or the seconds of a stage's forward."),
-    ] = None
+    sharded: bool = _of_model("Replicas are sharded: all-gathers and reduce-scatters (FSDP2).", default=False)
+    gradient_dtype: GradientDtypeName | None = _of_model(GRADIENT_DTYPE)
+    compute: str | None = _of_model(
+        "The compute before each transfer: none, measure (here), or the seconds of a stage's forward."
+    )
 
     def workload(self, hosts: int) -> Workload:
-        """The workload that the options describe. Raises ArgumentError: no workload or more than one was given, or an
-        option belongs to another kind."""
+        """The workload that the options describe."""
         ways = {
             "--preset": self.preset_name,
             "--model": self.model,
@@ -85,7 +68,10 @@ class TrafficOptions:
         if len(given) != 1:
             said = f"{' and '.join(given)} were given" if given else "nothing was given"
             raise ArgumentError(f"it is not clear what to send, because {said}: pass one of {', '.join(ways)}")
-        self._refuse_others(given[0])
+        for name, owners in _OWNERS.items():
+            is_given = getattr(self, name) is not None and getattr(self, name) is not False  # a 0 counts as given
+            if is_given and given[0] not in owners:
+                raise ArgumentError(f"{flag(name)} belongs to {owners}, and {given[0]} was given: leave it out")
         if self.preset_name is not None:
             return preset(self.preset_name)
         if self.like is not None:
@@ -109,33 +95,26 @@ class TrafficOptions:
             made = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
         return replace(made, dtype=dtype, op=op)
 
-    def _refuse_others(self, way: str) -> None:
-        """Refuses options that would otherwise be silently ignored."""
-        belongs = {
-            "--sizes": ("collective", "dtype", "op", "uneven"),
-            "--from and --to": ("factor", "collective", "dtype", "op", "uneven", "first", "last"),
-            "--model": (
-                *("cuts", "opens", "ranks", "schedule", "microbatches"),
-                *("traffic", "sharded", "gradient_dtype", "compute"),
-            ),
-            "--preset": ("preset_name",),
-            "--like": ("like",),
-        }
-        for field in fields(self):
-            owners = [owner for owner, options in belongs.items() if field.name in options]
-            value = getattr(self, field.name)
-            given = value is not None and value is not False  # a 0 counts as given
-            if given and owners and way not in owners:
-                flag = {"first": "from", "last": "to"}.get(field.name, field.name.replace("_", "-"))
-                raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")
-
     def _of_model(self, target: str, hosts: int) -> Workload:
         from penstock._base.trees import unflatten
         from penstock.network.fabric.traffic import from_model
         from penstock.runtime.batch.cutting import Cutting
 
-        ranks = self._ranks(hosts)
-        compute = self._compute()
+        ranks = 1 if self.ranks is None else self.ranks
+        check_counts(ranks=ranks)
+        if hosts % ranks:
+            raise ArgumentError(f"--hosts {hosts} is not a multiple of --ranks {ranks}: replicas are whole pipelines")
+        for name in ("cuts", "opens", "schedule"):
+            if ranks == 1 and getattr(self, name) is not None:
+                raise ArgumentError(
+                    f"--{name} applies to a pipeline's stages, but --ranks is 1: pass more ranks, or leave it out"
+                )
+        compute: Any = "none" if self.compute is None else self.compute
+        if compute not in ("none", "measure"):
+            try:
+                compute = float(compute)
+            except ValueError:
+                raise ArgumentError(f"--compute {compute}: pass none, measure or a number of seconds") from None
         traffic = self.traffic or ("gradients" if ranks == 1 else "pipeline")
         check_counts(required=False, microbatches=self.microbatches)
         with loaded(target, "the model") as given:
@@ -164,28 +143,14 @@ class TrafficOptions:
         note = f"{pieces}, of TARGET's batch for each replica{uneven}"
         return replace(made, name=f"{target}, {made.name}", notes=(*made.notes, note))
 
-    def _ranks(self, hosts: int) -> int:
-        """The number of ranks in a pipeline."""
-        ranks = 1 if self.ranks is None else self.ranks
-        check_counts(ranks=ranks)
-        if hosts % ranks:
-            raise ArgumentError(f"--hosts {hosts} is not a multiple of --ranks {ranks}: replicas are whole pipelines")
-        for name in ("cuts", "opens", "schedule"):
-            if ranks == 1 and getattr(self, name) is not None:
-                raise ArgumentError(
-                    f"--{name} applies to a pipeline's stages, but --ranks is 1: pass more ranks, or leave it out"
-                )
-        return ranks
 
-    def _compute(self) -> Any:
-        """The `compute=` of `from_model`."""
-        compute = "none" if self.compute is None else self.compute
-        if compute in ("none", "measure"):
-            return compute
-        try:
-            return float(compute)
-        except ValueError:
-            raise ArgumentError(f"--compute {compute}: pass none, measure or a number of seconds") from None
+_OWNERS = {
+    "factor": "--from and --to",
+    **dict.fromkeys(("collective", "dtype", "op", "uneven"), "--sizes or --from and --to"),
+    **dict.fromkeys(("cuts", "opens", "ranks", "schedule", "microbatches", "traffic", "sharded"), "--model"),
+    **dict.fromkeys(("gradient_dtype", "compute"), "--model"),
+}
+"""The options that would be ignored without one of others."""
 
 
 def _uneven(made: Workload, text: str, hosts: int) -> Workload:
@@ -204,14 +169,12 @@ def _uneven(made: Workload, text: str, hosts: int) -> Workload:
 class CountOptions:
     """How many trials to run."""
 
-    trials: Annotated[int | None, option(f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368.")] = (
-        None
-    )
-    batches: Annotated[int | None, option("With --epochs, instead of --trials: batches an epoch.")] = None
-    epochs: Annotated[int | None, option("With --batches: trials = batches x epochs.")] = None
+    trials: int | None = option(f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368.")
+    batches: int | None = option("With --epochs, instead of --trials: batches an epoch.")
+    epochs: int | None = option("With --batches: trials = batches x epochs.")
 
     def count(self) -> int:
-        """The number of trials. Raises ArgumentError: the options contradict each other."""
+        """The number of trials."""
         if self.batches is None and self.epochs is None:
             return DEFAULT_TRIALS if self.trials is None else self.trials
         if self.trials is not None or self.batches is None or self.epochs is None:

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.console import Console
 
 from penstock._base.errors import VerificationError, check_counts
-from penstock._base.files import check_writable, finite, write_text
+from penstock._base.files import check_writable, write_text
 from penstock._base.words import counted
-from penstock.cli._options import Json, output_option, spread
-from penstock.cli._target import TargetName, loaded
+from penstock.cli._options import JSON, REQUIRED, argument, option, output_option, print_json, screen
+from penstock.cli._target import TARGET, loaded
 
 
-@spread
 def blame(
-    target: TargetName,
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND", help="What starts the ranks: torchrun ..., or python ...")
-    ],
-    steps: Annotated[int, typer.Option(help="How many optimizer steps to compare; the job is then ended.")] = 3,
-    timeout: Annotated[int, typer.Option(help="Seconds a step may take before the job is ended, and judged.")] = 300,
-    out: Annotated[
-        Path | None, output_option("Write a page as well, with the wrong action framed.", metavar="FILE")
-    ] = None,
-    as_json: Json = False,
+    target: str = TARGET,
+    command: list[str] = argument(
+        "What starts the ranks: torchrun ..., or python ...", metavar="-- COMMAND", default=REQUIRED
+    ),
+    steps: int = option("How many optimizer steps to compare; the job is then ended.", default=3),
+    timeout: int = option("Seconds a step may take before the job is ended, and judged.", default=300),
+    out: Path | None = output_option("Write a page as well, with the wrong action framed.", metavar="FILE"),
+    as_json: bool = JSON,
 ) -> None:
     """Find out why a pipeline trains wrongly: run it, unedited, and compare it with the unsplit model.
 
@@ -55,10 +46,10 @@ def blame(
     if out is not None:
         write_text(out, page(found), "--out")
     if as_json:
-        print(json.dumps(finite(found.to_dict()), allow_nan=False))
+        print_json(found.to_dict())
     else:
         sizes = {"rank": found.ranks, "stage": found.stages, "microbatch": found.microbatches, "step": found.steps}
-        console = Console(highlight=False, file=sys.stdout)
+        console = screen()
         console.print(", ".join(counted(count, what) for what, count in sizes.items()), markup=False)
         for note in found.notes:
             console.print(f"note: {note}", markup=False)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
-from rich.console import Console
+from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import finite
-from penstock.cli._options import Json, spread
+from penstock.cli._options import JSON, REQUIRED, argument, print_json, screen
 from penstock.cli.runs import figures
 from penstock.report.text import print_unbroken, table
 
-if TYPE_CHECKING:
-    from penstock.trace.runs.summary import Summary
 
-
-@spread
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of recorded runs.")],
-    as_json: Json = False,
+    runs: list[Path] = argument("Folders of recorded runs.", metavar="RUN RUN...", default=REQUIRED),
+    as_json: bool = JSON,
 ) -> None:
     """Compare recorded runs: the settings in which they differ, speed, bubble, memory, and the loss at the same steps.
 
@@ -38,15 +29,20 @@ def compare(
     losses = [[by.get(step) for step in steps] for by in ({one.step: one.loss for one in run.steps} for run in found)]
     if as_json:
         told = [{"run": str(run.path), **run.to_dict()} for run in found]
-        print(json.dumps(finite({"runs": told, "differ": settings, "steps": steps, "losses": losses})))
+        print_json({"runs": told, "differ": settings, "steps": steps, "losses": losses})
         return
-    console = Console(highlight=False)
+    console = screen()
     lines = table("", *(str(path) for path in runs), left=1)
     for name, values in settings.items():
         lines.add_row(name, *map(_text, values))
     lines.add_section()
-    for name in figures(found[0]):
-        lines.add_row(name, *_relative(name, found))
+    times = [run.progress.seconds if run.progress else None for run in found]
+    for name, first in figures(found[0]).items():
+        others = [figures(run)[name] for run in found[1:]]
+        if name == "step time" and times[0] is not None:
+            changes = ["" if one is None else f" ({one / times[0] - 1:+.1%})" for one in times[1:]]
+            others = [*map("{}{}".format, others, changes)]
+        lines.add_row(name, first, *others)
     lines.add_section()
     for step, *values in zip(steps, *losses, strict=True):
         lines.add_row(f"loss at step {step:,}", *("-" if value is None else f"{value:.6g}" for value in values))
@@ -57,21 +53,9 @@ def compare(
         console.print("These runs have no step in common.")
 
 
-def _relative(name: str, runs: list[Summary]) -> list[str]:
-    """A figure of each run, with how far times are from the first run's."""
-    cells = [figures(run)[name] for run in runs]
-    times = [run.progress.seconds if run.progress else None for run in runs]
-    if name != "step time" or times[0] is None:
-        return cells
-    return [
-        cell if not place or one is None else f"{cell} ({one / times[0] - 1:+.1%})"
-        for place, (cell, one) in enumerate(zip(cells, times, strict=True))
-    ]
-
-
 def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
-    return {None: "none", "": "no"}.get(
-        value, str(value)[:12] if isinstance(value, str) and len(value) > 40 else str(value)
-    )
+    if isinstance(value, str):
+        return (value[:12] if len(value) > 40 else value) or "no"
+    return "none" if value is None else str(value)

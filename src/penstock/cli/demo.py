@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from penstock._base.words import counted
-from penstock.cli._options import CUT, option, spread
+from penstock.cli._options import CUT, option
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.distributed.launch.processes import launch
 from penstock.schedule import MICROBATCHES, grid
 
 
-@spread
 def demo(
-    ranks: Annotated[int, option("How many processes share the model, 1 to 4.", "--ranks", "-n")] = 2,
-    schedule: Annotated[str, option("The schedule; `penstock schedules` lists them.")] = "1f1b",
-    microbatches: Annotated[int, option(f"{CUT}.")] = MICROBATCHES,
-    steps: Annotated[int, option("How many batches to train on.")] = 60,
-    out: Annotated[Path, option("Folder for the timeline and the metrics.")] = Path("runs/demo"),
+    ranks: int = option("How many processes share the model, 1 to 4.", "--ranks", "-n", default=2),
+    schedule: str = option("The schedule; `penstock schedules` lists them.", default="1f1b"),
+    microbatches: int = option(f"{CUT}.", default=MICROBATCHES),
+    steps: int = option("How many batches to train on.", default=60),
+    out: Path = option("Folder for the timeline and the metrics.", default=Path("runs/demo")),
 ) -> None:
     """Train a small GPT on Python's own source code in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)
     print(introduction(settings), flush=True)
     status = 1
     try:
-        status = launch(["-m", "penstock.demo", *settings.arguments()], ranks) if ranks > 1 else _alone(settings)
+        if ranks > 1:
+            status = launch(["-m", "penstock.demo", *settings.arguments()], ranks)
+        else:
+            from penstock.demo.train import main
+
+            main(settings.arguments())
+            status = 0
     finally:
         if status:
             Console().show_cursor()  # a progress bar that was cut short hides it
@@ -53,11 +57,3 @@ penstock demo: a small GPT learns Python, {where}
 
   F: forward, B: backward, then the microbatch; a dot is a slot in which the
   rank waits. All the dots together are the bubble."""
-
-
-def _alone(settings: Settings) -> int:
-    """Runs the demo with one rank, in this process."""
-    from penstock.demo.train import main
-
-    main(settings.arguments())
-    return 0

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from penstock._base.errors import CheckpointError
-from penstock.cli._options import option
+from penstock.cli._options import REQUIRED, argument, option
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: then the latest.")],
-    out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    weights_only: Annotated[
-        bool,
-        option(
-            "Whether to unpickle plain values only. Objects saved in extra= or others= need "
-            "--no-weights-only, with which a checkpoint can run any code: only for one you trust.",
-            "--weights-only/--no-weights-only",
-        ),
-    ] = True,
+    folder: Path = argument("A checkpoint, or a folder of checkpoints: then the latest.", default=REQUIRED),
+    out: Path = argument("The safetensors file to write.", default=REQUIRED),
+    weights_only: bool = option(
+        "Whether to unpickle plain values only. Objects saved in extra= or others= need "
+        "--no-weights-only, with which a checkpoint can run any code: only for one you trust.",
+        "--weights-only/--no-weights-only",
+        default=True,
+    ),
 ) -> None:
     """Write the model in a checkpoint, saved by any number of ranks, to one safetensors file. Needs no model code."""
     from penstock.checkpoint import export_checkpoint

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -18,10 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from penstock._base.errors import ArgumentError, FabricError, require
 from penstock.cli._as_typed import Commands
 from penstock.cli._dry_run import show_traffic
-from penstock.cli._fabric_runs import Output, clean_up, compare_runs, prepare, report, show_run
+from penstock.cli._fabric_runs import Output, clean_up, compare_runs, predict, prepare, report, show_run
 from penstock.cli._network import NetworkOptions
-from penstock.cli._options import Json, option, output_option, spread
-from penstock.cli._predict import predict
+from penstock.cli._options import JSON, option, output_option, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.emulation.spec import Spec, Watch, usual_algorithm
@@ -31,26 +30,9 @@ if TYPE_CHECKING:
     from penstock.network.fabric.workload import Workload
     from penstock.network.machines import Machines
     from penstock.network.scenario import Event
-    from penstock.network.topology import Topology
 
-
-class _Fabric(Commands):
-    """Runs an emulation if no command is given, and says so to a user who looks for a command that does."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except ArgumentError as error:
-            raise ArgumentError(
-                f"{error}; with no command, `penstock fabric` runs an emulation: penstock fabric --preset mlp"
-            ) from None
-
-
-app = typer.Typer(cls=_Fabric, add_completion=False, invoke_without_command=True)
 
 RUNS = Path("runs")
-
-Folder = Annotated[Path | None, output_option("The run's folder; default runs/fabric-<n>.")]
 
 _BUFFERS = 2
 """Each host needs at least this many times a transfer's size: its input, and what it sends or receives."""
@@ -60,33 +42,28 @@ _BUFFERS = 2
 class RunOptions:
     """How to run the emulation."""
 
-    hosts: Annotated[int | None, option(f"How many hosts to make on this machine; default {DEFAULT_HOSTS}.")] = None
-    algorithm: Annotated[
-        str | None,
-        option(
-            f"The collectives' algorithm: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or a "
-            "collective's usual one if it has no ring."
-        ),
-    ] = None
-    overlap: Annotated[bool, option("Compute while sending.", "--overlap")] = False
-    warmup: Annotated[
-        int | None,
-        option(
-            "Trials before the first that counts; their results are checked. Default: 3 with checked results, "
-            "then as many as it takes until a test finds times steady."
-        ),
-    ] = None
-    iterations: Annotated[
-        int, option("How often to repeat each transfer within a trial, as nccl-tests does; times are per repetition.")
-    ] = 1
-    seed: Annotated[int, option("The seed of the payload.")] = 0
-    backend: Annotated[str, option("The backend of torch.distributed: gloo, nccl.")] = "gloo"
-    join_timeout: Annotated[float, option("Seconds within which every host must join.")] = 120.0
-    stall_timeout: Annotated[float, option("Seconds after which to stop waiting for a host.")] = 120.0
+    hosts: int | None = option(f"How many hosts to make on this machine; default {DEFAULT_HOSTS}.")
+    algorithm: str | None = option(
+        f"The collectives' algorithm: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or a "
+        "collective's usual one if it has no ring."
+    )
+    overlap: bool = option("Compute while sending.", "--overlap", default=False)
+    warmup: int | None = option(
+        "Trials before the first that counts; their results are checked. Default: 3 with checked results, "
+        "then as many as it takes until a test finds times steady."
+    )
+    iterations: int = option(
+        "How often to repeat each transfer within a trial, as nccl-tests does; times are per repetition.", default=1
+    )
+    seed: int = option("The seed of the payload.", default=0)
+    backend: str = option("The backend of torch.distributed: gloo, nccl.", default="gloo")
+    join_timeout: float = option("Seconds within which every host must join.", default=120.0)
+    stall_timeout: float = option("Seconds after which to stop waiting for a host.", default=120.0)
 
-    def spec(self, workload: Workload, hosts: int, topology: Topology | None, trials: int) -> Spec:
-        """The specification of a run of `workload` on hosts that are joined so."""
+    def spec(self, workload: Workload, hosts: int, machines: Machines | None, trials: int) -> Spec:
+        """The specification of a run of `workload` on these hosts."""
         same = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
+        topology = None if machines is None else machines.topology
         return Spec(
             workload=workload,
             hosts=hosts,
@@ -99,22 +76,18 @@ class RunOptions:
         )
 
 
-@app.callback()
-@spread
 def fabric(
     ctx: typer.Context,
     traffic: TrafficOptions,
     how: RunOptions,
     asked: NetworkOptions,
     counts: CountOptions,
-    out: Folder = None,
-    chakra: Annotated[
-        bool, output_option("Write the workload as Chakra traces, one file per rank.", "--chakra")
-    ] = False,
-    dry_run: Annotated[
-        bool, output_option("Show what would be sent, but send nothing; refuse what a run would refuse.", "--dry-run")
-    ] = False,
-    as_json: Json = False,
+    out: Path | None = output_option("The run's folder; default runs/fabric-<n>."),
+    chakra: bool = output_option("Write the workload as Chakra traces, one file per rank.", "--chakra", default=False),
+    dry_run: bool = output_option(
+        "Show what would be sent, but send nothing; refuse what a run would refuse.", "--dry-run", default=False
+    ),
+    as_json: bool = JSON,
 ) -> None:
     """Emulate what a training job sends over its network: how long each collective takes, including its tail.
 
@@ -127,7 +100,12 @@ def fabric(
         return
     require("fabric", "jinja2", "scipy", for_what="penstock fabric")
     by_torchrun = "RANK" in os.environ and how.hosts is None
-    hosts = _started_hosts() if by_torchrun else how.hosts if how.hosts is not None else DEFAULT_HOSTS
+    hosts = DEFAULT_HOSTS if how.hosts is None else how.hosts
+    if by_torchrun:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
+        from penstock.network.fabric.emulation.joining import started
+
+        hosts = started()[1]
     if by_torchrun and asked.given():
         raise ArgumentError(
             f"{asked.given()[0]} is for hosts that are made here; torchrun's hosts have their own network: leave it out"
@@ -139,8 +117,7 @@ def fabric(
 
         if (reason := why_not()) is not None:
             raise FabricError(f"{reason}. Without --link and --slow, hosts are plain processes of this machine")
-    topology = None if machines is None else machines.topology
-    spec = how.spec(traffic.workload(hosts), hosts, topology, counts.count())
+    spec = how.spec(traffic.workload(hosts), hosts, machines, counts.count())
     _check(spec, 1 if by_torchrun else hosts)
     first = not by_torchrun or os.environ["RANK"] == "0"
     if dry_run:
@@ -154,24 +131,36 @@ def fabric(
         _on_hosts(spec, machines, events, output)
 
 
-def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
-    """Refuses what a run would refuse before it starts; otherwise shows what it would send.
+app = typer.Typer(cls=Commands, add_completion=False, invoke_without_command=True)
+app.callback()(spread(fabric))
+app.command("show")(spread(show_run))
+app.command("compare")(spread(compare_runs))
+app.command("predict")(spread(predict))
+app.command("clean")(spread(clean_up))
 
-    Writes nothing but traces, if they were asked for.
-    """
+
+def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
+    """Refuses what a run would refuse before it starts; otherwise shows what it would send. Writes nothing but traces,
+    if they were asked for."""
     if machines is not None:
         machines.settle()
-    folder = _folder(out, make=True) if chakra else _tried(out)
-    files: tuple[Path, ...] = ()
-    if chakra:
-        from penstock.network.fabric.chakra import write_chakra
+    folder, files = _folder(out, make=False), tuple[Path, ...]()
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        _folder(folder, make=True)
+        if chakra:
+            from penstock.network.fabric.chakra import write_chakra
 
-        files = write_chakra(spec.workload, folder, spec.hosts)
+            files = write_chakra(spec.workload, folder, spec.hosts)
+    finally:
+        for one in missing:
+            with suppress(OSError):  # it holds traces
+                one.rmdir()
     show_traffic(spec, None if out is None and not chakra else folder, files, as_json=as_json)
 
 
 def _check(spec: Spec, hosts_here: int) -> None:
-    """Raises ArgumentError if torch lacks the backend, or if the payloads need more memory than this machine has."""
+    """Raises ArgumentError if torch lacks the backend, or if payloads need more memory than there is."""
     if spec.backend != "gloo":  # gloo is always there; checking another imports torch
         from penstock.network.fabric.emulation.collectives import check_backend
 
@@ -215,8 +204,7 @@ def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], outpu
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """The run's folder, which never contains another run or other samples. Raises ArgumentError: the folder has a run
-    already, or cannot be made."""
+    """The run's folder, which never contains another run or other samples."""
     if out is None:
         number = 1
         while (RUNS / f"fabric-{number}").exists():
@@ -232,18 +220,6 @@ def _folder(out: Path | None, *, make: bool) -> Path:
     return out
 
 
-def _tried(out: Path | None) -> Path:
-    """Like `_folder`, checking that the folder can be made, but leaves nothing behind."""
-    folder = _folder(out, make=False)
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    try:
-        return _folder(folder, make=True)
-    finally:
-        for one in missing:
-            with suppress(OSError):
-                one.rmdir()
-
-
 def _refuse_options(ctx: typer.Context) -> None:
     """Refuses options in front of a verb, which has its own."""
     for each in ctx.command.params:
@@ -251,14 +227,6 @@ def _refuse_options(ctx: typer.Context) -> None:
         if source is not None and source.name == "COMMANDLINE":  # the home of click's enum varies with typer's version
             verb = ctx.invoked_subcommand
             raise ArgumentError(f"{each.opts[0]} comes before {verb}: pass {verb}'s own options after it")
-
-
-def _started_hosts() -> int:
-    """How many hosts torchrun started."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
-    from penstock.network.fabric.emulation.joining import started
-
-    return started()[1]
 
 
 def _as_host(spec: Spec, output: Output) -> None:
@@ -278,17 +246,11 @@ def _as_host(spec: Spec, output: Output) -> None:
 
 @contextmanager
 def _progress(trials: int, *, quiet: bool) -> Iterator[Watch | None]:
-    """Shows a progress bar on stderr. Yields None if that is not a terminal, or if `quiet`."""
+    """Shows a progress bar on stderr, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
-        yield None
+        yield None  # a disabled bar prints an empty line with rich 13
         return
     columns = BarColumn(bar_width=None), TextColumn("trial {task.completed} of {task.total}"), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=trials)
         yield lambda number: bar.update(task, completed=number + 1)
-
-
-app.command("show")(show_run)
-app.command("compare")(compare_runs)
-app.command("predict")(predict)
-app.command("clean")(clean_up)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
-from rich.console import Console
+from typing import Literal
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import write_text
-from penstock.cli._options import option, spread
+from penstock.cli._options import argument, option, screen
 
 
-@spread
 def init(
-    file: Annotated[Path, typer.Argument(help="The script to write.")] = Path("train.py"),
-    model: Annotated[Literal["gpt", "cnn", "transformers"], option("The model that it trains.")] = "gpt",
+    file: Path = argument("The script to write.", default=Path("train.py")),
+    model: Literal["gpt", "cnn", "transformers"] = option("The model that it trains.", default="gpt"),
 ) -> None:
     """Write a training script that runs as it is, with a make() for the other commands."""
     if file.exists():
@@ -29,7 +25,7 @@ def init(
         "penstock report runs/first": "see where the time went",
     }
     width = max(map(len, next_commands))
-    console = Console(highlight=False)
+    console = screen()
     console.print(f"wrote {file}. Next:", markup=False)
     for command, what in next_commands.items():
         console.print(f"  {command:<{width}}  # {what}", markup=False)

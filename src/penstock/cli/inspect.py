@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock._base.words import counted, in_ranges, sized
-from penstock.cli._options import Json, option, spread
-from penstock.cli._target import Microbatches, SplitOptions, TargetName, loaded
-from penstock.report.text import table
+from penstock.cli._options import JSON, option, print_json, screen
+from penstock.cli._target import OF_BATCH, TARGET, SplitOptions, loaded
+from penstock.report.text import print_columns
 from penstock.schedule import generator
 
 if TYPE_CHECKING:
-    from penstock.pipe.inspection import Crossing, Inspection, StageFound
+    from penstock.pipe.inspection import Crossing, Inspection
 
 
-@spread
 def inspect(
-    target: TargetName,
+    target: str = TARGET,
     *,
-    stages: Annotated[int, option("The number of stages.", "--stages", "-n")] = 2,
-    microbatches: Microbatches = None,
+    stages: int = option("The number of stages.", "--stages", "-n", default=2),
+    microbatches: int | None = OF_BATCH,
     split: SplitOptions,
-    as_json: Json = False,
+    as_json: bool = JSON,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.
 
@@ -56,98 +54,80 @@ def inspect(
             **given.cutting,
         )
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json(found.to_dict())
     else:
-        show(found, Console(highlight=False))
+        show(found, screen())
 
 
 def show(found: Inspection, console: Console) -> None:
     """Prints the tables."""
     size = f"{found.parameters:,} parameters, {sized(found.parameter_bytes)}"
     console.print(Text(f"{found.model}: {size}, {counted(len(found.stages), 'stage')}", "bold"))
-    whole = found.microbatches == 1
-    console.print(
-        f"activations and what crosses: for {'the batch' if whole else f'one of {found.microbatches} microbatches'}",
-        end="\n\n",
-    )
-    console.print(_stages(found))
+    of = "the batch" if found.microbatches == 1 else f"one of {found.microbatches} microbatches"
+    console.print(f"activations and what crosses: for {of}", end="\n\n")
+    _show_stages(found, console)
     if found.crossings:
         console.print()
-        console.print(_crossings(found))
+        _show_crossings(found, console)
     if found.memory:
         console.print("\nmemory of each rank under the schedule")
-        console.print(_memory(found))
-    if lines := _remarks(found):
-        console.print()
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        kinds = ("parameters", "gradients", "optimizer", "activations", "working", "batch", "peak")
+        columns = {kind: [sized(getattr(each, kind)) for each in found.memory] for kind in kinds}
+        print_columns(console, {"rank": range(len(found.memory)), **columns})
+    for number, line in enumerate(_remarks(found)):
+        console.print(Text(line if number else f"\n{line}"), soft_wrap=True)
 
 
-def _stages(found: Inspection) -> Table:
-    known = any(stage.seconds is not None for stage in found.stages)
-    differ = any(stage.gradient_bytes != stage.parameter_bytes for stage in found.stages)
-    heads = (
-        *("work", *(("ms",) if known else ()), "parameters", "share", "size"),
-        *(("gradients",) if differ else ()),
-        "activations",
-    )
-    made = table("stage", "begins at", *heads, left=2, overflow="fold")
-    for stage in found.stages:
-        made.add_row(
-            str(stage.index),
-            Text(stage.begins or "the start"),
-            f"{stage.work_share:.1%}",
-            *((f"{1e3 * (stage.seconds or 0.0):.3g}",) if known else ()),
-            f"{stage.parameters:,}",
-            f"{stage.parameter_share:.1%}",
-            sized(stage.parameter_bytes),
-            *((sized(stage.gradient_bytes),) if differ else ()),
-            "unknown" if stage.activation_bytes is None else sized(stage.activation_bytes),
-        )
-    return made
+def _show_stages(found: Inspection, console: Console) -> None:
+    stages = found.stages
+    differ = any(stage.gradient_bytes != stage.parameter_bytes for stage in stages)
+    columns: dict[str, Iterable[object]] = {
+        "stage": [stage.index for stage in stages],
+        "begins at": [stage.begins or "the start" for stage in stages],
+        "work": [f"{stage.work_share:.1%}" for stage in stages],
+        "ms": [None if stage.seconds is None else f"{1e3 * stage.seconds:.3g}" for stage in stages],
+        "parameters": [f"{stage.parameters:,}" for stage in stages],
+        "share": [f"{stage.parameter_share:.1%}" for stage in stages],
+        "size": [sized(stage.parameter_bytes) for stage in stages],
+        "gradients": [sized(stage.gradient_bytes) if differ else None for stage in stages],
+        "activations": [
+            "unknown" if stage.activation_bytes is None else sized(stage.activation_bytes) for stage in stages
+        ],
+    }
+    print_columns(console, columns, left=2)
 
 
-def _crossings(found: Inspection) -> Table:
-    made = table("from", "to", "made by", "shape", "", "size", left=5, overflow="fold")
-    for crossing in found.crossings:
-        remarks = [
-            *(["skips"] if crossing.target - crossing.source > 1 else []),
-            *([] if crossing.takes_gradient else ["no gradient"]),
-        ]
-        shape = f"{crossing.dtype} {'x'.join(map(str, crossing.shape)) or 'scalar'}"
-        made.add_row(
-            str(crossing.source),
-            str(crossing.target),
-            Text(_maker(crossing)),
-            shape,
-            ", ".join(remarks),
-            sized(crossing.bytes),
-        )
-    return made
+def _show_crossings(found: Inspection, console: Console) -> None:
+    def remarks(one: Crossing) -> str:
+        skips = ["skips"] if one.target - one.source > 1 else []
+        return ", ".join(skips if one.takes_gradient else [*skips, "no gradient"])
 
-
-def _memory(found: Inspection) -> Table:
-    kinds = ("parameters", "gradients", "optimizer", "activations", "working", "batch", "peak")
-    made = table("rank", *kinds, overflow="fold")
-    for rank, each in enumerate(found.memory):
-        made.add_row(str(rank), *(sized(getattr(each, kind)) for kind in kinds))
-    return made
+    columns: dict[str, Iterable[object]] = {
+        "from": [one.source for one in found.crossings],
+        "to": [one.target for one in found.crossings],
+        "made by": map(_maker, found.crossings),
+        "shape": [f"{one.dtype} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in found.crossings],
+        "": map(remarks, found.crossings),
+        "size": [sized(one.bytes) for one in found.crossings],
+    }
+    print_columns(console, columns, left=5)
 
 
 def _remarks(found: Inspection) -> list[str]:
+    stages = found.stages
     return [
-        *(f"stage {s.index} runs {', '.join(in_ranges(s.modules))}" for s in found.stages if s.modules),
+        *(f"stage {s.index} runs {', '.join(in_ranges(s.modules))}" for s in stages if s.modules),
         *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are added up" for tie in found.ties),
-        *(f"stage {s.index} takes no gradient: its parameters are frozen" for s in found.stages if _frozen(s)),
-        *(f"stage {s.index} updates {_listed(s.updated)}" for s in found.stages if s.updated),
-        *(f"stage {s.index} draws random numbers in {_listed(s.draws)}" for s in found.stages if s.draws),
+        *(
+            f"stage {s.index} takes no gradient: its parameters are frozen"
+            for s in stages
+            if s.parameters > 0 and s.trained == 0
+        ),
+        *(f"stage {s.index} updates {_listed(s.updated)}" for s in stages if s.updated),
+        *(f"stage {s.index} draws random numbers in {_listed(s.draws)}" for s in stages if s.draws),
         *(f"holds for batches of this kind only: {branch}" for branch in found.branches),
         *(f"note: {note}" for note in found.notes),
     ]
-
-
-def _frozen(stage: StageFound) -> bool:
-    return stage.parameters > 0 and stage.trained == 0
 
 
 def _maker(crossing: Crossing) -> str:
@@ -158,5 +138,5 @@ def _maker(crossing: Crossing) -> str:
 
 
 def _listed(things: tuple[object, ...]) -> str:
-    some = [str(thing) for thing in things[:6]]
-    return ", ".join(some) + (f" and {len(things) - 6} more" if len(things) > 6 else "")
+    more = f" and {len(things) - 6} more" if len(things) > 6 else ""
+    return ", ".join(map(str, things[:6])) + more

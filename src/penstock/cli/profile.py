@@ -3,61 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from penstock._base.errors import check_counts
+from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
 from penstock._base.words import counted, in_ranges, sized
-from penstock.cli._options import check_count, integers, option, output_option, spread
-from penstock.cli._target import Leaves, Microbatches, Opens, TargetName, loaded, names, profile_target
-from penstock.report.text import print_unbroken, table
+from penstock.cli._options import check_count, integers, option, output_option, screen
+from penstock.cli._target import LEAVES, OF_BATCH, OPENS, TARGET, loaded, names, profile_target
+from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
     from penstock.costs import Profile, UnitCost
 
+BUDGET_SECONDS = 2.0
 
-@spread
+
 def profile(
-    target: TargetName,
-    microbatches: Microbatches = None,
-    microbatch_sizes: Annotated[
-        str | None, option("Instead: the rows of each microbatch to measure, such as 1,2,4,8.", metavar="ROWS")
-    ] = None,
-    device: Annotated[
-        str | None,
-        option(
-            "Where to run, such as cuda; by default where the inputs are. Or what to estimate for, without "
-            "running: a name from `penstock devices`, such as h100, or the .toml file of another."
-        ),
-    ] = None,
-    calibrate: Annotated[
-        list[str] | None,
-        option(
-            "For an estimate: what was measured on such devices, of any model (--json); repeat it for more.",
-            metavar="FILE",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None, option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's.")
-    ] = None,
-    budget_seconds: Annotated[float, option("How long to measure each size.")] = 2.0,
-    links: Annotated[
-        bool,
-        option(
-            "Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
-            "...`, or torchrun.",
-            "--links",
-        ),
-    ] = False,
-    leaves: Leaves = None,
-    opens: Opens = None,
-    json: Annotated[str | None, output_option("Also write the profile to this file, for --balance.")] = None,
+    target: str = TARGET,
+    microbatches: int | None = OF_BATCH,
+    microbatch_sizes: str | None = option(
+        "Instead: the rows of each microbatch to measure, such as 1,2,4,8.", metavar="ROWS"
+    ),
+    device: str | None = option(
+        "Where to run, such as cuda; by default where the inputs are. Or what to estimate for, without "
+        "running: a name from `penstock devices`, such as h100, or the .toml file of another."
+    ),
+    calibrate: list[str] | None = option(
+        "For an estimate: what was measured on such devices, of any model (--json); repeat it for more.", metavar="FILE"
+    ),
+    threads: int | None = option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's."),
+    budget_seconds: float = option("How long to measure each size.", default=BUDGET_SECONDS),
+    links: bool = option(
+        "Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
+        "...`, or torchrun.",
+        "--links",
+        default=False,
+    ),
+    leaves: str | None = LEAVES,
+    opens: str | None = OPENS,
+    json: str | None = output_option("Also write the profile to this file, for --balance."),
 ) -> None:
     """Measure what each part of a model costs: time forward and backward, and memory, for one microbatch.
 
@@ -78,7 +67,11 @@ def profile(
     rows = None if microbatch_sizes is None else integers("--microbatch-sizes", microbatch_sizes)
     for number in rows or ():
         check_count("--microbatch-sizes", number)
-    with loaded(target, "the model", weights=specified(device) is None) as given:
+    estimate = specified(device) is not None
+    if estimate and (threads is not None or budget_seconds != BUDGET_SECONDS):
+        unused = f"--threads {threads}" if threads is not None else f"--budget-seconds {budget_seconds:g}"
+        raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; leave it out")
+    with loaded(target, "the model", weights=not estimate) as given:
         import torch
 
         if threads is not None:
@@ -97,7 +90,7 @@ def profile(
         )
     if not prints:
         return
-    console = Console(highlight=False)
+    console = screen()
     show(found, console)
     if json is not None:
         found.save(json)
@@ -106,9 +99,8 @@ def profile(
 
 
 def show(found: Profile, console: Console) -> None:
-    """Prints the table, with the sums of each row: times, their share of all, and the bytes that are kept for the
-    backward and held as parameters; and what the row's first unit gets."""
-    from penstock.costs.doubts import doubts
+    """Prints the units, their sums by the rows of a microbatch, the links, and why not to trust them."""
+    from penstock.costs.sizes import doubts
 
     inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
     runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"
@@ -117,65 +109,63 @@ def show(found: Profile, console: Console) -> None:
     of = f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}"
     console.print(Text(f"{of}, {runs}", "bold"), soft_wrap=True)
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
-    print_unbroken(console, _units(found))
+    _show_units(found, console)
     if (split := [unit.split for unit in found.units]) != [*found.units]:
-        times = [1e3 * sum(column) for column in zip(*map(_parts, split), strict=True)]
-        forward, inputs, weights = (f"{each:.3f}" for each in times)
+        forward, inputs, weights = _times(split)
         console.print(f"\nsplit backwards, all units: F {forward}, I {inputs}, W {weights} ms")
     if len(rows_of(found.units)) < len(_alike(found.units)):
         console.print("\nA row ending in * is for several units of one module. --json FILE writes each by itself.")
     if found.others:
         console.print("\nall units, by the rows of a microbatch")
-        print_unbroken(console, _sizes(found))
+        sizes = found.each_size
+        seconds = [sum(unit.seconds for unit in each.units) for each in sizes]
+        columns: dict[str, Iterable[object]] = {
+            "rows": [each.rows for each in sizes],
+            **_columns([each.units for each in sizes]),
+            "rows/s": [f"{each.rows / one:,.0f}" if one else "-" for each, one in zip(sizes, seconds, strict=True)],
+            "keeps": [sized(sum(unit.activation_bytes for unit in each.units)) for each in sizes],
+        }
+        print_columns(console, columns)
     if found.links:
         console.print(f"\nlinks between ranks, for messages of {sized(found.links[0].message_bytes)}")
-        print_unbroken(console, _links(found))
+        rates = [link.bytes_per_second for link in found.links]
+        columns = {
+            "from": [link.source for link in found.links],
+            "to": [link.target for link in found.links],
+            "latency us": [f"{1e6 * link.latency_seconds:.1f}" for link in found.links],
+            "GB/s": ["-" if rate is None else f"{rate / 1e9:.3g}" for rate in rates],
+        }
+        print_columns(console, columns, left=0)
     for note in (*found.notes, *doubts(found)):
         console.print(Text(f"note: {note}"), soft_wrap=True)
 
 
-def _sizes(found: Profile) -> Table:
-    """A row for each size: the times of all units, the rows in a second of forward and backward, and what they keep."""
-    made = table("rows", "F ms", "I ms", "W ms", "rows/s", "keeps")
-    for each in found.each_size:
-        sums = [sum(times) for times in zip(*map(_parts, each.units), strict=True)]
-        rate = f"{each.rows / sum(sums):,.0f}" if sum(sums) else "-"
-        keeps = sized(sum(unit.activation_bytes for unit in each.units))
-        made.add_row(str(each.rows), *(f"{1e3 * one:.3f}" for one in sums), rate, keeps)
-    return made
+def _times(units: Sequence[UnitCost]) -> list[str]:
+    """What F, I and W of all of them take, in milliseconds."""
+    parts = ("forward_seconds", "input_gradient_seconds", "weight_gradient_seconds")
+    return [f"{1e3 * sum(getattr(unit, part) for unit in units):.3f}" for part in parts]
 
 
-def _links(found: Profile) -> Table:
-    made = table("from", "to", "latency us", "GB/s", left=0)
-    for link in found.links:
-        rate = "-" if link.bytes_per_second is None else f"{link.bytes_per_second / 1e9:.3g}"
-        made.add_row(str(link.source), str(link.target), f"{1e6 * link.latency_seconds:.1f}", rate)
-    return made
+def _columns(rows: Sequence[Sequence[UnitCost]]) -> dict[str, Iterable[object]]:
+    return dict(zip(("F ms", "I ms", "W ms"), zip(*map(_times, rows), strict=True), strict=True))
 
 
-def _parts(unit: UnitCost) -> tuple[float, float, float]:
-    return unit.forward_seconds, unit.input_gradient_seconds, unit.weight_gradient_seconds
-
-
-def _units(found: Profile) -> Table:
+def _show_units(found: Profile, console: Console) -> None:
     """A row for units that follow each other, and one for all."""
     shared = _shared([unit.name for unit in found.units])
-    made = table(
-        f"in {shared}" if shared else "unit", "F ms", "I ms", "W ms", "spread", "share", "keeps", "holds", "gets"
-    )
     total = sum(unit.seconds for unit in found.units) or 1.0
-    every = list(found.units)
-    for name, units in [*rows_of(found.units), *([("all", every)] if len(every) > 1 else [])]:
-        made.add_row(
-            Text(name.removeprefix(f"{shared}.")),
-            *(f"{1e3 * sum(times):.3f}" for times in zip(*map(_parts, units), strict=True)),
-            f"{max(unit.spread for unit in units):.0%}" if found.source == "measured" else "-",
-            f"{sum(unit.seconds for unit in units) / total:.1%}",
-            sized(sum(unit.activation_bytes for unit in units)),
-            sized(sum(unit.parameter_bytes for unit in units)),
-            sized(units[0].boundary_bytes),
-        )
-    return made
+    rows = [*rows_of(found.units), *([("all", list(found.units))] if len(found.units) > 1 else [])]
+    measured, units = found.source == "measured", [own for _, own in rows]
+    columns: dict[str, Iterable[object]] = {
+        f"in {shared}" if shared else "unit": [name.removeprefix(f"{shared}.") for name, _ in rows],
+        **_columns(units),
+        "spread": [f"{max(unit.spread for unit in own):.0%}" if measured else "-" for own in units],
+        "share": [f"{sum(unit.seconds for unit in own) / total:.1%}" for own in units],
+        "keeps": [sized(sum(unit.activation_bytes for unit in own)) for own in units],
+        "holds": [sized(sum(unit.parameter_bytes for unit in own)) for own in units],
+        "gets": [sized(own[0].boundary_bytes) for own in units],
+    }
+    print_columns(console, columns)
 
 
 def rows_of(units: Sequence[UnitCost], most: int = 30) -> list[tuple[str, list[UnitCost]]]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from penstock._base.files import write_text
-from penstock.cli._options import option, output_option, spread
+from penstock.cli._options import REQUIRED, argument, option, output_option
 from penstock.cli.explain import PredictionOptions, folder_of
 
 EPILOG = """\
@@ -17,27 +14,20 @@ what penstock explain says."""
 """Printed below the options."""
 
 
-@spread
 def report(
-    run: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN...",
-            help="The folder of a run; a plan (plan.json); the folder of a run of penstock fabric; or what "
-            "penstock explain reads: timelines, traces of Perfetto or torch's profiler, columns.",
-        ),
-    ],
+    run: list[Path] = argument(
+        "The folder of a run; a plan (plan.json); the folder of a run of penstock fabric; or what "
+        "penstock explain reads: timelines, traces of Perfetto or torch's profiler, columns.",
+        metavar="RUN...",
+        default=REQUIRED,
+    ),
     *,
-    step: Annotated[int | None, option("Which step; by default the one whose time is the median.")] = None,
+    step: int | None = option("Which step; by default the one whose time is the median."),
     prediction: PredictionOptions,
-    out: Annotated[
-        Path | None,
-        output_option(
-            "Where the page goes; by default report.html in the folder, or beside the file, named after it.",
-            metavar="FILE",
-        ),
-    ] = None,
-    png: Annotated[Path | None, output_option("A picture of the page as well; needs chromium.", metavar="FILE")] = None,
+    out: Path | None = output_option(
+        "Where the page goes; by default report.html in the folder, or beside the file, named after it.", metavar="FILE"
+    ),
+    png: Path | None = output_option("A picture of the page as well; needs chromium.", metavar="FILE"),
 ) -> None:
     """Show a run as one page: its summary, every rank's timeline, memory, and the loss.
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.cli._network import NetworkOptions, network_option
-from penstock.cli._options import option, spread
+from penstock.cli._options import REQUIRED, argument, option
 from penstock.distributed.launch.processes import VERIFY, check, launch
 from penstock.distributed.launch.user import User
 
@@ -31,22 +31,15 @@ SETTINGS = {"allow_interspersed_args": False}
 class RankOptions:
     """Which ranks run the script, and how."""
 
-    ranks: Annotated[
-        int | None, option("How many processes; each is a rank. By default the plan's.", "--ranks", "-n")
-    ] = None
-    plan: Annotated[
-        Path | None, option("What `penstock plan` wrote: the script's pipeline follows it.", metavar="FILE")
-    ] = None
-    threads: Annotated[int | None, option("Threads per rank; default: cores divided by ranks.", "--threads")] = None
-    module: Annotated[bool, option("Treat SCRIPT as a module's name, as in python -m.", "--module", "-m")] = False
-    verify: Annotated[bool, option("Verify each pipeline in its first step; stop if a value differs.", "--verify")] = (
-        False
-    )
-    nnodes: Annotated[str | None, typer.Option(hidden=True)] = None
+    ranks: int | None = option("How many processes; each is a rank. By default the plan's.", "--ranks", "-n")
+    plan: Path | None = option("What `penstock plan` wrote: the script's pipeline follows it.", metavar="FILE")
+    threads: int | None = option("Threads per rank; default: cores divided by ranks.", "--threads")
+    module: bool = option("Treat SCRIPT as a module's name, as in python -m.", "--module", "-m", default=False)
+    verify: bool = option("Verify each pipeline in its first step; stop if a value differs.", "--verify", default=False)
+    nnodes: str | None = option("", hidden=True)
 
     def count(self) -> int:
-        """How many processes to start, with the plan in their environment. Raises ArgumentError unless something
-        says."""
+        """How many processes to start, with the plan in their environment."""
         if self.nnodes is not None:
             raise ArgumentError(
                 f"--nnodes is an option of torchrun; this command is for one machine: run `torchrun --nnodes "
@@ -65,24 +58,19 @@ class RankOptions:
         return planned
 
 
-@spread
 def run(
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="The script, or a module with -m; then its own arguments."),
-    ],
+    *,
+    command: list[str] = argument(
+        "The script, or a module with -m; then its own arguments.", metavar="SCRIPT [ARGUMENTS]", default=REQUIRED
+    ),
     how: RankOptions,
     asked: NetworkOptions,
-    hosts: Annotated[
-        int | None,
-        network_option(
-            "Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root)."
-        ),
-    ] = None,
-    user: Annotated[
-        str | None,
-        network_option("Who runs the script on --hosts; default: root, as only root can make them.", metavar="NAME"),
-    ] = None,
+    hosts: int | None = network_option(
+        "Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root)."
+    ),
+    user: str | None = network_option(
+        "Who runs the script on --hosts; default: root, as only root can make them.", metavar="NAME"
+    ),
 ) -> None:
     """Run a training script once for each rank, on this machine. Arguments after the script are passed on to it.
 

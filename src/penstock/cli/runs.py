@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
-from rich.console import Console
+from typing import TYPE_CHECKING, Literal
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import sized
-from penstock.cli._options import Json, option, spread
+from penstock.cli._options import JSON, argument, option, print_json, screen
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
@@ -26,22 +22,21 @@ Sort = Literal["started", "name", "model", "schedule", "ranks", "microbatches", 
 _STYLES = {"failed": "red", "silent": "red", "interrupted": "yellow", "training": "green"}
 
 
-@spread
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
-    sort: Annotated[Sort, option("What to sort by.")] = "started",
-    words: Annotated[str, option("Only runs whose line has all of these words: 'zb-h1 failed'.", "--filter")] = "",
-    as_json: Json = False,
+    folder: Path = argument("Where the runs are.", default=Path("runs")),
+    sort: Sort = option("What to sort by.", default="started"),
+    words: str = option("Only runs whose line has all of these words: 'zb-h1 failed'.", "--filter", default=""),
+    as_json: bool = JSON,
 ) -> None:
     """List recorded runs: what each is, how fast it is, and how far it has come."""
-    found, damaged = summaries(folder)
+    found, damaged = _summaries(folder)
     asked = words.lower().split()
     found = [run for run in found if all(word in " ".join(_line(run, folder)).lower() for word in asked)]
     found.sort(key=lambda run: _key(run, sort))
     if as_json:
-        print(json.dumps({"runs": [{"run": str(run.path), **run.to_dict()} for run in found], "damaged": damaged}))
+        print_json({"runs": [{"run": str(run.path), **run.to_dict()} for run in found], "damaged": damaged})
         return
-    console = Console(highlight=False)
+    console = screen()
     if not found and words:
         console.print(f"no run in {folder}/ has all of {words!r} in its line", markup=False)
     elif not found and not damaged:
@@ -56,7 +51,7 @@ def runs(
         console.print(sentence, style="red", markup=False)
 
 
-def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
+def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
     """The runs below a folder, and a sentence for each that is damaged. Raises ArgumentError if there is no folder."""
     from penstock.trace.runs import is_run
     from penstock.trace.runs.folder import ABOUT
@@ -66,12 +61,12 @@ def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
         raise ArgumentError(
             f"there is no folder {str(folder)!r}; penstock.pipeline(..., run='{folder}/NAME') makes one"
         )
-    found = []
-    for depth in range(_DEEPEST + 1):
-        for about in sorted(folder.glob("*/" * depth + ABOUT)):
-            if "earlier" in about.relative_to(folder).parts or not is_run(about.parent):
-                continue
-            found.append(Summary.of_one(about.parent))
+    found = [
+        Summary.of_one(about.parent)
+        for depth in range(_DEEPEST + 1)
+        for about in sorted(folder.glob("*/" * depth + ABOUT))
+        if "earlier" not in about.relative_to(folder).parts and is_run(about.parent)
+    ]
     return [run for run in found if isinstance(run, Summary)], [why for why in found if isinstance(why, str)]
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any
+from typing import Any
 
-from rich.console import Console
-
-from penstock.cli._options import option
-from penstock.report.text import print_unbroken, table
+from penstock.cli._options import output_option, print_json, screen
+from penstock.report.text import print_columns, table
 from penstock.schedule import Generator, generators
 
 _SYMBOLS = (
@@ -27,14 +24,12 @@ _JSON_FIELDS = (
 )
 
 
-def schedules(
-    as_json: Annotated[bool, option("Print only one JSON list.", "--json")] = False,
-) -> None:
+def schedules(as_json: bool = output_option("Print only one JSON list.", "--json", default=False)) -> None:
     """List the named schedules: what they do, what they require, and formulas for their memory and bubble."""
     if as_json:
-        print(json.dumps([describe(entry) for entry in generators()]))
+        print_json([_describe(entry) for entry in generators()])
         return
-    console = Console(highlight=False)
+    console = screen()
     what = table("schedule", "stages\na rank", "back-\nward", "order of work", left=4)
     for entry in generators():
         asks = [rule.text for rule in entry.rules]
@@ -44,17 +39,18 @@ def schedules(
         what.add_row(entry.name, stages, "I, W" if entry.splits else "B", f"{entry.rule}{needs}{also}")
     console.print(what)
     console.print()
-    expect = table(
-        "schedule", "memory (peak,\nin microbatches)", "idle time\nof a rank", "bubble, where\nF = I = W", left=4
-    )
-    for entry in generators():
-        expect.add_row(entry.name, *map(formula, (entry.memory, entry.idle, entry.bubble)))
-    print_unbroken(console, expect)
+    columns = {
+        "schedule": [entry.name for entry in generators()],
+        "memory (peak,\nin microbatches)": [formula(entry.memory) for entry in generators()],
+        "idle time\nof a rank": [formula(entry.idle) for entry in generators()],
+        "bubble, where\nF = I = W": [formula(entry.bubble) for entry in generators()],
+    }
+    print_columns(console, columns, left=4)
     console.print()
     console.print(_SYMBOLS, style="dim", markup=False)
 
 
-def describe(entry: Generator) -> dict[str, Any]:
+def _describe(entry: Generator) -> dict[str, Any]:
     """An entry of the registry, for JSON. Formulas are Python expressions."""
     rules = [{"argument": rule.argument, "text": rule.text} for rule in entry.rules]
     return {name: getattr(entry, name) for name in _JSON_FIELDS} | {"aliases": list(entry.aliases), "rules": rules}

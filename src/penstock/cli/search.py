@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._options import CUT, Json, options_on, output_option, spread
+from penstock.cli._options import CUT, JSON, REQUIRED, options_on, output_option, print_json, screen
 from penstock.cli._order import weigh_search
-from penstock.cli._outcome import format_of, show
+from penstock.cli._outcome import show, texts
 from penstock.costs import Costs, Outcome
 from penstock.schedule import MICROBATCHES, Placement, generate, generators, write_csv
+from penstock.schedule.generators import Numbers
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import chunks
 
@@ -33,23 +31,22 @@ _SLACK = 1e-9
 class Question:
     """What to look for."""
 
-    ranks: Annotated[int, _option("How many ranks.", "--ranks", "-n")]
-    microbatches: Annotated[int, _option(f"{CUT}.")] = MICROBATCHES
-    placement: Annotated[
-        Literal["loop", "v"],
-        _option("loop: stage s is on rank s % ranks; v: stages go down the ranks and up again, two per rank."),
-    ] = "loop"
-    chunks: Annotated[int | None, _option("Stages per rank; default 1 in a loop and 2 on a V.")] = None
-    memory_limit: Annotated[
-        float | None, _option("The most activations that a rank may hold; 1 is one microbatch on all its stages.")
-    ] = None
-    objective: Annotated[
-        Literal["span", "makespan"], _option("Objective: span (the longest rank, first F to last action) or makespan.")
-    ] = "span"
-    seconds: Annotated[
-        float, _option("How long to search on a usual machine; slower ones take longer and find the same.")
-    ] = 5.0
-    seed: Annotated[int, _option("The seed of random choices.")] = 0
+    ranks: int = _option("How many ranks.", "--ranks", "-n", default=REQUIRED)
+    microbatches: int = _option(f"{CUT}.", default=MICROBATCHES)
+    placement: Literal["loop", "v"] = _option(
+        "loop: stage s is on rank s % ranks; v: stages go down the ranks and up again, two per rank.", default="loop"
+    )
+    chunks: int | None = _option("Stages per rank; default 1 in a loop and 2 on a V.")
+    memory_limit: float | None = _option(
+        "The most activations that a rank may hold; 1 is one microbatch on all its stages."
+    )
+    objective: Literal["span", "makespan"] = _option(
+        "Objective: span (the longest rank, first F to last action) or makespan.", default="span"
+    )
+    seconds: float = _option(
+        "How long to search on a usual machine; slower ones take longer and find the same.", default=5.0
+    )
+    seed: int = _option("The seed of random choices.", default=0)
 
     def where(self) -> Placement:
         """The placement. Raises ArgumentError if an option is wrong, or if there is too much to search."""
@@ -59,18 +56,36 @@ class Question:
             raise ArgumentError(
                 f"--chunks {self.chunks}: a V has exactly 2 chunks per rank; leave --chunks out, or take the loop"
             )
-        weigh_search(self.ranks, self.microbatches, chunks, self.seconds)
+        weigh_search(Numbers(self.ranks, self.microbatches, chunks), self.seconds)
         return Placement.v(self.ranks) if self.placement == "v" else Placement.loop(self.ranks, chunks)
 
+    def answer(self, costs: Costs) -> Found:
+        """Searches, converting the memory limit to the costs' unit. Raises ArgumentError: an option is wrong."""
+        from penstock.simulate.search.search import search_within  # so that --help does not load it
 
-@spread
+        if self.memory_limit is not None and not self.memory_limit >= 1:
+            raise ArgumentError(
+                f"--memory-limit {self.memory_limit:g}: a single microbatch needs 1; pass a number >= 1"
+            )
+        where = self.where()
+        of_stages = costs.of_stages(where, f"this placement of {self.ranks} ranks", splits=True)
+        one_each = [cost for cost in of_stages if isinstance(cost, StageCost)]
+        if len(one_each) < len(of_stages):
+            raise ArgumentError(
+                f"{costs.source}: a stage has costs by microbatch, but the search takes one for each stage; pass their "
+                "mean"
+            )
+        if any(cost.unsharded_bytes for cost in one_each):
+            raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("objective", "seconds", "seed")}
+        return search_within(self.memory_limit, where, self.microbatches, one_each, costs.links, **how)
+
+
 def search(
     question: Question,
     costs: CostOptions,
-    csv: Annotated[
-        Path | None, output_option("Write the schedule, as torch and --csv read it.", metavar="FILE")
-    ] = None,
-    as_json: Json = False,
+    csv: Path | None = output_option("Write the schedule, as torch and --csv read it.", metavar="FILE"),
+    as_json: bool = JSON,
 ) -> None:
     """Find a good schedule for your costs within a memory limit, and say how far it may be from the best.
 
@@ -80,7 +95,7 @@ def search(
     """
     known = costs.read(question.microbatches, str(question.ranks))
     check_writable(csv, f"--csv {csv}")
-    found = answer(question, known)
+    found = question.answer(known)
     elsewhere = _shorter_elsewhere(found, known, question.memory_limit)
     outcome = Outcome(found.schedule, known.of(found.schedule), found.timeline, costs=known)
     if as_json:
@@ -95,41 +110,11 @@ def search(
             "placement": question.placement,
             "shorter_elsewhere": elsewhere,
         }
-        print(json.dumps(outcome.to_dict() | figures))
+        print_json(outcome.to_dict() | figures)
     else:
-        show(outcome, Console(highlight=False), summary(found, elsewhere, measured=known.are_measured))
+        show(outcome, screen(), _summary(found, elsewhere, measured=known.are_measured))
     if csv is not None:
         write_csv(found.schedule, csv)
-
-
-def answer(question: Question, costs: Costs) -> Found:
-    """Searches, converting the memory limit to the costs' unit. Raises ArgumentError: an option is wrong."""
-    from penstock.simulate.search.search import search_within  # so that --help does not load it
-
-    limit = question.memory_limit
-    if limit is not None and math.isnan(limit):
-        raise ArgumentError("--memory-limit nan: expected a number, such as 1.5")
-    if limit is not None and not limit >= 1:
-        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; pass a number >= 1")
-    where = question.where()
-    of_stages = costs.of_stages(where, f"this placement of {question.ranks} ranks", splits=True)
-    one_each = [cost for cost in of_stages if isinstance(cost, StageCost)]
-    if len(one_each) < len(of_stages):
-        raise ArgumentError(
-            f"{costs.source}: a stage has costs by microbatch, but the search takes one for each stage; pass their mean"
-        )
-    if any(cost.unsharded_bytes for cost in one_each):
-        raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")
-    return search_within(
-        limit,
-        where,
-        question.microbatches,
-        one_each,
-        costs.links,
-        objective=question.objective,
-        seconds=question.seconds,
-        seed=question.seed,
-    )
 
 
 def _shorter_elsewhere(found: Found, costs: Costs, memory_limit: float | None) -> dict[str, Any] | None:
@@ -157,9 +142,9 @@ def _shorter_elsewhere(found: Found, costs: Costs, memory_limit: float | None) -
     return best
 
 
-def summary(found: Found, elsewhere: dict[str, Any] | None, *, measured: bool = False) -> dict[str, str]:
+def _summary(found: Found, elsewhere: dict[str, Any] | None, *, measured: bool = False) -> dict[str, str]:
     """What a search adds to its schedule's figures, one line each. `measured`: costs are cut for each placement."""
-    bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
+    (bound,) = texts([found.lower_bound_seconds])
     lines = {
         "placement": f"{_place(found.schedule.placement)}; bound and baseline hold for this placement only",
         "lower bound": f"{bound} for the {found.objective}; gap {found.gap:.2%}",
@@ -170,13 +155,11 @@ def summary(found: Found, elsewhere: dict[str, Any] | None, *, measured: bool = 
         gain = f"{found.known_seconds / found.objective_seconds - 1:.1%} longer than this" if shorter else "as short"
         lines["best named"] = f"{found.known}: {gain}"
     if elsewhere is not None:
-        less = f"{1 - elsewhere['seconds'] / found.objective_seconds:.1%}"
-        scaled = f", and multiply the costs by {elsewhere['share']:g}, since they are per stage"
-        lines["alternative"] = (
-            f"{elsewhere['name']} {elsewhere['where']} is {less} shorter: "
-            f"{format_of([elsewhere['seconds']])(elsewhere['seconds'])}; take {elsewhere['option']}"
-            f"{'' if elsewhere['share'] == 1 or measured else scaled}"
-        )
+        less, (seconds,) = 1 - elsewhere["seconds"] / found.objective_seconds, texts([elsewhere["seconds"]])
+        text = f"{elsewhere['name']} {elsewhere['where']} is {less:.1%} shorter: {seconds}; take {elsewhere['option']}"
+        if elsewhere["share"] != 1 and not measured:
+            text += f", and multiply the costs by {elsewhere['share']:g}, since they are per stage"
+        lines["alternative"] = text
     return lines
 
 

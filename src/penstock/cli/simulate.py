@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 from rich.console import Console
 
@@ -13,13 +14,15 @@ from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._options import Json, output_option, spread
-from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, format_of, show, shown_causes
-from penstock.cli._sweep import show_sweep, sweep, sweep_to_dict
+from penstock.cli._options import JSON, output_option, print_json, screen
+from penstock.cli._order import Asked, OrderOptions
+from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, show, shown_causes, texts
 from penstock.costs import Costs, Outcome, with_one_model
 from penstock.report import write_perfetto
-from penstock.report.text import pairs, print_unbroken, table
+from penstock.report.text import pairs, print_columns
+from penstock.schedule import generate
+from penstock.simulate import NO_COST
+from penstock.simulate import simulate as timeline_of
 from penstock.simulate.figures import chunks
 
 EPILOG = f"""\
@@ -30,19 +33,25 @@ fewer. So every schedule trains the same model. With several numbers of ranks th
 {FILE_EPILOG}"""
 """Printed below the options."""
 
-_OF_RANKS = "for one microbatch on one rank, divided evenly among its chunks"
-_OF_STAGES = "for each of the model's stages, from the file; for a schedule with fewer, neighbors are added up"
+_OF_FILE = "for each of the model's stages, from the file; "
+_OF_ONE_SIZE = (
+    "for one microbatch on one rank, divided evenly among its chunks",
+    f"{_OF_FILE}for a schedule with fewer, neighbors are added up",
+)
+_OF_SEVERAL_SIZES = (
+    "for one microbatch on the whole model, divided evenly among its stages",
+    f"{_OF_FILE}with fewer stages, neighbors are added up",
+)
+"""What costs are of: numbers, and those in a file."""
 
 
-@spread
 def simulate(
     order: OrderOptions,
     costs: CostOptions,
-    perfetto: Annotated[
-        Path | None,
-        output_option("Write the timeline for ui.perfetto.dev; one cost unit becomes one second.", metavar="FILE"),
-    ] = None,
-    as_json: Json = False,
+    perfetto: Path | None = output_option(
+        "Write the timeline for ui.perfetto.dev; one cost unit becomes one second.", metavar="FILE"
+    ),
+    as_json: bool = JSON,
 ) -> None:
     """Time a schedule without running it: makespan, bubbles by cause, and memory.
 
@@ -54,26 +63,30 @@ def simulate(
         several = "pass --schedule one name" if order.is_many else "pass one number of ranks and microbatches"
         raise ArgumentError(f"--perfetto: a trace shows one schedule; {several}")
     if order.sweeps:
-        swept = sweep(order, known)
-        if as_json:
-            print(json.dumps(sweep_to_dict(*swept)))
-        else:
-            show_sweep(*swept, known, Console(highlight=False))
-        return
-    if order.is_many:
-        compare(order, known, as_json=as_json)
-        return
-    outcome = Outcome.simulated(order.one(), known)
-    if perfetto is not None:
-        unit = "bytes" if outcome.costs.are_measured else ""
-        write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit)
-    if as_json:
-        print(json.dumps(outcome.to_dict()))
+        _sweep(order, known, as_json=as_json)
+    elif order.is_many:
+        _compare(order, known, as_json=as_json)
     else:
-        show(outcome, Console(highlight=False))
+        outcome = Outcome.simulated(order.one(), known)
+        if perfetto is not None:
+            unit = "bytes" if known.are_measured else ""
+            write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit)
+        if as_json:
+            print_json(outcome.to_dict())
+        else:
+            show(outcome, screen())
 
 
-def compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
+def _show_costs(costs: Costs, of: tuple[str, str], console: Console) -> None:
+    if costs.assumed:
+        console.print(f"assumed: {costs.assumption}")
+    console.print(f"costs: {costs.described(*of)}")
+
+
+# -- several schedules ------------------------------------------------------------------------------------------------
+
+
+def _compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
     """Prints every schedule that the options allow, shortest span first."""
     found, refused = with_one_model(costs, *order.all())
     reasons = {name: reason for (name, *_), reason in refused.items()}
@@ -82,39 +95,30 @@ def compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
     )
     if as_json:
         others = [{"name": name, "reason": reason} for name, reason in reasons.items()]
-        print(json.dumps({"schedules": [one.to_dict() for one in outcomes], "not_allowed": others}))
+        print_json({"schedules": [one.to_dict() for one in outcomes], "not_allowed": others})
     else:
-        show_all(outcomes, reasons, Console(highlight=False))
+        _show_all(outcomes, reasons, screen())
 
 
-def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: Console) -> None:
+def _show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: Console) -> None:
     """Prints a row per schedule, and below them the schedules that the numbers do not allow, with the reasons."""
     schedule = outcomes[0].schedule
     numbers = f"p = {counted(schedule.ranks, 'rank')}, m = {counted(schedule.microbatches, 'microbatch')}"
     console.print(f"[bold]{numbers}; the shortest span first[/]")
-    if assumption := outcomes[0].costs.assumption:
-        console.print(f"assumed: {assumption}")
-    known = outcomes[0].costs
-    console.print(f"costs: {known.described(_OF_RANKS, _OF_STAGES)}")
+    _show_costs(outcomes[0].costs, _OF_ONE_SIZE, console)
     console.print()
-    causes = shown_causes(outcomes)
-    made = table("schedule", "v", "makespan", "span", "bubble", "peak", *(HEADS[cause] for cause in causes))
-    makespans = format_of([one.timeline.makespan_seconds for one in outcomes])
-    spans = format_of([one.timeline.span_seconds for one in outcomes])
-    peaks = format_of([max(one.peak_activations) for one in outcomes], most=2)
-    for one in outcomes:
-        available = one.timeline.makespan_seconds * one.schedule.ranks
-        idle = (sum(by_cause[cause] for by_cause in one.idle) for cause in causes)
-        made.add_row(
-            one.schedule.name,
-            str(chunks(one.schedule)),
-            makespans(one.timeline.makespan_seconds),
-            spans(one.timeline.span_seconds),
-            f"{one.timeline.bubble_rate:.1%}",
-            peaks(max(one.peak_activations)),
-            *(f"{100 * time / available:.1f}" if time else "-" for time in idle),
-        )
-    print_unbroken(console, made)
+    columns: dict[str, Sequence[object]] = {
+        "schedule": [one.schedule.name for one in outcomes],
+        "v": [chunks(one.schedule) for one in outcomes],
+        "makespan": texts([one.timeline.makespan_seconds for one in outcomes]),
+        "span": texts([one.timeline.span_seconds for one in outcomes]),
+        "bubble": [f"{one.timeline.bubble_rate:.1%}" for one in outcomes],
+        "peak": texts([max(one.peak_activations) for one in outcomes], most=2),
+    }
+    for cause in shown_causes(outcomes):
+        idle = [(sum(by_cause[cause] for by_cause in one.idle), one.timeline.makespan_seconds) for one in outcomes]
+        columns[HEADS[cause]] = [f"{100 * t / (whole * schedule.ranks):.1f}" if t else "-" for t, whole in idle]
+    print_columns(console, columns)
     if reasons:
         console.print("\n[bold]Not possible with these numbers[/]")
         console.print(pairs(reasons.items()))
@@ -123,3 +127,53 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
         f"{PEAK_NOTE}\n{IDLE_NOTE} Here in percent of the makespan, on average over the ranks.",
         style="dim",
     )
+
+
+# -- several numbers of ranks or microbatches -------------------------------------------------------------------------
+
+
+def _sweep(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
+    """Prints how much faster than one device each schedule is, by ranks and microbatches."""
+    outcomes, refused = with_one_model(costs, *order.all(several=True), whole=True)
+    cells = {asked: _cell(asked, outcome, costs) for asked, outcome in outcomes.items()}
+    if as_json:
+        others = [{"name": n, "ranks": p, "microbatches": m, "reason": why} for (n, p, m), why in refused.items()]
+        print_json({"sweep": [*cells.values()], "not_allowed": others})
+        return
+    console = screen()
+    console.print("[bold]Speed-up against one device (and its share of the number of ranks)[/]")
+    _show_costs(costs, _OF_SEVERAL_SIZES, console)
+    all_ranks = sorted({p for _, p, _ in (*cells, *refused)})
+    all_microbatches = sorted({m for _, _, m in (*cells, *refused)})
+    for name in dict.fromkeys(name for name, *_ in cells):
+        console.print(f"\n[bold]{name}[/]")
+        columns = {
+            f"m = {m}": [
+                "{speedup:.2f} ({efficiency:.0%})".format(**cell) if (cell := cells.get((name, p, m))) else "-"
+                for p in all_ranks
+            ]
+            for m in all_microbatches
+        }
+        print_columns(console, {"ranks": all_ranks, **columns}, left=0)
+    if refused:
+        console.print("\n[bold]Not possible[/]")
+    where: defaultdict[tuple[str, str], list[Asked]] = defaultdict(list)
+    for one, reason in refused.items():
+        where[one[0], reason].append(one)
+    for (name, reason), some in where.items():
+        p, m = (", ".join(map(str, sorted({one[place] for one in some}))) for place in (1, 2))
+        console.print(f"{name}, p = {p}, m = {m}: {reason}", soft_wrap=True)
+    console.print("\nm: microbatches. One device runs the whole model on as many of them.", style="dim")
+
+
+def _cell(asked: Asked, outcome: Outcome, costs: Costs) -> dict[str, Any]:
+    """One schedule beside one device that runs the whole model. `efficiency`: the speed-up, per rank."""
+    name, ranks, microbatches = asked
+    one = generate("1f1b", 1, microbatches)
+    whole = replace(costs.for_model_of(one, whole=True), links=NO_COST).of(one)
+    alone, makespan = timeline_of(one, whole).makespan_seconds, outcome.timeline.makespan_seconds
+    speedup = alone / makespan if makespan else 1.0  # as fast, if neither takes any time
+    return {
+        "name": name, "ranks": ranks, "microbatches": microbatches, "makespan": makespan, "one_device": alone,
+        "speedup": speedup, "efficiency": speedup / ranks, "bubble_rate": outcome.timeline.bubble_rate,
+    }  # fmt: skip

@@ -6,7 +6,6 @@ import contextlib
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated
 
 from penstock._base.errors import ArgumentError, require
 from penstock.cli._options import option
@@ -18,16 +17,14 @@ link. It only reads, and nothing outside the runs folder. Over ssh: ssh -L 8470:
 
 
 def studio(
-    runs: Annotated[Path, option("Where runs, plans and traces are that can be opened.", metavar="FOLDER")] = Path(
-        "runs"
-    ),
-    host: Annotated[str, option("The address to listen on.")] = ("127.0.0.1"),
-    port: Annotated[int, option("Port to listen on; 0 picks a free one.")] = 8470,
-    browser: Annotated[bool, option("Open it in a browser.", "--open")] = False,
+    runs: Path = option("Where runs, plans and traces are that can be opened.", metavar="FOLDER", default=Path("runs")),
+    host: str = option("The address to listen on.", default="127.0.0.1"),
+    port: int = option("Port to listen on; 0 picks a free one.", default=8470),
+    browser: bool = option("Open it in a browser.", "--open", default=False),
 ) -> None:
     """Play with schedules in a page, open runs, plans and traces, and watch a run. Ctrl-C ends it."""
     require("studio", "starlette", "uvicorn", for_what="penstock studio")
-    from penstock.report.studio.serve import bind, redirecting
+    from penstock.report.studio.app import bind, redirecting
 
     if not 0 <= port <= 65535:
         raise ArgumentError(f"--port {port}: expected a number from 0 to 65535")

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from penstock._base.words import counted, in_ranges, sized
-from penstock.cli._options import Json, option, spread
-from penstock.report.text import print_unbroken, table
+from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, screen
+from penstock.report.text import columns_of, print_unbroken
 
 if TYPE_CHECKING:
     from penstock.trace.runs import RankState, RunRead
-    from penstock.trace.runs.health import Health
     from penstock.trace.runs.progress import Progress
+    from penstock.trace.runs.summary import Health
 
 EPILOG = """\
 A rank that is silent has said nothing for 5 s: its process is stopped, gone or out of reach. One that is gone has no \
@@ -39,24 +37,23 @@ _MAX_DAMAGED = 3
 """Files whose damage is shown."""
 
 
-@spread
 def top(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder, as in penstock.pipeline(run='runs/gpt').")],
-    once: Annotated[bool, option("Print once and exit (the default without a terminal).", "--once")] = False,
-    as_json: Json = False,
+    run: Path = argument("The folder, as in penstock.pipeline(run='runs/gpt').", metavar="RUN", default=REQUIRED),
+    once: bool = option("Print once and exit (the default without a terminal).", "--once", default=False),
+    as_json: bool = JSON,
 ) -> None:
     """Show a run's progress and the state of each rank.
 
     Refreshes until all ranks have ended, or Ctrl-C.
     """
-    if as_json:
-        print(json.dumps(Seen.of(run).to_dict()))
-        return
-    console = Console(highlight=False)
-    if once or not sys.stdout.isatty():
-        show(Seen.of(run), console)
-        return
     seen = Seen.of(run)
+    if as_json:
+        print_json(seen.to_dict())
+        return
+    console = screen()
+    if once or not sys.stdout.isatty():
+        show(seen, console)
+        return
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, screen=False) as live:
         while True:
             live.update(Group(*_parts(seen)), refresh=True)
@@ -80,9 +77,8 @@ class Seen:
     def of(cls, path: Path) -> Seen:
         """How a run stands now; its progress, by its last steps."""
         from penstock.trace.runs import read_run
-        from penstock.trace.runs.health import health
         from penstock.trace.runs.progress import Progress
-        from penstock.trace.runs.summary import LAST_STEPS_BYTES
+        from penstock.trace.runs.summary import LAST_STEPS_BYTES, health
 
         run = read_run(path)
         states, damaged = run.ranks_and_damage()
@@ -107,33 +103,15 @@ class Seen:
             "progress": None if self.progress is None else self.progress.to_dict(),
             "damaged": list(self.damaged),
             "ranks": [
-                {**state.to_dict(), "health": how, "heard": state.heard, "seconds": round(self._seconds(state), 3)}
+                {**state.to_dict(), "health": how, "heard": state.heard, "seconds": round(_seconds(state), 3)}
                 for state, how in self.ranks
             ],
         }
 
-    def _seconds(self, state: RankState) -> float:
-        """For how long it has been in its action, as far as it has said."""
-        return max(0.0, state.written - state.since)
 
-    def line(self, state: RankState, how: Health) -> list[str | Text]:
-        """One rank, for people."""
-        quiet = how in ("silent", "gone")
-        seconds = self.now - state.written if quiet else self._seconds(state)
-        doing = state.action if how in ("computes", "waits") else f"last {state.action}" if state.action else ""
-        whom = in_ranges([f"rank {number}" for number in state.waits_for])
-        return [
-            f"{state.replica}" if self.run.about.replicas > 1 else "",
-            ", ".join(in_ranges(map(str, state.ranks))) or "-",
-            Text(how, _COLORS.get(how, "green")),
-            doing,
-            f"{seconds:.1f} s" if how != "ended" else "",
-            ", ".join(whom) if how == "waits" else "",
-            "-" if state.step is None else f"{state.step:,}",
-            "-" if state.rss_bytes is None else sized(state.rss_bytes),
-            "-" if state.device_bytes is None else sized(state.device_bytes),
-            f"{state.host}:{state.pid}" if state.pid else "(via rank 0)",
-        ]
+def _seconds(state: RankState) -> float:
+    """For how long a rank has been in its action, as far as it has said."""
+    return max(0.0, state.written - state.since)
 
 
 def show(seen: Seen, console: Console) -> None:
@@ -145,25 +123,48 @@ def show(seen: Seen, console: Console) -> None:
             console.print(part)
 
 
-_COLUMNS = ("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process")
 _WORDS = ("action", "waits for", "process")
 """Columns that are broken where a screen is narrow; figures never are."""
 
 
-def _table(lines: Sequence[Sequence[str | Text]]) -> Table:
-    """An entry for each rank, without the columns in which nothing is known."""
-    shown = [index for index in range(len(_COLUMNS)) if any(str(line[index]) not in ("", "-") for line in lines)]
-    made = table(*(_COLUMNS[index] for index in shown), left=sum(index < 4 for index in shown))
-    for column, index in zip(made.columns, shown, strict=True):
-        column.no_wrap = _COLUMNS[index] not in _WORDS
-    for line in lines:
-        made.add_row(*(Text.assemble(line[index]) for index in shown))
+def _table(seen: Seen) -> Table:
+    """A row for each rank, without the columns in which nothing is known."""
+    states, health = zip(*seen.ranks, strict=True)
+    replicated = seen.run.about.replicas > 1
+
+    def action(state: RankState, how: Health) -> str | None:
+        return state.action if how in ("computes", "waits") else f"last {state.action}" if state.action else None
+
+    def seconds(state: RankState, how: Health) -> str | None:
+        quiet = how in ("silent", "gone")
+        return f"{seen.now - state.written if quiet else _seconds(state):.1f} s" if how != "ended" else None
+
+    def whom(state: RankState, how: Health) -> str | None:
+        return ", ".join(in_ranges([f"rank {number}" for number in state.waits_for])) if how == "waits" else None
+
+    made = columns_of(
+        {
+            "repl.": [one.replica if replicated else None for one in states],
+            "rank": [", ".join(in_ranges(map(str, one.ranks))) or None for one in states],
+            "state": [Text(how, _COLORS.get(how, "green")) for how in health],
+            "action": map(action, states, health),
+            "for": map(seconds, states, health),
+            "waits for": map(whom, states, health),
+            "step": [None if one.step is None else f"{one.step:,}" for one in states],
+            "memory": [None if one.rss_bytes is None else sized(one.rss_bytes) for one in states],
+            "device": [None if one.device_bytes is None else sized(one.device_bytes) for one in states],
+            "process": [f"{one.host}:{one.pid}" if one.pid else "(via rank 0)" for one in states],
+        },
+        left=4,
+    )
+    for column in made.columns:
+        column.no_wrap = column.header not in _WORDS
     return made
 
 
 def _parts(seen: Seen) -> list[Text | Table]:
     """What failed comes before the ranks, of which a screen may have no room for all."""
-    from penstock.trace.runs.health import troubles
+    from penstock.trace.runs.summary import troubles
 
     about = seen.run.about
     replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""
@@ -173,5 +174,5 @@ def _parts(seen: Seen) -> list[Text | Table]:
         Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
         *(Text(sentence, "red") for sentence in (*seen.damaged[:_MAX_DAMAGED], *troubles(seen.ranks))),
         Text(""),
-        _table([seen.line(*one) for one in seen.ranks]) if seen.ranks else Text("waiting for the first heartbeat"),
+        _table(seen) if seen.ranks else Text("waiting for the first heartbeat"),
     ]

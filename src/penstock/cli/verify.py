@@ -12,9 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import (
     ArgumentError,
@@ -25,19 +23,16 @@ from penstock._base.errors import (
     check_counts,
     formatted,
 )
-from penstock._base.files import finite
 from penstock._base.words import counted
 from penstock.cli._comparison_table import show
-from penstock.cli._options import CUT, USUAL_OF_BATCH, Json, option, output_option, spread
+from penstock.cli._options import CUT, JSON, USUAL_OF_BATCH, option, output_option, print_json, screen
 from penstock.cli._order import ALL, weigh
-from penstock.cli._target import SplitOptions, TargetName, loaded
+from penstock.cli._target import TARGET, SplitOptions, loaded
 from penstock.distributed.launch.processes import launch
 from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
 from penstock.schedule.generators import Numbers
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from penstock.distributed.launch.target import Target
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.runtime.execute.transport_choice import TransportChoice
@@ -51,39 +46,29 @@ ReductionName = Literal["mean", "sum"]
 class Case(SplitOptions):
     """What to verify."""
 
-    target: TargetName
-    ranks: Annotated[int, option("How many ranks.", "--ranks", "-n")] = 2
-    microbatches: Annotated[int | None, option(f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")] = (
-        None
+    target: str = TARGET
+    ranks: int = option("How many ranks.", "--ranks", "-n", default=2)
+    microbatches: int | None = option(f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
+    reduction: ReductionName | None = option("Whether the loss is a mean over the batch's rows (the default) or a sum.")
+    replicas: int = option(
+        "Pipelines that train together, each on its part of the batch; one process per rank.", default=1
     )
-    reduction: Annotated[
-        ReductionName | None, option("Whether the loss is a mean over the batch's rows (the default) or a sum.")
-    ] = None
-    replicas: Annotated[
-        int, option("Pipelines that train together, each on its part of the batch; one process per rank.")
-    ] = 1
-    transport: Annotated[
-        str | None,
-        option(
-            "local: all ranks in one process (the default without replicas); distributed: one process per rank; "
-            "staged: the same, through the host's memory; or FILE:FACTORY, a function that makes your own "
-            "transport.",
-            metavar="NAME",
-        ),
-    ] = None
-    exact: Annotated[
-        bool | None, option("Demand equality to the bit; default: wherever it is promised.", "--exact/--no-exact")
-    ] = None
-    whole_batch: Annotated[
-        bool, option("Also compare with the whole batch, and say why if it differs.", "--whole-batch/--no-whole-batch")
-    ] = True
+    transport: str | None = option(
+        "local: all ranks in one process (the default without replicas); distributed: one process per rank; "
+        "staged: the same, through the host's memory; or FILE:FACTORY, a function that makes your own "
+        "transport.",
+        metavar="NAME",
+    )
+    exact: bool | None = option("Demand equality to the bit; default: wherever it is promised.", "--exact/--no-exact")
+    whole_batch: bool = option(
+        "Also compare with the whole batch, and say why if it differs.", "--whole-batch/--no-whole-batch", default=True
+    )
 
 
-@spread
 def verify(
     case: Case,
-    as_json: Json = False,
-    show_all: Annotated[bool, output_option("Print a row for every value.", "--all")] = False,
+    as_json: bool = JSON,
+    show_all: bool = output_option("Print a row for every value.", "--all", default=False),
 ) -> None:
     """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
 
@@ -103,23 +88,26 @@ def verify(
     is proven because the loss is NaN or infinite, and 2 on any other error.
     """
     _choice(case.transport)  # raises before any process starts
-    in_one_process = _is_local(case.transport, case.replicas)
+    check_counts(replicas=case.replicas)
+    in_one_process = case.transport == "local" or (case.transport is None and case.replicas == 1)
+    if in_one_process and case.replicas > 1:
+        raise ArgumentError(f"--replicas {case.replicas}: a process for each rank; leave --transport local out")
     if case.schedule == ALL:
-        _verify_all(case, in_one_process, as_json=as_json)
+        if not in_one_process:
+            raise ArgumentError("--schedule all: one process drives all ranks; omit --transport and --replicas")
+        _verify_all(case, as_json=as_json)
         return
     _check_numbers(case, generator(case.schedule))  # raises before anything is loaded
     (report,) = prove(case, [case.schedule]) if in_one_process else [prove_distributed(case)]
     if as_json:
-        print(json.dumps(finite(report), allow_nan=False))
+        print_json(report)
     else:
-        show(report, Console(highlight=False), show_all=show_all)
+        show(report, screen(), show_all=show_all)
     if not report["ok"]:
         raise VerificationError(report["summary"])
 
 
-def _verify_all(case: Case, in_one_process: bool, *, as_json: bool) -> None:
-    if not in_one_process:
-        raise ArgumentError("--schedule all: one process drives all ranks; omit --transport and --replicas")
+def _verify_all(case: Case, *, as_json: bool) -> None:
     out, names = sys.stdout, list[str]()  # while the model is loaded, what is printed goes to stderr
     for entry in generators():
         try:
@@ -135,7 +123,7 @@ def _verify_all(case: Case, in_one_process: bool, *, as_json: bool) -> None:
     if not found:
         raise ArgumentError("--schedule all: no schedule takes this model on these ranks; see the lines above")
     if as_json:
-        print(json.dumps(finite(found), allow_nan=False))
+        print_json(found)
     if wrong := [report["schedule"] for report in found if not report["ok"]]:
         raise VerificationError(f"{len(wrong)} of {counted(len(found), 'schedule')} did not pass: {', '.join(wrong)}")
 
@@ -147,24 +135,9 @@ def _check_numbers(case: Case, entry: Generator) -> None:
     generate(entry.name, case.ranks, count, case.chunks)
 
 
-def _is_local(transport: str | None, replicas: int) -> bool:
-    """Whether one process drives all ranks. Raises ArgumentError if it cannot."""
-    check_counts(replicas=replicas)
-    local = transport == "local" or (transport is None and replicas == 1)
-    if local and replicas > 1:
-        raise ArgumentError(f"--replicas {replicas}: a process for each rank; leave --transport local out")
-    return local
-
-
 def prove(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The report of each schedule, as `penstock.Report.to_dict` returns it; of several, only of those that take these
-    numbers and this model. Until the last one, whatever is printed goes to stderr.
-
-    Raises:
-        PenstockError: TARGET or an option is wrong, or the model cannot be split.
-        ArgumentError: the model or its loss raised an error.
-    """
-
+    numbers and this model. Until the last one, whatever is printed goes to stderr."""
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.verification.twins import twins
     from penstock.verification.verify import Verification
@@ -179,7 +152,12 @@ def prove(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
 
         mesh, part = None, Microbatch(given.args, given.kwargs, given.target)
         if case.replicas > 1:
-            mesh = _mesh(case, given)
+            from torch.distributed.device_mesh import init_device_mesh
+
+            from penstock.partition.units.chain import as_module
+
+            device = next((p.device.type for p in as_module(given.model).parameters()), "cpu")
+            mesh = init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))
             part = _part(given, case.replicas, mesh.get_local_rank("dp"))
         options: dict[str, Any] = {**case.arguments(), "ranks": case.ranks, "microbatches": case.microbatches}
         options |= {"mesh": mesh, "transport": _choice(case.transport), **given.cutting}
@@ -221,15 +199,6 @@ def _choice(name: str | None) -> TransportChoice:
     return factory
 
 
-def _mesh(case: Case, given: Target) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from penstock.partition.units.chain import as_module
-
-    device = next((p.device.type for p in as_module(given.model).parameters()), "cpu")
-    return init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))
-
-
 def _part(given: Target, replicas: int, replica: int) -> Microbatch:
     """A replica's part of the batch, cut by the same rule as a pipeline cuts its batch."""
     from penstock._base.trees import unflatten
@@ -250,8 +219,7 @@ def _part(given: Target, replicas: int, replica: int) -> Microbatch:
 
 
 def prove_distributed(case: Case) -> dict[str, Any]:
-    """Like `prove`, with one process per rank. Each leaves a file with the report, or with its error, in a folder.
-    Raises KeyboardInterrupt: Ctrl-C ended the processes."""
+    """Like `prove`, with one process per rank. Each leaves a file with the report, or with its error, in a folder."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")

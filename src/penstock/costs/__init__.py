@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from penstock.costs.cuts import best_starts as best_starts
     from penstock.costs.cuts import stage_bytes as stage_bytes
     from penstock.costs.cuts import stage_loads as stage_loads
-    from penstock.costs.doubts import variation as variation
     from penstock.costs.estimate import estimated as estimated
     from penstock.costs.estimate import fitted as fitted
     from penstock.costs.files import read_costs as read_costs
@@ -50,12 +49,13 @@ if TYPE_CHECKING:
     from penstock.costs.profile import kept_bytes as kept_bytes
     from penstock.costs.profile import read_profile as read_profile
     from penstock.costs.profile import ties_of as ties_of
-    from penstock.costs.units import units_of as units_of
+    from penstock.costs.sizes import units_of as units_of
+    from penstock.costs.sizes import variation as variation
 
 _HOMES = {
     "costs": "WORK Costs",
     "cuts": "Problem best_starts stage_bytes stage_loads",
-    "doubts": "variation",
+    "sizes": "units_of variation",
     "estimate": "estimated fitted",
     "files": "read_costs read_links",
     "links": "MeasuredLinks links_in",
@@ -64,7 +64,6 @@ _HOMES = {
         "OPTIMIZER_VALUES SPLIT_SECONDS MadeFor MeasuredLink Operations Profile Tied UnitCost counted_again "
         "first_difference kept_bytes read_profile ties_of"
     ),
-    "units": "units_of",
 }
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES, {"hardware"})

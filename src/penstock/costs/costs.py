@@ -6,18 +6,35 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.costs.links import MeasuredLinks
-from penstock.costs.units import UnitsToCut
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import LinkCost, OfStage, StageCost, divided, each_of
 
+if TYPE_CHECKING:
+    from penstock.costs.profile import UnitCost
+
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
 """The options for how long a stage works, and the ops they stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitsToCut:
+    """The units of a model for one microbatch, which become the stages of any schedule.
+
+    Attributes:
+        units: in the order in which they run.
+        action_seconds: what the runtime adds to each forward and backward of a stage.
+        said: where they come from, with the microbatch and the device, for people.
+    """
+
+    units: tuple[UnitCost, ...]
+    action_seconds: float
+    said: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ ROUNDING = 1 + 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What to divide, and what a stage costs. All sequences but `in_flight` have an entry for each unit.
+    """What to divide, and what a stage costs. All sequences have an entry for each unit, if not each stage.
 
     Attributes:
         seconds: what a unit takes.
@@ -41,7 +41,12 @@ class Problem:
         activation_bytes: what it keeps for each microbatch in flight.
         working_bytes: what it takes besides while it runs; of a stage, one unit runs at a time.
         ties: two units that hold so many bytes in common, which a stage with both holds once.
+        again_seconds: what a unit takes more on a stage that runs forwards again, as one does that has no room to keep
+            activations of all microbatches; empty: none does.
+        received_bytes: what such a stage keeps instead for each, if it begins with this unit.
+        waiting_bytes: what a unit takes on it for each microbatch whose weight gradient waits.
         in_flight: for each stage, how many microbatches are in flight at most; empty: one.
+        waiting: for each stage, how many of them wait for their weight gradient at most.
         limit_bytes: what a stage may take.
         speeds: for each stage, how fast its device computes; empty: all as fast as the one that `seconds` are of.
         balanced: what is to be even: seconds, or bytes.
@@ -57,10 +62,20 @@ class Problem:
     speeds: Sequence[float] = ()
     working_bytes: Sequence[float] = ()
     ties: Sequence[tuple[int, int, float]] = ()
+    again_seconds: Sequence[float] = ()
+    received_bytes: Sequence[float] = ()
+    waiting_bytes: Sequence[float] = ()
+    waiting: Sequence[int] = ()
 
     def bytes_before(self, stage: int) -> Floats:
         """What all units before each one, and before the end, would take on this stage."""
         return self._bytes_before(self.in_flight[stage] if self.in_flight else 1)
+
+    def bytes_again(self, stage: int, begins: Ints) -> Floats:
+        """What units from `begins` to before each one would take on this stage if it ran forwards again."""
+        before = self._bytes_before(1) + self.waiting[stage] * _totals(np.asarray(self.waiting_bytes))
+        received: Floats = self.in_flight[stage] * _column(self.received_bytes, len(self.seconds))[begins]
+        return before[None, :] - before[begins] + received
 
     def costs_before(self, stage: int | None = None) -> Floats:
         """The same for what is balanced, without what crosses; with no stage: where they cost least."""
@@ -178,7 +193,13 @@ def _table(problem: Problem, longest: int) -> Table:
             found += together
         if math.isfinite(problem.limit_bytes):
             taken = problem.bytes_before(stage)
-            found[taken[None, :] - taken[begins] + together > problem.limit_bytes * ROUNDING] = np.inf
+            over = taken[None, :] - taken[begins] + together > problem.limit_bytes * ROUNDING
+            if any(problem.again_seconds):
+                speed = problem.speeds[stage] if problem.speeds else 1.0
+                again = _totals(np.asarray(problem.again_seconds)) / speed
+                found += np.where(over, again[None, :] - again[begins], 0.0)
+                over &= problem.bytes_again(stage, begins) + together > problem.limit_bytes * ROUNDING
+            found[over] = np.inf
         return found
 
     if problem.balanced == "seconds" and math.isinf(problem.limit_bytes) and not problem.speeds:

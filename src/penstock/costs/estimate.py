@@ -52,7 +52,14 @@ def fitted(measured: Iterable[Profile], device: Device, start: Efficiency = USUA
     """
     found: list[Measurement] = []
     for profile in measured:
-        _check_kind(profile, device)
+        name, of = profile.device_name or profile.device, reported_as(profile.device_name)
+        if profile.source != "measured":
+            raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; pass what was measured")
+        if profile.device != device.type or (of is not None and device.sources and of.key != device.key):
+            raise ArgumentError(
+                f"calibrate: the profile was measured on {name} ({profile.device}), which is no {device.name} "
+                f"({device.type}); measure on one, or describe that device in a .toml file of its own"
+            )
         for each in profile.each_size:
             found += _measurements(each.units)
     return calibrated(found, device, start)
@@ -103,15 +110,3 @@ def _operations_of(unit: UnitCost) -> Operations:
             "estimated from it; make it again with penstock.profile(...) or `penstock profile`"
         )
     return unit.operations
-
-
-def _check_kind(profile: Profile, device: Device) -> None:
-    name = profile.device_name or profile.device
-    if profile.source != "measured":
-        raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; pass what was measured")
-    of = reported_as(profile.device_name)
-    if profile.device != device.type or (of is not None and device.sources and of.key != device.key):
-        raise ArgumentError(
-            f"calibrate: the profile was measured on {name} ({profile.device}), which is no {device.name} "
-            f"({device.type}); measure on one, or describe that device in a .toml file of its own"
-        )

@@ -182,14 +182,10 @@ def _ties(units: Iterable[UnitCost]) -> Iterator[tuple[int, int, tuple[float, fl
     for index, unit in enumerate(units):
         for tied in unit.tied:
             if tied.name in last:
-                yield last[tied.name], index, _parts(unit, tied)
+                share = tied.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 0.0
+                parts = tied.parameter_bytes, tied.gradient_bytes, share * unit.optimizer_bytes
+                yield last[tied.name], index, parts
             last[tied.name] = index
-
-
-def _parts(unit: UnitCost, tied: Tied) -> tuple[float, float, float]:
-    """What it takes of the unit's parameters, gradients, and optimizer's state."""
-    share = tied.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 0.0
-    return tied.parameter_bytes, tied.gradient_bytes, share * unit.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)

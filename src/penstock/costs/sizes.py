@@ -1,4 +1,5 @@
-"""What a model's units cost with microbatches of another size than those that were measured."""
+"""What a model's units cost with microbatches of another size than those that were measured, and what the numbers of a
+profile say against themselves."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
+from penstock.costs.costs import UnitsToCut
 from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost, amounts
 
 GROWING = tuple(
@@ -84,7 +87,11 @@ class Sizes:
         """What each of so many replicas has of the costs."""
         if not self.shares_optimizer or replicas == 1:
             return self
-        return Sizes({rows: _shared(profile, replicas) for rows, profile in self.profiles.items()})
+        found = {}
+        for rows, profile in self.profiles.items():
+            units = (replace(unit, optimizer_bytes=-(-unit.optimizer_bytes // replicas)) for unit in profile.units)
+            found[rows] = replace(profile, units=tuple(units))
+        return Sizes(found)
 
     def at(self, rows: int) -> tuple[UnitCost, ...]:
         """What each unit costs with microbatches of that many rows."""
@@ -104,11 +111,6 @@ class Sizes:
             parts = (_scaled(unit, rows / low) for unit in self.profiles[low].units)
             return tuple(map(_at_least, found, parts))
         return tuple(found)
-
-
-def _shared(profile: Profile, replicas: int) -> Profile:
-    units = tuple(replace(unit, optimizer_bytes=-(-unit.optimizer_bytes // replicas)) for unit in profile.units)
-    return replace(profile, units=units)
 
 
 def rows_of(profile: Profile) -> int:
@@ -162,3 +164,66 @@ def _between(low: UnitCost, high: UnitCost, share: float) -> UnitCost:
 def _at_least(unit: UnitCost, least: UnitCost) -> UnitCost:
     lowest = _growing(least)
     return replace(unit, **{name: max(value, lowest[name]) for name, value in _growing(unit).items()})
+
+
+BUSY = 0.25
+"""Times that spread by more than this part of their median were not measured on a quiet machine."""
+_RATIO, _SECONDS = 2.0, 1e-3
+"""A forward does much the same where backwards are split: it does not take twice as long and a millisecond."""
+
+
+def doubts(profile: Profile) -> tuple[str, ...]:
+    """Why not to trust the times of a profile; empty if nothing speaks against them, or if none were measured."""
+    if profile.source != "measured":
+        return ()
+    found, sizes = [], profile.each_size
+    if (varies := variation(profile)) > BUSY:
+        found.append(f"times vary by {varies:.0%} from run to run; measure again while the machine does nothing else")
+    for size in sizes:
+        plain = sum(unit.forward_seconds for unit in size.units)
+        split = sum(unit.split.forward_seconds for unit in size.units)
+        if max(plain, split) > _RATIO * min(plain, split) + _SECONDS:
+            found.append(
+                f"forwards of {counted(size.rows, 'row')} took {split * 1e3:.3g} ms where backwards are split, and "
+                f"{plain * 1e3:.3g} ms otherwise: something else ran; measure again"
+            )
+    for smaller, larger in pairwise(sizes):
+        if _seconds(larger) < _seconds(smaller):
+            found.append(
+                f"microbatches of {counted(larger.rows, 'row')} took less time than those of {smaller.rows}: something "
+                "else ran; measure again"
+            )
+    return tuple(found)
+
+
+def _seconds(size: Profile) -> float:
+    return sum(unit.seconds for unit in size.units)
+
+
+def variation(profile: Profile) -> float:
+    """How much its times vary from run to run, as a fraction: of its sizes the most, of units by the time of each."""
+    totals = [(_seconds(size), sum(unit.seconds * unit.spread for unit in size.units)) for size in profile.each_size]
+    return max(spread / seconds if seconds else 0.0 for seconds, spread in totals)
+
+
+def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
+    """The units of a profile for microbatches of that many rows; None: of those that it is of. Raises ArgumentError: it
+    does not say how many rows it is of, or they are far fewer."""
+    units, size = profile.units, ", ".join(profile.inputs.values())
+    if rows is not None:
+        sizes = Sizes.of([profile])
+        if not 1 <= rows <= sizes.largest:
+            measured = ", ".join(map(str, sorted(sizes.profiles)))
+            raise ArgumentError(
+                f"--rows {rows}: {source} has microbatches of {measured} rows, which tell of 1 to {sizes.largest}; "
+                "measure others: penstock profile --microbatch-sizes"
+            )
+        units, size = sizes.at(rows), counted(rows, "row")
+        if rows not in sizes.profiles:
+            how = "between" if min(sizes.profiles) < rows < max(sizes.profiles) else "beyond"
+            size += f" ({how} those measured: {', '.join(map(str, sorted(sizes.profiles)))})"
+    elif profile.rows:
+        size = counted(profile.rows, "row")
+    made = "measured" if profile.source == "measured" else "an estimate"
+    where = f"{source.removeprefix('--profile ')}, {made} on {profile.device_name or profile.device}"
+    return UnitsToCut(units, profile.action_seconds or 0.0, f"{where}, microbatches of {size}")

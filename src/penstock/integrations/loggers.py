@@ -229,6 +229,13 @@ class TensorBoardLog:
         self._events.close()
 
 
+class StepWriter(StepLogger):
+    """`StepLogger(TensorBoardLog(folder))`, by its older name."""
+
+    def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(TensorBoardLog(folder), clock=clock)
+
+
 class WandbLog:
     """A run of Weights & Biases, as `wandb.init(...)` returns it; pass it mode="offline" to work offline."""
 

@@ -5,13 +5,13 @@
 5000000000.0
 
 What is requested
-  link.py, impairment.py  a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
+  link.py         a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
   topology.py     which link affects a frame            background.py  neighbors' traffic
   cpu_limit.py    hosts with slow processors            scenario.py  changes over time
 What implements it
   shapers.py      chooses tbf or the switch, or refuses
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
-  machines.py     creates the hosts and joins them      subnets.py  addresses
+  machines.py     creates the hosts and joins them
   keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
 What runs on it
   fabric/         a training job's collectives: how long each takes
@@ -23,6 +23,6 @@ What runs on it
 from penstock._base.lazy import face
 
 MAX_HOSTS = 200
-"""The most hosts in one emulation: a subnet has addresses for 254."""
+"""The most hosts in one emulation: a network like theirs has addresses for 254."""
 
 __all__, __getattr__, __dir__ = face(__name__, {}, {"fabric"})

@@ -42,7 +42,6 @@ class Neighbor:
 
     Attributes:
         target: the host whose link it shares; None for every host.
-        frame_bytes: the size of its frames.
         bytes_per_second: the rate of steady traffic, or 0.
         burst_bytes, period_seconds: the size and period of an incast, or 0.
         recorded: seconds and bytes of a trace, in order.
@@ -67,15 +66,12 @@ def parse_background(text: str, hosts: int) -> Neighbor:
         raise ArgumentError(f"the background {text!r}: {error}") from None
 
 
-_READ: dict[str, Callable[[str], Any]] = {"rate": q.rate, "incast": q.size, "trace": str}
-"""How the value of each kind of source is read."""
-
-_OPTIONS: dict[str, dict[str, Callable[[str], Any]]] = {
-    "rate": {"to": q.count, "size": q.size},
-    "incast": {"to": q.count, "size": q.size, "every": q.seconds},
-    "trace": {"to": q.count},
+_WORDS: dict[str, tuple[Callable[[str], Any], dict[str, Callable[[str], Any]]]] = {
+    "rate": (q.rate, {"to": q.count, "size": q.size}),
+    "incast": (q.size, {"to": q.count, "size": q.size, "every": q.seconds}),
+    "trace": (str, {"to": q.count}),
 }
-"""The words that may follow each kind of source, and how their values are read."""
+"""How the value of each kind of source is read, and those of the words that may follow it."""
 
 
 def _neighbor(text: str, hosts: int) -> Neighbor:
@@ -88,19 +84,20 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
     if len(words) < 2:
         raise ValueError(f"{kind!r} needs a value")
     _, what, *words = words
-    value = _READ[kind](what)
+    read, options = _WORDS[kind]
+    value = read(what)
     if wrong := q.suspicious_rate_hint(what) if kind == "rate" else "":
         raise ValueError(wrong)
     named: dict[str, Any] = {}
     for word, given in itertools.zip_longest(words[::2], words[1::2]):
         name = word.lower()
-        if name not in _OPTIONS[kind]:
-            raise ValueError(f"{word!r} is unknown here: pass {', '.join(_OPTIONS[kind])}")
+        if name not in options:
+            raise ValueError(f"{word!r} is unknown here: pass {', '.join(options)}")
         if name in named:
             raise ValueError(f"{word!r} is given twice")
         if given is None:
             raise ValueError(f"{word!r} needs a value")
-        named[name] = _OPTIONS[kind][name](given)
+        named[name] = options[name](given)
     target, size = named.get("to"), int(named.get("size", FRAME_BYTES))
     if target is not None and target >= hosts:
         raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
@@ -108,13 +105,12 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
         raise ValueError(f"a frame cannot have {size} bytes: pass 64 to 65535")
     if kind == "trace":
         recorded = tuple(_recorded(Path(value)))
-        most = recorded[-1][0] / _LEAST_GAP_SECONDS
-        if len(recorded) > most + 1:
+        if len(recorded) > (most := recorded[-1][0] / _LEAST_GAP_SECONDS) + 1:
             raise ValueError(f"{what} has {len(recorded):,} frames: pass at most {most:,.0f} in that time")
         return Neighbor(target, recorded=recorded, text=text)
     if kind == "incast":
-        burst, period = int(value), named.get("every")
-        if not period:
+        burst = int(value)
+        if not (period := named.get("every")):
             raise ValueError("an incast needs its period: pass one like 'incast 1mb every 100ms'")
         least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
         return Neighbor(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
@@ -168,30 +164,27 @@ class Stream:
     def __init__(self, neighbors: Sequence[Neighbor], seed: int, host: int) -> None:
         shared = [one for one in neighbors if one.target in (None, host)]
         self._sources = [arrivals(one, seed + 1000003 * place, host) for place, one in enumerate(shared)]
-        self._made = [next(source) for source in self._sources]
+        self._made = [(_NONE, _NONE) for _ in self._sources]
+        """Of each source, what it has made and is not yet due."""
         self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
         """Returns the next arrivals before `end_ns`, at most `most`."""
         parts = [self._left]
-        for place in range(len(self._sources)):
-            parts += self._taken(place, end_ns)
+        for place, source in enumerate(self._sources):
+            while True:
+                at_ns, sizes = self._made[place]
+                count = int(np.searchsorted(at_ns, end_ns))
+                parts.append((at_ns[:count], sizes[:count]))
+                self._made[place] = at_ns[count:], sizes[count:]
+                if count < len(at_ns):
+                    break
+                self._made[place] = next(source)
         at_ns, sizes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order = np.argsort(at_ns, kind="stable")
         given, left = order[:most], order[most:]
         self._left = at_ns[left], sizes[left]
         return at_ns[given], sizes[given]
-
-    def _taken(self, place: int, end_ns: int) -> Iterator[Arrivals]:
-        """Yields one source's remaining arrivals before `end_ns`."""
-        while True:
-            at_ns, sizes = self._made[place]
-            count = int(np.searchsorted(at_ns, end_ns))
-            yield at_ns[:count], sizes[:count]
-            if count < len(at_ns):
-                self._made[place] = at_ns[count:], sizes[count:]
-                return
-            self._made[place] = next(self._sources[place])
 
 
 _NONE = np.zeros(0, dtype=np.int64)

@@ -20,7 +20,6 @@ from typing import Any
 from penstock._base.process import cores
 from penstock.network.keeper import tool
 
-_IPV4 = Path("/proc/sys/net/ipv4")
 _SIOCGIFMTU, _SIOCETHTOOL = 0x8921, 0x8946
 _OFFLOADS = {
     "rx-checksumming": 0x14,
@@ -38,13 +37,15 @@ def environment(interface: str | None = None) -> dict[str, Any]:
     that the job uses is GLOO_SOCKET_IFNAME's, or the first one besides lo."""
     names = interfaces()
     used = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
+    routes = _output("ip", "route", "show", "dev", used) if used else None
+    named = re.search(r"congctl (?:lock )?(\S+)", routes or "")  # a route may name one of its own
     return {
         "host": socket.gethostname(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
-        "congestion_control": _congestion_control(used),
-        "slow_start_after_idle": _setting(_IPV4 / "tcp_slow_start_after_idle"),
+        "congestion_control": named[1] if named else _setting("tcp_congestion_control"),
+        "slow_start_after_idle": _setting("tcp_slow_start_after_idle"),
         "interface": used,
         "interfaces": names,
         "mtu": names.get(used) if used else None,
@@ -82,16 +83,9 @@ def _offloads(interface: str) -> dict[str, bool]:
     return found
 
 
-def _congestion_control(interface: str | None) -> str | None:
-    """Returns the congestion control named by a route over the interface, or else the default."""
-    routes = _output("ip", "route", "show", "dev", interface) if interface else None
-    named = re.search(r"congctl (?:lock )?(\S+)", routes or "")
-    return named[1] if named else _setting(_IPV4 / "tcp_congestion_control")
-
-
-def _setting(path: Path) -> str | None:
+def _setting(name: str) -> str | None:
     try:
-        return path.read_text().strip()
+        return Path("/proc/sys/net/ipv4", name).read_text().strip()
     except OSError:
         return None
 

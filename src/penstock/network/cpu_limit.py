@@ -65,9 +65,8 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
             said = f"pass more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
             raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {said}")
         if share < LEAST_SHARE:
-            raise ArgumentError(
-                f"host {host} is given {100 * share:g}% of a core, but the least that can be enforced is 0.1%"
-            )
+            least = "but the least that can be enforced is 0.1%"
+            raise ArgumentError(f"host {host} is given {100 * share:g}% of a core, {least}")
     return dict(sorted(slow.items()))
 
 
@@ -102,7 +101,7 @@ class Groups:
         parent = self._parent()
         try:
             for host, share in slow.items():
-                folder = parent / keeper.group_name(emulation, host)
+                folder = parent / f"{emulation}-h{host}-cpu"
                 folder.mkdir()
                 self._folders[host] = folder
                 for name, value in self._limits(share):

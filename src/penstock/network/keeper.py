@@ -2,10 +2,10 @@
 
 This file also runs as its own program, in its own session, so it needs only the standard library.
 
-Outside its own processes, an emulation leaves only names of network namespaces, `penstock-PID-START-SUBNET-h0`, ...,
+Outside its own processes, an emulation leaves only names of network namespaces, `penstock-PID-START-NUMBER-h0`, ...,
 `-switch`. PID and START (the start time in clock ticks since boot) are the maker's, so the name alone shows whether the
 maker is alive, and no file is needed. Devices, queues and addresses disappear with the namespaces. A slow host may also
-have a cgroup, `penstock-PID-START-SUBNET-h0-cpu`.
+have a cgroup, `penstock-PID-START-NUMBER-h0-cpu`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,15 @@ MARK = "PENSTOCK_FABRIC"
 SECONDS = 10.0
 """How long processes get to die of SIGKILL; after that, their namespaces are deleted anyway."""
 
-_NAME = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-(?:h\d+|switch)")
-_GROUP = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-h\d+-cpu")
+_NAME = re.compile(r"(penstock-\d+-\d+-\d+)-(?:h\d+|switch)")
+_GROUP = re.compile(r"(penstock-\d+-\d+-\d+)-h\d+-cpu")
 
 
 def names_of(emulation: str | None = None) -> list[str]:
     """Returns the namespaces of an emulation, or of all emulations."""
-    try:
-        names = sorted(os.listdir(FOLDER))
-    except FileNotFoundError:
-        return []
-    found = [(match[1], name) for name in names if (match := _NAME.fullmatch(name))]
-    return [name for owner, name in found if emulation in (None, owner)]
-
-
-def group_name(emulation: str, host: int) -> str:
-    """Returns the name of the cgroup that limits a host's processor time."""
-    return f"{emulation}-h{host}-cpu"
+    names = sorted(os.listdir(FOLDER)) if FOLDER.exists() else []
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    return [match[0] for match in matches if emulation in (None, match[1])]
 
 
 def groups_of(emulation: str | None = None) -> list[Path]:
@@ -62,12 +54,8 @@ def groups_of(emulation: str | None = None) -> list[Path]:
 
 def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int, Path, str]]:
     """Returns the cgroup hierarchies that divide processor time: version, mount point, and the cgroup mounted there."""
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return []
     found = []
-    for line in lines:
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
         mount, _, system = line.partition(" - ")
         kind, *_, options = system.split(" ")
         # Spaces, tabs, newlines and backslashes in paths are written as octal escapes.
@@ -85,13 +73,6 @@ def words_of(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
-
-
-def emulation_of(name: str) -> str:
-    """Returns the emulation that a namespace or cgroup belongs to."""
-    match = _NAME.fullmatch(name) or _GROUP.fullmatch(name)
-    assert match is not None, name
-    return match[1]
 
 
 def maker_lives(emulation: str) -> bool:
@@ -142,36 +123,27 @@ def remove(emulation: str) -> list[str]:
 
 def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> Iterator[int]:
     """Yields the processes in the namespaces and cgroups, and those that carry the mark."""
-    places = set()
-    for name in names:
-        try:
-            status = os.stat(FOLDER / name)
-            places.add((status.st_dev, status.st_ino))
-        except OSError:  # deleted in the meantime
-            continue
-    places.discard(_place("self"))  # a name that was never attached to a namespace, or our own namespace
+    places = {place for name in names if (place := _place(FOLDER / name))}
+    places.discard(_place(Path("/proc/self/ns/net")))  # a name that was never attached to a namespace, or our own
     held = {pid for group in groups for pid in words_of(group / "cgroup.procs")}
     mark = f"{MARK}={emulation}".encode()
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == os.getpid():
             continue
-        if pid in held or _place(pid) in places or mark in _environment(pid):
+        environment = b""
+        with contextlib.suppress(OSError):  # it has ended
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        if pid in held or _place(Path(f"/proc/{pid}/ns/net")) in places or mark in environment.split(b"\0"):
             yield int(pid)
 
 
-def _place(pid: str) -> tuple[int, int] | None:
+def _place(path: Path) -> tuple[int, int] | None:
+    """Returns what tells a namespace from others; None if it no longer exists."""
     try:
-        status = os.stat(f"/proc/{pid}/ns/net")
-    except OSError:  # it has ended
+        status = os.stat(path)
+    except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _environment(pid: str) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def _free(groups: Iterable[Path]) -> None:
@@ -189,8 +161,7 @@ def tool(name: str) -> str:
 
 
 def _delete(name: str) -> bool:
-    done = subprocess.run([tool("ip"), "netns", "delete", name], capture_output=True, check=False)
-    return done.returncode == 0
+    return subprocess.run([tool("ip"), "netns", "delete", name], capture_output=True, check=False).returncode == 0
 
 
 def _delete_group(group: Path) -> bool:

@@ -8,6 +8,7 @@ of the links see link.py.
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +16,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network import MAX_HOSTS, keeper, subnets
+from penstock.network import MAX_HOSTS, keeper
 from penstock.network.background import parse_background
 from penstock.network.checks import why_not
 from penstock.network.cpu_limit import Groups, check_slow, hold_back
 from penstock.network.link import Link
-from penstock.network.namespaces import with_large_windows, within, without_ipv6
+from penstock.network.namespaces import set_up, within
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Order, Setup, Switch
 from penstock.network.topology import Topology
@@ -38,8 +39,7 @@ class Machines:
     Attributes:
         id: of this emulation; its namespaces are called `{id}-h0`, ... and `{id}-switch`.
         hosts: the names of the hosts' namespaces.
-        addresses: IPv4 addresses, by host.
-        network: the subnet that the addresses belong to.
+        addresses: IPv4 addresses, by host; those of two emulations are the same, since neither can reach the other.
         topology: the current links; None for links as fast as the machine can make them.
         shaper: what shapes the links; None if nothing does.
         background: the neighbors' current traffic.
@@ -58,10 +58,9 @@ class Machines:
         """Checks the arguments; the hosts are created by `with`.
 
         Args:
-            hosts: the number of hosts.
             link: each host's link to the switch, or all links as a Topology; None for links as fast as the machine can
                 make them.
-            shaper: what shapes the links, one of `shapers.SHAPERS`.
+            shaper: one of `shapers.SHAPERS`.
             background: neighbors' traffic, as texts (background.py).
             slow: hosts whose processes together get at most this share of one core's time (cpu_limit.py).
             changes: whether `change` will be called.
@@ -88,34 +87,21 @@ class Machines:
         self.id = ""
         self.hosts: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
-        self.network = subnets.ALL
         self._count = hosts
         self._maker = 0
         self._keeper: subprocess.Popen[bytes] | None = None
         self._groups: Groups | None = None
 
-    @property
-    def held_back_by(self) -> str | None:
-        """What throttles the slow hosts; None if no host is slow, or the hosts do not exist yet."""
-        return None if self._groups is None else self._groups.name
-
     def __enter__(self) -> Self:
-        """Creates the hosts.
-
-        Raises:
-            FabricError: this machine cannot create them (`why_not` says why), or a command failed. Nothing is left
-                behind.
-            ArgumentError: the link cannot be made at this rate, or by the requested shaper.
-        """
+        """Creates the hosts. Raises FabricError: this machine cannot create them (`why_not` says why), or a command
+        failed. Nothing is left behind. Raises ArgumentError: the link cannot be made at this rate, or by the requested
+        shaper."""
         self.settle()
         self._maker = os.getpid()
-        number, claim = subnets.claim()
-        with claim:
-            self.id = f"penstock-{self._maker}-{keeper.started(self._maker)}-{number}"
-            self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
-            self.network = subnets.subnet(number)
-            self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
-            self._keeper = start_keeper((self.id, str(self._maker)), claim.fileno())
+        self.id = f"penstock-{self._maker}-{keeper.started(self._maker)}-{secrets.randbelow(10**9)}"
+        self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
+        self.addresses = tuple(f"10.64.0.{host + 1}" for host in range(self._count))
+        self._keeper = start_keeper(self.id, self._maker)
         try:
             # Before the hosts, so that nothing of them is created if they cannot be throttled.
             self._groups = hold_back(self.id, self.slow) if self.slow else None
@@ -126,13 +112,9 @@ class Machines:
         return self
 
     def settle(self) -> None:
-        """Finds out whether and how this machine can create the hosts, without creating any.
-
-        Raises:
-            FabricError, ArgumentError: as in `with`.
-        """
-        missing = why_not()
-        if missing is not None:
+        """Finds out whether and how this machine can create the hosts, without creating any. Raises FabricError,
+        ArgumentError: as in `with`."""
+        if (missing := why_not()) is not None:
             raise FabricError(missing)
         only = "only the switch can change links, and take hosts away for a time" if self._changes else None
         if self.background:
@@ -162,27 +144,25 @@ class Machines:
         self._keeper = None
         if status:  # the keeper was killed, or failed
             keeper.remove(self.id)
-        left = keeper.names_of(self.id)
-        if left:
-            raise FabricError(f"{', '.join(left)} cannot be removed: try `ip netns delete {left[0]}`")
-        groups = [str(group) for group in keeper.groups_of(self.id)]
-        if groups:
-            raise FabricError(f"{', '.join(groups)} cannot be removed: try `rmdir {groups[0]}`")
+        for way, left in (
+            ("ip netns delete", keeper.names_of(self.id)),
+            ("rmdir", [str(group) for group in keeper.groups_of(self.id)]),
+        ):
+            if left:
+                raise FabricError(f"{', '.join(left)} cannot be removed: try `{way} {left[0]}`")
         if failed is not None:
             raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-        """Returns the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
-        added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
+        """Returns the command that runs `argv` on a host, with `environment` in addition to what tells gloo and others
+        which interface to use."""
+        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        variables = {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE), **(environment or {})}
+        added = [f"{name}={value}" for name, value in variables.items()]
         entering = [keeper.tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
         if host in self.slow and self._groups is not None:
             return self._groups.command(host, entering, argv)
         return [*entering, *argv]
-
-    def variables(self) -> dict[str, str]:
-        """Returns the environment of a process on a host, which tells gloo and the like which interface to use."""
-        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
     def qdiscs(self) -> str:
         """Returns tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
@@ -207,10 +187,7 @@ class Machines:
     ) -> None:
         """Replaces what is given from now on; frames in flight are not affected.
 
-        Args:
-            topology: the links.
-            gone: the hosts that are cut off: nothing leaves or reaches them. All others are connected (again).
-            background: the neighbors' traffic.
+        `gone`: the hosts that are cut off: nothing leaves or reaches them. All others are connected (again).
 
         Raises:
             ArgumentError: the new links would need another frame size.
@@ -240,25 +217,23 @@ class Machines:
             "mtu": self._mtu,
             "background": list(self.background),
             "slow": {str(host): share for host, share in self.slow.items()},
-            "held_back_by": self.held_back_by,
+            "held_back_by": None if self._groups is None else self._groups.name,
         }
 
     def _make(self) -> None:
         by_process = self.shaper is not None and self.shaper.name == "switch"
         for name in (*self.hosts, *(() if by_process else (f"{self.id}-switch",))):
             self._run("ip", "netns", "add", name)
-            within(keeper.FOLDER / name, without_ipv6)
-            within(keeper.FOLDER / name, with_large_windows)
+            within(keeper.FOLDER / name, set_up)
         if by_process and self.topology is not None:
             order = Order(self.topology, background=self.background)
             namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
             self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
         else:
             self._make_bridge()
-        for host in range(self._count):
-            self._batch("ip", self.hosts[host], self._host_lines(host))
-        if self.topology is not None:
-            for host, name in enumerate(self.hosts):
+        for host, name in enumerate(self.hosts):
+            self._batch("ip", name, self._host_lines(host))
+            if self.topology is not None:
                 self._shape(name, INTERFACE, self._egress(host))
 
     def _egress(self, host: int) -> str:
@@ -289,8 +264,8 @@ class Machines:
     def _host_lines(self, host: int) -> list[str]:
         lines = [
             "link set dev lo up",
-            f"link set dev {INTERFACE} mtu {self._mtu} address {self._mac(host)}",
-            f"address add {self.addresses[host]}/{self.network.prefixlen} dev {INTERFACE}",
+            f"link set dev {INTERFACE} mtu {self._mtu} address {_mac(host)}",
+            f"address add {self.addresses[host]}/24 dev {INTERFACE}",
             f"link set dev {INTERFACE} up",
         ]
         if self.topology is not None:
@@ -301,14 +276,11 @@ class Machines:
             lines.append(f"link set dev {INTERFACE} gso_max_size {at_once}")
         # Known neighbors need no lookup, so no first message of a run waits for an answer.
         lines += [
-            f"neighbor replace {self.addresses[other]} lladdr {self._mac(other)} nud permanent dev {INTERFACE}"
+            f"neighbor replace {self.addresses[other]} lladdr {_mac(other)} nud permanent dev {INTERFACE}"
             for other in range(self._count)
             if other != host
         ]
         return lines
-
-    def _mac(self, host: int) -> str:
-        return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
 
     def _shape(self, namespace: str, device: str, words: str) -> None:
         """Attaches tbf to a device, and checks that it is there: without it, the link would be too fast."""
@@ -332,16 +304,15 @@ class Machines:
             raise FabricError(f"`{' '.join(line)}` failed: {done.stderr.strip()}\n{text}".rstrip())
 
 
-def start_keeper(arguments: Sequence[str], claim: int) -> subprocess.Popen[bytes]:
-    """Starts the keeper, which holds the claim and removes the emulation when its input closes, and waits until it is
-    ready. It needs nothing but the standard library. Raises FabricError if it does not start."""
+def start_keeper(emulation: str, maker: int) -> subprocess.Popen[bytes]:
+    """Starts the keeper, which removes the emulation when its input closes, and waits until it is ready. It needs
+    nothing but the standard library. Raises FabricError if it does not start."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", keeper.__file__, *arguments],
+        [sys.executable, "-I", "-S", keeper.__file__, emulation, str(maker)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
-        pass_fds=(claim,),
     )
     assert process.stdout is not None
     with process.stdout as answer:
@@ -352,6 +323,10 @@ def start_keeper(arguments: Sequence[str], claim: int) -> subprocess.Popen[bytes
     return process
 
 
+def _mac(host: int) -> str:
+    return f"02:50:0a:40:00:{host + 1:02x}"  # its end is what the switch tells hosts by
+
+
 def clean(force: bool = False) -> list[str]:
     """Removes what is left of emulations whose maker is gone; with `force`, also of running ones.
 
@@ -359,7 +334,7 @@ def clean(force: bool = False) -> list[str]:
     """
     removed: list[str] = []
     found = [*keeper.names_of(), *(group.name for group in keeper.groups_of())]
-    for emulation in sorted({keeper.emulation_of(name) for name in found}):
+    for emulation in sorted({"-".join(name.split("-")[:4]) for name in found}):
         if force or not keeper.maker_lives(emulation):
             removed += keeper.remove(emulation)
     return removed

@@ -14,13 +14,12 @@ to a link does not change the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.network.impairment import Bursts, Chance, Impairment
+from penstock.network.link import Chance, Impairment
 
 LOST, TWICE, CORRUPT, JUMPS = 1, 2, 4, 8
 """The bits of a frame's fate: dropped; sent twice; sent with one wrong bit; sent without delay, ahead of others."""
@@ -33,15 +32,9 @@ _STREAMS = ("delay", "delay luck", "loss", "loss luck", "loss state", "duplicate
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Decisions:
-    """Decisions about consecutive frames.
-
-    Attributes:
-        fate: bits, uint8.
-        delay_ns: int64, at least 0.
-        bit: int64, 0 to 2^62: which bit is wrong, if one is; to be taken modulo the number of bits.
-    """
+class Decisions(NamedTuple):
+    """Decisions about consecutive frames: their fates, as bits; their delays, 0 or more; and which bit is wrong, if one
+    is, from 0 to 2^62, to be taken modulo the number of bits."""
 
     fate: npt.NDArray[np.uint8]
     delay_ns: npt.NDArray[np.int64]
@@ -52,13 +45,7 @@ class Draws:
     """The decisions for one direction of a link, in order. They do not depend on how many are requested at a time."""
 
     def __init__(self, impairment: Impairment, seed: int, direction: int) -> None:
-        """Creates the streams.
-
-        Args:
-            impairment: what is drawn.
-            seed: the network's seed.
-            direction: a number that is unique among the network's directions.
-        """
+        """Creates the streams from the network's seed. `direction`: a number unique among the network's directions."""
         self._impairment = impairment
         self._key = (abs(seed), int(seed < 0), direction)
         self._streams: dict[str, np.random.Generator] = {}
@@ -109,16 +96,11 @@ class Draws:
         loss = self._impairment.loss
         if isinstance(loss, Chance):
             return self._happens("loss", loss, count)
-        shares = np.fromiter(
-            (loss.loss_in_bad if bad else loss.loss_in_good for bad in self._states(loss, count)), float
-        )
+        shares = np.empty(count)
+        for place, value in enumerate(self._stream("loss state").random(count).tolist()):
+            shares[place] = loss.loss_in_bad if self._is_bad else loss.loss_in_good
+            self._is_bad = value >= loss.to_good if self._is_bad else value < loss.to_bad
         return self._stream("loss").random(count) < shares
-
-    def _states(self, bursts: Bursts, count: int) -> Iterator[bool]:
-        """Yields whether the link is bad, frame by frame."""
-        for value in self._stream("loss state").random(count).tolist():
-            yield self._is_bad
-            self._is_bad = value >= bursts.to_good if self._is_bad else value < bursts.to_bad
 
     def _jumps(self, count: int) -> npt.NDArray[np.bool_]:
         wanted = self._impairment

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,35 +20,20 @@ def within(namespace: Path | None, work: Callable[[], T]) -> T:
     """Runs `work` in the namespace with this file, or in a temporary one; returns or raises what it does. Raises
     OSError: the namespace cannot be joined or created."""
 
-    done: Future[T] = Future()
+    def run() -> T:
+        libc = ctypes.CDLL(None, use_errno=True)  # Python has os.setns and os.unshare only from 3.12 on
+        if namespace is None:
+            failed = libc.unshare(_NETWORK)
+        else:
+            with namespace.open("rb", buffering=0) as file:
+                failed = libc.setns(file.fileno(), _NETWORK)
+        if failed:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), None if namespace is None else str(namespace))
+        return work()
 
-    def run() -> None:
-        try:
-            _join(namespace)
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="penstock in a namespace")
-    thread.start()
-    thread.join()
-    return done.result()
-
-
-def _join(namespace: Path | None) -> None:
-    # Python has os.setns and os.unshare only from 3.12 on.
-    libc = ctypes.CDLL(None, use_errno=True)
-    if namespace is None:
-        failed = libc.unshare(_NETWORK)
-    else:
-        descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            failed = libc.setns(descriptor, _NETWORK)
-        finally:
-            os.close(descriptor)
-    if failed:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), None if namespace is None else str(namespace))
+    with ThreadPoolExecutor(1, "penstock in a namespace") as thread:
+        return thread.submit(run).result()
 
 
 # -- what hosts' namespaces are set to --------------------------------------------------------------------------------
@@ -58,20 +42,17 @@ WINDOW_LIMIT_BYTES = 64 * 1024 * 1024
 """The least limit on a TCP connection's window each way: several times what 1 Gbit/s has in flight in 100 ms."""
 
 
-def without_ipv6() -> None:
-    """Turns off IPv6 in the calling thread's namespace before a device is up, so that only the job sends frames."""
+def set_up() -> None:
+    """Prepares the calling thread's namespace, before a device is up.
+
+    IPv6 is turned off, so that only the job sends frames. TCP may have as much data in flight as a fast, distant link
+    takes; hosts that use such links are tuned the same way. The kernel's default send buffer of 4 MiB would limit 1
+    Gbit/s to a third at a round trip of 100 ms. No memory is used before it is needed.
+    """
     for where in ("all", "default"):
         setting = Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6")
         if setting.exists():
             setting.write_text("1")
-
-
-def with_large_windows() -> None:
-    """Lets TCP in the calling thread's namespace have as much data in flight as a fast, distant link takes.
-
-    Hosts that use such links are tuned the same way. The kernel's default send buffer of 4 MiB would limit 1 Gbit/s to
-    a third at a round trip of 100 ms. No memory is used before it is needed.
-    """
     for name in ("tcp_wmem", "tcp_rmem"):
         setting = Path("/proc/sys/net/ipv4") / name
         least, usual, most = setting.read_text().split()

@@ -109,7 +109,9 @@ def run(
                 forwards=forwards,
                 patience=patience,
             )
-        return replace(explain_end(ended, failures, _agents(job), job.user), happened=tuple(happened))
+        each = job.ranks // job.hosts
+        agents = [f"the agent of host {n} (ranks {n * each} to {(n + 1) * each - 1})" for n in range(job.hosts)]
+        return replace(explain_end(ended, failures, agents, job.user), happened=tuple(happened))
 
 
 def _commands(job: Job, machines: Machines | None) -> Iterator[list[str]]:
@@ -117,22 +119,8 @@ def _commands(job: Job, machines: Machines | None) -> Iterator[list[str]]:
     if machines is None:
         yield agent_command(["--standalone", f"--nproc-per-node={job.ranks}", *job.command])
         return
+    where = [f"--nnodes={job.hosts}", f"--nproc-per-node={job.ranks // job.hosts}", f"--master-port={PORT}"]
+    where += [f"--master-addr={machines.addresses[0]}", f"--rdzv-conf=timeout={job.join_seconds:.0f}"]
     for host in range(job.hosts):
-        where = [
-            f"--nnodes={job.hosts}",
-            f"--nproc-per-node={job.ranks // job.hosts}",
-            f"--node-rank={host}",
-            f"--master-addr={machines.addresses[0]}",
-            f"--master-port={PORT}",
-            f"--rdzv-conf=timeout={job.join_seconds:.0f}",
-        ]
-        command = agent_command([*where, *job.command])
+        command = agent_command([*where, f"--node-rank={host}", *job.command])
         yield machines.command(host, job.user.command(command) if job.user else command)
-
-
-def _agents(job: Job) -> list[str]:
-    """What to call the agent of each host."""
-    starts = range(0, job.ranks, job.ranks // job.hosts)
-    return [
-        f"the agent of host {host} (ranks {start} to {start + starts.step - 1})" for host, start in enumerate(starts)
-    ]

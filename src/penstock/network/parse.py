@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock.network import quantities as q
-from penstock.network.impairment import DISTRIBUTIONS, Bursts, Chance, Impairment
-from penstock.network.link import BUFFER_BYTES, Link
+from penstock.network.link import BUFFER_BYTES, DISTRIBUTIONS, Bursts, Chance, Impairment, Link
 
 _Word = re.Match[str]
 Found = dict[str, Any]
@@ -34,56 +34,40 @@ def parse_link(text: str) -> Link:
     each takes an `i` for powers of 1024. A size of 16kb is 16 * 1024 bytes; a bare time is in microseconds. `latency`
     is the longest that a frame may wait in the queue, another way to give `limit`. What follows `delay`, `loss`,
     `duplicate`, `corrupt`, `reorder`, `gap` and `distribution` is as in netem; `jitter` and `stall TIME every TIME` are
-    our own.
-
-    Raises:
-        ArgumentError: the text is not a link; the message points to the place.
+    our own. Raises ArgumentError: the text is not a link; the message points to the place.
     """
     words = [*re.finditer(r"\S+", text)]
     if not words:
         raise ArgumentError(f"the link is empty: pass a rate, like 100mbit; {_more()}")
-    ways = _ways(text, words)
-    links = {way: _Reader(text, part).link() for way, part in ways.items()}
     whole = " ".join(text.split())
-    if "" in links:
-        return replace(links[""], text=whole)
+    marks = [place for place, word in enumerate(words) if word[0].lower() in ("up", "down")]
+    if not marks:
+        return replace(_Reader(text, words).link(), text=whole)
+    if marks[0]:
+        raise _error(text, words[marks[0]], "what comes before this has no direction: begin with up or down")
+    links: dict[str, Link] = {}
+    for place, end in pairwise([*marks, len(words)]):
+        mark, way = words[place], words[place][0].lower()
+        if way in links:
+            raise _error(text, mark, f"{mark[0]!r} is given twice")
+        if end == place + 1:
+            raise _error(text, mark, f"nothing follows {mark[0]!r}: pass a rate, like 100mbit")
+        links[way] = _Reader(text, words[place + 1 : end]).link()
+    if len(links) == 1:
+        other = "down" if "up" in links else "up"
+        raise _error(text, words[0], f"{next(iter(links))!r} sets only one direction: pass {other!r} as well")
     up, down = links["up"], links["down"]
     if up.mtu != down.mtu:
-        said = f"down has an mtu of {down.mtu} and up one of {up.mtu}: give both the same"
-        raise _error(text, ways["down"][0].span(), said)
+        first = next(words[place + 1] for place in marks if words[place][0].lower() == "down")
+        raise _error(text, first, f"down has an mtu of {down.mtu} and up one of {up.mtu}: give both the same")
     return replace(up, text=whole, down=down)
 
 
-def _error(text: str, span: tuple[int, int], said: str) -> ArgumentError:
-    start, end = span
+def _error(text: str, at: _Word, said: str, end: int | None = None) -> ArgumentError:
+    """An error that points to a word, or to all up to `end`."""
     shown = text.replace("\n", " ").replace("\t", " ")
-    return ArgumentError(
-        f"the link, at position {start + 1}: {said}\n    {shown}\n    {' ' * start}{'^' * (end - start)}"
-    )
-
-
-def _ways(text: str, words: list[_Word]) -> dict[str, list[_Word]]:
-    """Splits the words by direction; the key is "" if the text has no directions."""
-    marks: dict[str, _Word] = {}
-    found: dict[str, list[_Word]] = {}
-    way = ""
-    for word in words:
-        if word[0].lower() not in ("up", "down"):
-            found.setdefault(way, []).append(word)
-            continue
-        way = word[0].lower()
-        if "" in found:
-            raise _error(text, word.span(), "what comes before this has no direction: begin with up or down")
-        if way in found:
-            raise _error(text, word.span(), f"{word[0]!r} is given twice")
-        marks[way], found[way] = word, []
-    for way, mark in marks.items():
-        if not found[way]:
-            raise _error(text, mark.span(), f"nothing follows {mark[0]!r}: pass a rate, like 100mbit")
-        if len(marks) < 2:
-            other = "down" if way == "up" else "up"
-            raise _error(text, mark.span(), f"{way!r} sets only one direction: pass {other!r} as well")
-    return found
+    marks = " " * at.start() + "^" * ((end or at.end()) - at.start())
+    return ArgumentError(f"the link, at position {at.start() + 1}: {said}\n    {shown}\n    {marks}")
 
 
 class _Reader:
@@ -101,7 +85,7 @@ class _Reader:
 
     def error(self, said: str, at: _Word | None = None) -> ArgumentError:
         """An error that points to a word, by default the last one taken."""
-        return _error(self._text, (at or self._last).span(), said)
+        return _error(self._text, at or self._last, said)
 
     def take(self, read: Callable[[str], Any]) -> Any:
         """Takes the next value, which is required."""
@@ -127,11 +111,11 @@ class _Reader:
         return self.next == name and bool(self.take(str))
 
     def rate(self) -> Found:
-        found = {"rate": self.take(q.rate)}
+        found = self.take(q.rate)
         # If its unit stands apart, the error about that comes later.
-        if not (self.next and self.next in q.RATES) and (wrong := q.suspicious_rate_hint(self._last[0])):
+        if self.next in ("", *_WORDS, *_SYNONYMS, *_NOT_HERE) and (wrong := q.suspicious_rate_hint(self._last[0])):
             raise self.error(wrong)
-        return found
+        return {"rate": found}
 
     def read(self) -> Found:
         """Returns what all words set."""
@@ -142,8 +126,9 @@ class _Reader:
             self.word = self._last
             if name in _NOT_HERE:
                 raise self.error(_NOT_HERE[name])
-            if name not in _WORDS and name in q.RATES:
-                raise self.error(f"a rate has no space before its unit {self.word[0]!r}")
+            if name not in _WORDS and (name in q.RATES or "/" in name):
+                forms = "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)"
+                raise self.error(f"a rate has no space before its unit {self.word[0]!r}: pass one like {forms}")
             if name not in _WORDS:
                 raise self.error(f"{self.word[0]!r} is not a word of a link; {_more()}")
             new = _WORDS[name][0](self)
@@ -154,13 +139,17 @@ class _Reader:
 
     def link(self) -> Link:
         found, named = self.read(), {word[0].lower(): word for word in self._words}
-        if "limit" in found and "latency" in found:
-            raise self.error("'limit' and 'latency' mean the same: pass one of them", named["latency"])
-        if "distribution" in found and "jitter_seconds" not in found:
-            said = "a distribution applies to jitter: pass delay 5ms jitter 1ms, say"
-            raise self.error(said, named["distribution"])
-        if "gap" in found and "reorder" not in found:
-            raise self.error("a gap applies to reordered frames: pass reorder 1%, say", named["gap"])
+        for name, wrong, said in (
+            ("latency", "limit" in found, "'limit' and 'latency' mean the same: pass one of them"),
+            (
+                "distribution",
+                "jitter_seconds" not in found,
+                "a distribution applies to jitter: pass delay 5ms jitter 1ms, say",
+            ),
+            ("gap", "reorder" not in found, "a gap applies to reordered frames: pass reorder 1%, say"),
+        ):
+            if name in found and wrong:
+                raise self.error(said, named[name])
         try:
             if "rate" not in found:
                 raise ArgumentError("no rate is given: begin with one, like 100mbit")
@@ -177,7 +166,7 @@ class _Reader:
             # As in tc: what leaves in that time, plus the bucket.
             return replace(link, limit_bytes=int(link.bytes_per_second * found["latency"]) + link.burst)
         except ArgumentError as error:
-            raise _error(self._text, (self._words[0].start(), self._words[-1].end()), str(error)) from None
+            raise _error(self._text, self._words[0], str(error), self._words[-1].end()) from None
 
 
 def _distribution(text: str) -> str:

@@ -53,7 +53,7 @@ class Event:
         at_seconds: when it happens, since the start.
         host: the host that changes; None for all.
         link: the link from then on.
-        is_gone: True if the host is cut off.
+        is_gone: the host is cut off.
         background: neighbors' traffic, as texts, in addition to what there already is.
         for_seconds: how long it lasts; None for ever.
         text: for display.
@@ -83,21 +83,19 @@ class Event:
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
     """Reads the events of a file, for this network. Raises ArgumentError: the file cannot be read, or names something
     that does not exist; the message says which event."""
-    given = read_toml(path, f"--scenario {path}")
-    events = given.pop("event", None)
+    what = f"--scenario {path}"
+    given = read_toml(path, what)
+    events, found = given.pop("event", None), []
     if given:
-        raise ArgumentError(
-            f"--scenario {path}: {line_of(', '.join(given), _MAX_MESSAGE)} is unknown: use only [[event]] tables"
-        )
+        raise ArgumentError(f"{what}: {line_of(', '.join(given), _MAX_MESSAGE)} is unknown: use only [[event]] tables")
     if not isinstance(events, list) or not events:
-        raise ArgumentError(f'--scenario {path} has no events: use [[event]] tables, with at = "step 50", for example')
-    found = []
+        raise ArgumentError(f'{what} has no events: use [[event]] tables, with at = "step 50", for example')
     for number, event in enumerate(events, 1):
         try:
             found.append(_event(event, topology, hosts))
         except (ArgumentError, ValueError) as error:
             line = line_of(str(error).partition("\n")[0], _MAX_MESSAGE)
-            raise ArgumentError(f"--scenario {path}, event {number}: {line}") from None
+            raise ArgumentError(f"{what}, event {number}: {line}") from None
     return tuple(found)
 
 
@@ -119,7 +117,7 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
             'gone needs a host and a time, like host = 1 and for = "5s": without an end, a job that waits for the host '
             "would never reach a later step"
         )
-    background, link, step, at_seconds = given.get("background") or [], None, None, 0.0
+    background, step, at_seconds = given.get("background") or [], None, 0.0
     if background and host is not None:
         raise ValueError('put the target in the traffic itself, without host: background = ["50mbit to 1"]')
     if not isinstance(background, list) or not all(isinstance(text, str) for text in background):
@@ -133,10 +131,9 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
             at_seconds = q.seconds(moment)
         case _:
             raise ValueError(f'at = {given["at"]!r} is not a time: use one like "step 50" or "12.5s"')
-    if what == ["link"]:
-        link = parse_link(_text(given, "link"))
-        if link.mtu_is_given and link.mtu != topology.mtu:
-            raise ValueError(f"the mtu cannot change from {topology.mtu}: leave it out")
+    link = parse_link(_text(given, "link")) if what == ["link"] else None
+    if link is not None and link.mtu_is_given and link.mtu != topology.mtu:
+        raise ValueError(f"the mtu cannot change from {topology.mtu}: leave it out")
     text = ", ".join(f"{key} = {value}" for key, value in given.items() if key != "at")
     return Event(step, at_seconds, host, link, is_gone, tuple(background), lasts, text)
 
@@ -198,15 +195,11 @@ class Happened:
 def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[], int]) -> Iterator[list[Happened]]:
     """Plays the scenario while the block runs, starting the clock with the block; restores the network at the end.
 
-    Yields the changes made so far.
+    Yields the changes made so far, and raises at the end of the block whatever a change raised.
 
     Args:
         machines: created with `changes`; None: there are no events.
-        events: the scenario's events.
-        step: a function that returns the last step to have begun, from 0; -1 before the first.
-
-    Raises:
-        Exception: whatever a change raised, at the end of the block.
+        step: returns the last step to have begun, from 0; -1 before the first.
     """
     happened: list[Happened] = []
     if machines is None or not events:

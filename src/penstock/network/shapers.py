@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, replace
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network.checks import why_not
 from penstock.network.keeper import tool
 from penstock.network.namespaces import within
 from penstock.network.switch.tap import DEVICE, open_tap
@@ -50,25 +49,20 @@ class Shaper:
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
-    """Chooses what shapes a network on this machine: what is wanted, if it can. `only_switch` says what else was
-    requested that only the switch can do.
+    """Chooses what shapes a network on this machine, which can create hosts: what is wanted, if it can.
 
-    Raises:
-        ArgumentError: the wanted shaper cannot do what was requested, or not at this rate.
-        FabricError: nothing on this machine can. In either case, nothing has been created.
+    `only_switch` says what else was requested that only the switch can do. Raises ArgumentError: the wanted shaper
+    cannot do what was requested, or not at this rate. Raises FabricError: no switch can run here. In either case,
+    nothing has been created.
     """
     if wanted not in SHAPERS:
         raise ArgumentError(f"there is no shaper {wanted!r}: pass one of {', '.join(SHAPERS)}")
-    missing = why_not()
-    if missing is not None:
-        raise FabricError(missing)
     beyond_tbf = only_switch or (None if topology.is_plain else f"tbf limits only the rate: {topology.link}")
     if wanted == "tbf" or (wanted == AUTO and beyond_tbf is None):
         if beyond_tbf is not None:
             raise ArgumentError(f"{beyond_tbf}; leave --shaper out, or pass --shaper switch")
         return Shaper("tbf", topology)
-    no_switch = why_no_switch()
-    if no_switch is not None:
+    if (no_switch := why_no_switch()) is not None:
         raise FabricError(no_switch)
     shaper = _fitted(topology, hosts)
     links = [one for link in topology.links for one in (link, link.down) if one is not None]
@@ -83,11 +77,11 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
 
 def _fitted(topology: Topology, hosts: int) -> Shaper:
     """Makes frames large enough for the switch to forward everything that the hosts can send."""
-    needed, carried = _frames(topology, hosts)
+    needed, carried = needed_frames_per_second(topology, hosts), frames_per_second(topology.link.frame_bytes)
     if needed <= carried:
         return Shaper("switch", topology)
     larger = topology.with_mtu(max(topology.mtu, LARGE_MTU))
-    needed_then, carried_then = _frames(larger, hosts)
+    needed_then, carried_then = needed_frames_per_second(larger, hosts), frames_per_second(larger.link.frame_bytes)
     is_given = any(link.mtu_is_given for link in topology.links)
     if not is_given and needed_then <= carried_then:
         said = (
@@ -98,23 +92,15 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
         return Shaper("switch", larger, (said,))
     best, needed, carried = (topology, needed, carried) if is_given else (larger, needed_then, carried_then)
     share = carried / needed
-    uniform = len({link.bytes_per_second for link in topology.links}) == 1 and topology.link.down is None
-    less = (
-        f"a rate of at most {math.floor(share * topology.link.bytes_per_second * 8 / 1e6):,}mbit"
-        if uniform
-        else f"at most {math.floor(share * 100)}% of it"
-    )
+    less = f"at most {math.floor(share * 100)}% of it"
+    if len({link.bytes_per_second for link in topology.links}) == 1 and topology.link.down is None:
+        less = f"a rate of at most {math.floor(share * topology.link.bytes_per_second * 8 / 1e6):,}mbit"
     raise ArgumentError(
         f"{hosts} hosts with {topology.link} can send {needed:,.0f} frames of {best.mtu} bytes a second, "
         f"acknowledgements included, but the switch forwards only about {carried:,.0f} here: pass {less}"
         + (", fewer hosts" if hosts > 2 else "")
         + (f", or mtu {LARGE_MTU}" if is_given and needed_then <= carried_then else "")
     )
-
-
-def _frames(topology: Topology, hosts: int) -> tuple[float, float]:
-    """Returns the frames per second that the hosts can send, and that the switch can forward."""
-    return needed_frames_per_second(topology, hosts), frames_per_second(topology.link.frame_bytes)
 
 
 def needed_frames_per_second(topology: Topology, hosts: int) -> float:
@@ -126,26 +112,26 @@ def needed_frames_per_second(topology: Topology, hosts: int) -> float:
 
 
 def frames_per_second(frame_bytes: int) -> float:
-    """Measures roughly how many TCP frames per second a switch forwards here, in a temporary namespace."""
-    return 1 / (WRITES_A_FRAME * within(None, lambda: _write_seconds(frame_bytes)))
+    """Measures roughly how many TCP frames per second a switch forwards here, in a temporary namespace: the best of
+    several tries to write frames to a device."""
 
+    def write_seconds() -> float:
+        descriptor = open_tap("probe", None)
+        try:
+            mtu = str(frame_bytes - 14)
+            subprocess.run([tool("ip"), "link", "set", "probe", "mtu", mtu, "up"], check=True, capture_output=True)
+            frame = bytes(12) + b"\x88\xb5" + bytes(frame_bytes - 14)  # an experimental EtherType: nobody receives it
+            best = float("inf")
+            for _ in range(_PROBES):
+                began = time.thread_time()  # not wall time: the switch has priority over others
+                for _ in range(_PROBE_FRAMES):
+                    os.write(descriptor, frame)
+                best = min(best, (time.thread_time() - began) / _PROBE_FRAMES)
+            return best
+        finally:
+            os.close(descriptor)
 
-def _write_seconds(frame_bytes: int) -> float:
-    """Returns the time to write one frame to a device in the calling thread's namespace: the best of several tries."""
-    descriptor = open_tap("probe", None)
-    try:
-        mtu = str(frame_bytes - 14)
-        subprocess.run([tool("ip"), "link", "set", "probe", "mtu", mtu, "up"], check=True, capture_output=True)
-        frame = bytes(12) + b"\x88\xb5" + bytes(frame_bytes - 14)  # an experimental EtherType, which nobody receives
-        best = float("inf")
-        for _ in range(_PROBES):
-            began = time.thread_time()  # not wall time: the switch has priority over others
-            for _ in range(_PROBE_FRAMES):
-                os.write(descriptor, frame)
-            best = min(best, (time.thread_time() - began) / _PROBE_FRAMES)
-        return best
-    finally:
-        os.close(descriptor)
+    return 1 / (WRITES_A_FRAME * within(None, write_seconds))
 
 
 def why_no_switch() -> str | None:

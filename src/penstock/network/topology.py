@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock._base.errors import ArgumentError
-from penstock.network.impairment import NOTHING, Impairment
-from penstock.network.link import Link
+from penstock.network.link import NOTHING, Impairment, Link
 from penstock.network.parse import parse_link
 
 
@@ -43,7 +42,7 @@ class Topology:
 
     @property
     def mtu(self) -> int:
-        """The mtu of all links."""
+        """Of all links."""
         return self.link.mtu
 
     @property

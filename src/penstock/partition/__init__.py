@@ -9,7 +9,6 @@ In come a model, an example batch and where to cut; out comes a `Partition`: sta
 [['0.weight', '0.bias'], ['2.weight', '2.bias']]
 """
 
-from penstock.partition.chance.gate import gates_of
 from penstock.partition.cut.balance import TooFewLayersError
 from penstock.partition.cut.choice import BALANCES, Balance, Choice
 from penstock.partition.decision import NO_LIMIT, Room
@@ -18,7 +17,7 @@ from penstock.partition.measure.units import NoStreams, UnmeasurableError
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
-from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings
+from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings, gates_of
 from penstock.partition.state.left_behind import Left
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.values.defaults import default_kwargs

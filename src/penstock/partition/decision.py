@@ -79,11 +79,6 @@ class Room:
 NO_LIMIT = Room()
 
 
-def work_of_recording(recording: Recording) -> int:
-    """All the work of a microbatch."""
-    return sum(fact.work for fact in recording.facts.values())
-
-
 def decide(
     recording: Recording,
     model: nn.Module,
@@ -101,7 +96,10 @@ def decide(
     """
     if choice.profile is not None:
         found = _by_profile(recording, model, stages, choice.profile, room, units)
-        return replace(found, notes=(*_cautions(choice.profile), *found.notes))
+        if choice.profile.source == "measured":
+            return found
+        note = f"stages are cut by an estimate for {choice.profile.device_name}, not by measured times"
+        return replace(found, notes=(note, *found.notes))
     every = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
@@ -137,7 +135,9 @@ def _problem(
         raise ArgumentError(
             f"memory_limit=, balance='memory': what units keep is unknown, since {error}; omit them, or pass cuts="
         ) from None
-    units, unknown = cut.with_memory()
+    seen = cut.footprints()
+    units = cut.costs(seen)
+    unknown = [u.name for u, first in zip(units, cut.first_of_kind, strict=True) if isinstance(seen[first], Exception)]
     numbers = {piece.name: index for index, piece in enumerate(pieces)}
     each = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
     for unit in units:
@@ -145,9 +145,8 @@ def _problem(
     problem = replace(with_memory(plain, each, room.microbatches), balanced="bytes" if by_bytes else "seconds")
     if not unknown:
         return problem, ()
-    first = next(iter(unknown))
     return problem, (
-        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({first!r} is the first) does not count as "
+        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({unknown[0]!r} is the first) does not count as "
         "memory: such a unit does not run on fake tensors. Leave room for it in memory_limit=",
     )
 
@@ -171,7 +170,7 @@ def measured(
 ) -> Decision:
     """The best cuts by measured times; the cuts by work where these do as well, or nothing can be measured."""
     unchanged = tuple(by_work)
-    if work_of_recording(recording) < LEAST_WORK:
+    if sum(fact.work for fact in recording.facts.values()) < LEAST_WORK:
         return Decision(unchanged)
     units = candidates(recording, model, "flops", len(by_work) + 1)
     try:
@@ -257,12 +256,6 @@ def notes_on(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
         "for it; change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
         "opens=[...]",
     )
-
-
-def _cautions(profile: Profile) -> tuple[str, ...]:
-    if profile.source == "measured":
-        return ()
-    return (f"stages are cut by an estimate for {profile.device_name}, not by measured times",)
 
 
 def _by_profile(

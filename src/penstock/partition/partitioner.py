@@ -14,7 +14,7 @@ from penstock._base.marks import computing
 from penstock._base.trees import Flat, flatten, unflatten
 from penstock._base.words import counted
 from penstock.costs import Profile
-from penstock.partition.cut.balance import candidates, cut_at, joined, spans, too_few
+from penstock.partition.cut.balance import Candidate, candidates, cut_at, joined, spans, too_few
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
@@ -24,10 +24,16 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
-from penstock.partition.stages.complete import check_complete, unused_note
 from penstock.partition.stages.lengths import Dims, Lengths, at_length
-from penstock.partition.stages.origins import not_on_the_last, origins
-from penstock.partition.stages.partition import Leaf, Partition, describe
+from penstock.partition.stages.partition import (
+    Leaf,
+    Partition,
+    check_complete,
+    describe,
+    not_on_the_last,
+    origins,
+    unused_note,
+)
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.state.assumptions import Assumptions, Attributes
@@ -267,19 +273,21 @@ class Partitioner:
             text = explained(obstacle, again, self.model, self._leaves, kwargs, self.stages)
             raise PartitionError(text) from obstacle
 
-    def _partition(
-        self, args: Sequence[Any], kwargs: dict[str, Any], recording: Recording, split: CutRecording
-    ) -> Partition:
+    def _make(
+        self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None = None
+    ) -> tuple[Recording, Partition]:
+        """Records these arguments, if it is not known what they are recorded as, and cuts the recording."""
         model = self.model
-        if (recording.grain, recording.opening) != (self._grain, self._opening):
-            self._grain, self._opening = recording.grain, recording.opening
+        split = self._cut(known) if known is not None else self._divide(args, kwargs)
+        recording = split.recording
+        self._grain, self._opening = recording.grain, recording.opening
         self._look_around()
         self.cuts, work = tuple(split.cuts), split.work()
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
-        return Partition(
+        partition = Partition(
             stages=stages,
             drawing_modules=recording.drawing,
             draw_offsets=split.draw_offsets(),
@@ -299,12 +307,7 @@ class Partitioner:
             leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
         )
-
-    def _make(
-        self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None = None
-    ) -> tuple[Recording, Partition]:
-        recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, known)
-        return recording, self._partition(args, kwargs, split.recording, split)
+        return recording, partition
 
     def _learn(self, given: Flat, leaves: Sequence[Leaf], partition: Partition) -> None:
         """Looks for other lengths of the same inputs among what was recorded."""
@@ -317,13 +320,9 @@ class Partitioner:
         if not any(lengths.learn(family, leaves, partition, probe) for lengths in self._lengths):
             self._lengths = [*self._lengths, Lengths(family, leaves, partition)][-KEPT_PARTITIONS:]
 
-    def _divide(
-        self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None
-    ) -> tuple[Recording, CutRecording]:
-        """The recording, and where to cut it. Until the cuts are decided, modules may be opened for balance."""
-        opening = self._opening
-        if known is not None:
-            return known, self._cut(known)
+    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CutRecording:
+        """A recording, cut. Until the cuts are decided, modules may be opened for balance."""
+        opening, kwargs = self._opening, {**kwargs, **default_kwargs(self.model, args, kwargs)}
         while True:
             recording = self._record(args, kwargs, opening)
             if self.cuts is None:
@@ -332,7 +331,7 @@ class Partitioner:
                     opening = more
                     continue
             try:
-                return recording, self._cut(recording)
+                return self._cut(recording)
             except PartitionError:
                 if self.cuts is not None or not recording.opening.tried:
                     raise
@@ -346,8 +345,15 @@ class Partitioner:
                 if self._chooses:
                     raise _not_as_before(error, self.cuts) from error
                 raise
+
+        def decided(units: Sequence[Candidate] | None = None) -> CutRecording:
+            decision = decide(recording, self.model, self.stages, self._choice, self._room, units)
+            split = cut_at(recording, self.model, decision.cuts)
+            self._decision = decision
+            return split
+
         try:
-            return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room))
+            return decided()
         except PartitionError as error:
             every = candidates(recording, self.model, self._choice.by, self.stages)
             kept = spans(recording, self.model)
@@ -356,12 +362,7 @@ class Partitioner:
                 raise
             if len(units) < self.stages <= len(every):
                 raise too_few(error, self.stages, units, kept) from error
-            return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room, units))
-
-    def _cut_as(self, recording: Recording, decision: Decision) -> CutRecording:
-        split = cut_at(recording, self.model, decision.cuts)
-        self._decision = decision
-        return split
+            return decided(units)
 
 
 def _not_as_before(error: PartitionError, cuts: Sequence[str]) -> PartitionError:

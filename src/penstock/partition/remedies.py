@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from torch import nn
@@ -32,99 +33,66 @@ Record = Callable[[Sequence[str], Mapping[str, Any]], Recording]
 """Records with these leaves and keyword arguments."""
 
 
-@dataclass
-class _Search:
-    """What was found so far."""
-
-    record: Record
-    model: nn.Module
-    kwargs: Mapping[str, Any]
-    leaves: list[str]
-    given: Sequence[str]
-    found: list[Obstacle]
-    recording: Recording | None = None
-    failure: str = ""
-    trials: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    def may_try(self) -> bool:
-        self.trials += 1
-        return self.trials <= TRIALS and time.monotonic() - self.started < SECONDS
-
-    def run(self) -> None:
-        """Runs modules as a whole until the model is recorded, or nothing helps."""
-        scope = self.found[-1].scope
-        while scope and self.may_try():
-            leaves = self._with(scope)
-            try:
-                self.recording = self.record(leaves, self.kwargs)
-                self.leaves = leaves
-                return
-            except Obstacle as obstacle:
-                if obstacle.scope not in leaves:  # a new obstacle
-                    self.leaves, scope = leaves, obstacle.scope
-                    self.found.append(obstacle)
-                    continue
-                self.failure = str(obstacle)
-            except Exception as error:  # anything the model raises when it runs for real
-                self.failure = f"leaves={leaves!r} does not help: {error}"
-            scope = scope.rpartition(".")[0]
-            while scope and not has_forward(self.model.get_submodule(scope)):
-                scope = scope.rpartition(".")[0]
-
-    def _with(self, scope: str) -> list[str]:
-        """The leaves plus this one; if it is the second of its class in the way, plus all modules of that class that
-        hold none of the two, as containers do."""
-        kind = type(self.model.get_submodule(scope))
-        alike = [leaf for leaf in self.leaves if type(self.model.get_submodule(leaf)) is kind]
-        new = [scope]
-        if alike:
-            around = {"", *(leaf[:end] for leaf in (*alike, scope) for end in range(len(leaf)) if leaf[end] == ".")}
-            new = [n for n, m in self.model.named_modules() if type(m) is kind and n not in around]
-        every = dict.fromkeys((*self.leaves, *new))
-        return [n for n in every if not any(n.startswith(f"{other}.") for other in every)]
-
-
 def explained(
     error: Obstacle, record: Record, model: nn.Module, leaves: Sequence[str], kwargs: Any, stages: int
 ) -> str:
     """What to say about an obstacle: everything that is in the way, and what was found to help."""
-    search = _Search(record, model, kwargs, list(leaves), leaves, [error])
-    search.run()
-    why = list(dict.fromkeys(obstacle.why for obstacle in search.found))
+    trials, until = count(1), time.monotonic() + SECONDS
+    found, whole, recording, failure, scope = [error], list(leaves), None, "", error.scope
+
+    def may_try() -> bool:
+        return next(trials) <= TRIALS and time.monotonic() < until
+
+    while scope and recording is None and may_try():
+        wanted = _with(model, whole, scope)
+        try:
+            recording, whole = record(wanted, kwargs), wanted
+            continue
+        except Obstacle as obstacle:
+            if obstacle.scope not in wanted:  # a new obstacle
+                found.append(obstacle)
+                whole, scope = wanted, obstacle.scope
+                continue
+            failure = str(obstacle)
+        except Exception as other:  # anything the model raises when it runs for real
+            failure = f"leaves={wanted!r} does not help: {other}"
+        scope = scope.rpartition(".")[0]
+        while scope and not has_forward(model.get_submodule(scope)):
+            scope = scope.rpartition(".")[0]
+    why = list(dict.fromkeys(obstacle.why for obstacle in found))
     text = why[0]
     if len(why) > 1:
         text = f"{len(why)} things are in the way: " + "; ".join(f"({n}) {one}" for n, one in enumerate(why, 1))
     remedies = []
-    if search.recording is not None:
-        it = "it runs as a whole" if len(search.found) == 1 else "they run as wholes"
-        given = _listed(search.leaves, model)
-        left, helps = _left(search.recording, model, search.leaves, stages)
-        search.failure = f"leaves={given}, which leaves nothing to split: {left}"
+    if recording is not None:
+        it = "it runs as a whole" if len(found) == 1 else "they run as wholes"
+        given = _listed(whole, model)
+        left, helps = _left(recording, model, whole, stages)
+        failure = f"leaves={given}, which leaves nothing to split: {left}"
         if helps:
             remedies.append(f"Pass leaves={given}, so that {it} (tried: {left})")
     if error.otherwise:
         remedies.append(error.otherwise)
-    if (
-        len(search.found) == 1
-        and "labels" in kwargs
-        and search.may_try()
-        and _records(search, {k: v for k, v in kwargs.items() if k != "labels"})
-    ):
-        remedies.append("leave out labels and pass loss_fn=... (tried)")
+    if len(found) == 1 and "labels" in kwargs and may_try():
+        with suppress(Exception):  # including errors that the model raises without labels
+            record(leaves, {name: value for name, value in kwargs.items() if name != "labels"})
+            remedies.append("leave out labels and pass loss_fn=... (tried)")
     if not remedies:
-        failed = f" Tried: {search.failure.rstrip('.')}." if search.failure else ""
+        failed = f" Tried: {failure.rstrip('.')}." if failure else ""
         return f"{text}.{failed} {OUTSIDE if error.scope else ELSEWHERE}"
     first, *others = remedies
     return f"{text}. {', or '.join([first[:1].upper() + first[1:], *others])}"
 
 
-def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
-    try:
-        search.record(search.given, kwargs)
-    except Exception:  # including errors that the model raises without labels
-        return False
-    return True
+def _with(model: nn.Module, leaves: Sequence[str], scope: str) -> list[str]:
+    """The leaves plus this one; if it is the second of its class in the way, plus all modules of that class that hold
+    none of the two, as containers do."""
+    kind, new = type(model.get_submodule(scope)), [scope]
+    if alike := [leaf for leaf in leaves if type(model.get_submodule(leaf)) is kind]:
+        around = {"", *(leaf[:end] for leaf in (*alike, scope) for end in range(len(leaf)) if leaf[end] == ".")}
+        new = [n for n, m in model.named_modules() if type(m) is kind and n not in around]
+    every = dict.fromkeys((*leaves, *new))
+    return [n for n in every if not any(n.startswith(f"{other}.") for other in every)]
 
 
 def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> tuple[str, bool]:

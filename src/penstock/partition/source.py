@@ -1,15 +1,18 @@
-"""Where in the user's code something happens, for messages: the innermost frame outside torch and Penstock."""
+"""Tells the user's code, which may keep state of the model, from a library's, and names the line that is running."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
+from typing import Any
 
 import torch
+from torch import nn
 
 _OURS = (
     *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])),
@@ -40,3 +43,31 @@ def raising_line(error: BaseException) -> str:
     users = (entry for entry in entries if not is_ours(entry.filename))
     entry = next(users, next((entry for entry in entries if entry.filename.startswith(_NN)), entries[0]))
     return f"{entry.filename}:{entry.lineno}" + (f": `{entry.line}`" if entry.line else "")
+
+
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "penstock"}) - {"__main__"}
+
+_CACHED = type(cache(id))
+
+OF_TORCH = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+"""The attributes that torch itself keeps in every module, or in recurrent ones."""
+
+
+@cache
+def is_library(module: str | None) -> bool:
+    """Whether a Python module belongs to torch, numpy, Penstock or the standard library."""
+    return package_of(module) in LIBRARIES
+
+
+def package_of(module: str | None) -> str:
+    """The outermost package of a Python module; empty if unknown."""
+    return (module or "").partition(".")[0]
+
+
+def functions_of(member: Any) -> Iterator[FunctionType]:
+    """The functions of a class's member: a method or property, and what its decorators wrap (`@can_return_tuple`)."""
+    member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    while isinstance(member, (FunctionType, _CACHED)):
+        if isinstance(member, FunctionType):
+            yield member
+        member = getattr(member, "__wrapped__", None)

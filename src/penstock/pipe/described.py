@@ -15,7 +15,7 @@ import torch
 from penstock._base import __version__, owner
 from penstock._base.errors import ArgumentError, warn
 from penstock._base.gradients import gradient_bytes
-from penstock.partition.chance.gate import Gate
+from penstock.partition.stages.stage import Gate
 from penstock.partition.units.chain import unwrapped
 from penstock.pipe.forecast import activation_bytes, memory_after_actions, optimizer_bytes, predicted, to_file
 from penstock.pipe.recorder import Recorder

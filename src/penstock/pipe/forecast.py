@@ -20,7 +20,7 @@ from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.session import Session
 from penstock.plan import Plan
-from penstock.plan.transient import Transient, transient_of_ranks
+from penstock.plan.keeping import Transient, transient_of_ranks
 from penstock.schedule import Op, Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 from penstock.trace.runs.reader import Predicted

@@ -262,8 +262,8 @@ class Pipeline:
         programs = next(
             (bound.programs for bound in reversed(list(self.session.steps.bound_schedules)) if bound.training), ()
         )
-        runners = (runner for program in programs for runner in program.runners.values())
-        return {runner.index: runner.splits[0] for runner in runners if runner.splits}
+        stages = (stage for program in programs for stage in program.stages.values())
+        return {stage.index: stage.splits[0] for stage in stages if stage.splits}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, each once, by their names in the unsplit model; and, on the last

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +20,7 @@ from penstock._base.trees import Flat, map_tensors, unflatten
 from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, estimated, fitted, read_profile
 from penstock.costs.hardware import Device, Efficiency
 from penstock.costs.hardware import device as known
-from penstock.distributed.world import World, device_named, device_of, join
+from penstock.distributed.world import World, device_of, join
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.clock import undisturbed
 from penstock.partition.measure.units import identity
@@ -101,57 +101,51 @@ def profile(
     """
     check_seconds(budget_seconds=budget_seconds, most=math.inf)
     check_counts(required=False, microbatches=microbatches)
-    example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
-    kind = specified(device)
+    example, cutting, kind = checked_inputs(args, kwargs), Cutting.of(batch_dims, split), specified(device)
     if kind is None and calibrate:
         raise ArgumentError(
             f"calibrate= is for estimates: name what to estimate for (device='h100'); device={device!r} is measured"
         )
-    pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
-    there = None if device is None or isinstance(device, Device) or kind is not None else device_named(device)
-    per_row = sum(tensor.nbytes for tensor in tensors_in(target)) / _pieces(cutting, example, 1, None)[0][1]
-    if links and kind is not None:
+    if kind is not None and links:
         raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
-
-    where = there or input_device(example, model)
-    partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
-    if kind is not None:
-        return estimated(_measured(partitioner, pieces, None, there, per_row), kind, _efficiency(calibrate, kind))
-    measuring = partial(_measured, partitioner, pieces, budget_seconds, there, per_row)
-    # ranks that measure their links do so all at once, so none decides by itself to do it again
-    return _with_links(measuring, where) if links else undisturbed(measuring, where)
-
-
-def _measured(
-    partitioner: Partitioner,
-    pieces: Sequence[tuple[Flat, int]],
-    budget_seconds: float | None,
-    there: torch.device | None,
-    target_bytes: float,
-) -> Profile:
-    """The profile of microbatches, the last as the main one. `budget_seconds`: None: nothing is run; `target_bytes`: of
-    a row.
-    """
-
-    def one(piece: Flat, rows: int) -> Profile:
-        inputs, named = unflatten(piece.leaves, piece.structure)
-        if there is not None:
-            inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
-        found = partitioner.profile(inputs, named, budget_seconds, partial(SplitBackward, in_order=True))
-        *before, last = found.units
-        return replace(found, rows=rows, units=(*before, replace(last, target_bytes=rows * target_bytes)))
-
+    pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
+    there = None if device is None or isinstance(device, Device) or kind is not None else torch.device(device)
+    per_row = sum(tensor.nbytes for tensor in tensors_in(target)) / _pieces(cutting, example, 1, None)[0][1]
     try:
-        with torch.enable_grad():
-            *others, largest = [one(piece, rows) for piece, rows in pieces]
-    except UnmeasurableError as error:
-        raise ArgumentError(f"the model cannot be profiled: {error}") from error
-    found = largest.with_others(others)
-    if budget_seconds is None:
-        return found
-    found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
-    # other devices compute while the runtime goes on
-    return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
+        torch.empty(0, device=there)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0].partition(". ")[0]
+        raise ArgumentError(f"device={device!r}: torch cannot compute there: {why}; pass one that is here") from None
+    partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+    splits = partial(SplitBackward, in_order=True)
+
+    def of(piece: Flat, rows: int, budget: float | None) -> Profile:
+        given, named = unflatten(piece.leaves, piece.structure)
+        if there is not None:
+            given, named = map_tensors(lambda tensor: tensor.to(there), (given, named))
+        found = partitioner.profile(given, named, budget, splits)
+        *before, last = found.units
+        return replace(found, rows=rows, units=(*before, replace(last, target_bytes=rows * per_row)))
+
+    def every(budget: float | None) -> Profile:
+        try:
+            with torch.enable_grad():
+                *others, largest = [of(*piece, budget) for piece in pieces]
+        except UnmeasurableError as error:
+            raise ArgumentError(f"the model cannot be profiled: {error}") from error
+        return largest.with_others(others)
+
+    def measured() -> Profile:
+        found = every(budget_seconds)
+        found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
+        # other devices compute while the runtime goes on
+        return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
+
+    if kind is not None:
+        return estimated(every(None), kind, _efficiency(calibrate, kind))
+    where = there or input_device(example, model)
+    # ranks that measure their links do so all at once, so none decides by itself to do it again
+    return _with_links(measured, where) if links else undisturbed(measured, where)
 
 
 def specified(device: torch.device | Device | str | None) -> Device | None:
@@ -276,9 +270,4 @@ def _step_seconds(microbatches: int) -> float:
 
 
 def _least(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return min(timeit.repeat(run, number=1, repeat=STEPS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class Steps:
     Attributes:
         schedule: what every rank does for a batch like the example, communication included.
         bound_schedules: one for each kind of batch so far.
+        has_inputs, has_outputs: whether this process runs the first, or the last stage.
     """
 
     def __init__(
@@ -80,6 +81,9 @@ class Steps:
             self._recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
             self._offload = offload_by_stage(options.offload, order.placement.depth)
             self._sharded = _sharded(split, options)
+        here = [stage for stage, rank in enumerate(order.placement.rank_of) if rank in engine.ranks]
+        self.has_inputs = any(map(order.placement.is_first, here))
+        self.has_outputs = any(map(order.placement.is_last, here))
         self._loss = saying_what_is_missing(options.loss)
         self._parts = LossParts(engine, shared=options.share_loss, of_function=options.loss is not None)
         self._padding_checked = bool(options.loss_notes)
@@ -89,11 +93,6 @@ class Steps:
         self._first = self.bound_schedules.add(example, Outline.of(example), training=True)
         first = self._first.bound
         self.schedule = first.schedule
-
-    @cached_property
-    def has_inputs(self) -> bool:
-        """Whether this process runs the first stage."""
-        return bool(self._ranks_of(self._order.placement.is_first) & set(self._engine.ranks))
 
     @property
     def looks_at_targets(self) -> bool:
@@ -111,11 +110,6 @@ class Steps:
         """Whether this process runs the last stage, or cuts the inputs with a function that also looks at targets."""
         by_function = self._options.cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
-
-    @cached_property
-    def has_outputs(self) -> bool:
-        """Whether this process runs the last stage."""
-        return bool(self._ranks_of(self._order.placement.is_last) & set(self._engine.ranks))
 
     def run_batch(
         self,
@@ -169,10 +163,7 @@ class Steps:
         inputs = self._inputs(cached, cut)
         if not self.has_outputs:
             return _Prepared(cached, Feed(inputs, loss_scale=loss_scale), cut)
-        targets = self._targets(cached, batch)
-        weight = self._weights(cached, targets)
-        targets = self._to_loss_devices(cached, targets)
-        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale), cut)
+        return _Prepared(cached, Feed(inputs, *self._for_loss(cached, batch), keeps, loss_scale), cut)
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:
@@ -193,9 +184,7 @@ class Steps:
         self._refuse_aliases(cached, batch)
         if not loss:
             return None
-        targets = self._targets(cached, batch)
-        self._weights(cached, targets)
-        targets = self._to_loss_devices(cached, targets)
+        targets, _ = self._for_loss(cached, batch)
         devices = tuple({*self._engine.devices})
         with self._engine.streams.drawing(0, devices), computing(0, 0):
             given = getattr(self._options.loss, "__wrapped__", self._options.loss)  # as the user gave it
@@ -249,11 +238,6 @@ class Steps:
             )
         return self._engine.bind(binding)
 
-    def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
-        """The ranks of the pipelines' first (or last) stages."""
-        placement = self._order.placement
-        return {placement.rank_of[stage] for stage in range(placement.stages) if end(stage)}
-
     def _devices(self, cached: Cached, end: Callable[[int], bool]) -> list[torch.device | None]:
         """Where each microbatch's first (or last) stage runs; None if another process runs it."""
         order, engine = cached.bound.schedule, self._engine
@@ -283,10 +267,13 @@ class Steps:
             for positions, tensors, device in given
         ]
 
-    def _to_loss_devices(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
-        """Moves each target to the device that computes its loss."""
-        devices = self._devices(cached, self._order.placement.is_last)
-        return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)]
+    def _for_loss(self, cached: Cached, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
+        """Each microbatch's target, on the device that computes its loss, and the weights of the losses."""
+        targets: Sequence[Any] | None = None
+        if not _wants_target(self._options.loss) or batch.has_target or cached.bound.training:
+            targets = self._options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
+        weight, devices = self._weights(cached, targets), self._devices(cached, self._order.placement.is_last)
+        return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)], weight
 
     def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
         """The weights of the microbatches' losses in the batch of all replicas."""
@@ -326,11 +313,6 @@ class Steps:
     def _takes_labels(self, batch: Batch) -> bool:
         """Whether a reduction weighs a model's own loss, by its labels."""
         return self._options.loss is None and not batch.has_target
-
-    def _targets(self, cached: Cached, batch: Batch) -> Sequence[Any] | None:
-        if _wants_target(self._options.loss) and not (batch.has_target or cached.bound.training):
-            return None
-        return self._options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
 
     def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any], evaluates: bool) -> StepResult:
         cached, feed, _ = prepared

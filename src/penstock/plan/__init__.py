@@ -18,11 +18,11 @@ from penstock._base.lazy import face
 from penstock.costs.sizes import Sizes as Sizes
 
 if TYPE_CHECKING:
-    from penstock.plan.choice import Choice as Choice
-    from penstock.plan.choice import Wanted as Wanted
-    from penstock.plan.choice import choices as choices
     from penstock.plan.cluster import Cluster as Cluster
     from penstock.plan.cluster import Kind as Kind
+    from penstock.plan.options import Choice as Choice
+    from penstock.plan.options import Wanted as Wanted
+    from penstock.plan.options import choices as choices
     from penstock.plan.plan import Plan as Plan
     from penstock.plan.plan import read_plan as read_plan
     from penstock.plan.planner import Lost as Lost
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.plan.planner import make_plans as make_plans
 
 _HOMES = {
-    "choice": "Choice Wanted choices",
+    "options": "Choice Wanted choices",
     "cluster": "Cluster Kind",
     "plan": "Plan read_plan",
     "planner": "Lost Planned make_plans",

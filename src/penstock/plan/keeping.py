@@ -1,5 +1,5 @@
 """What each stage does with its activations between forward and backward: keeps them, makes them again, or sends them
-to the host; and how much memory each rank then needs.
+to the host; and how much memory each rank then needs, with the batch, gradients, and what runs.
 
 That depends on the order of a rank's actions, not on their times, and on no other rank's choice, unless the two hold
 copies of one stage. So each rank's choice is the one that fits with the least extra work, found by trying all.
@@ -8,24 +8,146 @@ copies of one stage. So each rank's choice is the one that fits with the least e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import product
+from itertools import accumulate, chain, product
+from operator import add, sub
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.transient import Transient, kept_peaks, running
-from penstock.schedule import Action, Schedule
+from penstock.costs import UnitCost, counted_again, kept_bytes
+from penstock.schedule import Action, Op, Placement, Row, Schedule, stages_with_backward
 from penstock.schedule.activations import run_again, trips
 from penstock.simulate import StageCost
+from penstock.simulate.computations import IS_COMPUTE, column
 from penstock.simulate.costs import LinkCost, OfStage
+from penstock.simulate.memory_use import changes_of
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Transient:
+    """Bytes of a stage, or of a rank.
+
+    The first backward of a step makes the gradients of parameters, since an optimizer's `zero_grad` drops them. Each is
+    made while what was kept for it goes.
+
+    Attributes:
+        working: what a forward or a backward takes while it runs, at most, gradients of parameters apart.
+        batch: the model's inputs and the loss's target: of a stage, for one microbatch; of a rank, for the whole step,
+            since all are there from its beginning.
+        first_backward: what a stage's first backward takes, these gradients included, if it is not split.
+        first_inputs, first_weights: the same of the first I, and of the first W.
+        early_bytes: of the gradients that I makes already: of parameters whose gradient cannot wait.
+    """
+
+    working: float
+    batch: float
+    first_backward: float = 0.0
+    first_inputs: float = 0.0
+    first_weights: float = 0.0
+    early_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, units: Sequence[UnitCost], *, splits: bool = False) -> Transient:
+        """Those of consecutive units as one stage: while one runs, the later ones keep nothing of this microbatch, but
+        for what W needs, if backwards are split.
+        """
+        kept = kept_bytes(units)
+        waiting = [unit.waiting_bytes if splits else 0.0 for unit in units]
+        gradients = [unit.gradient_bytes for unit in units]
+        early = [0 if unit.weight_gradient_bytes else size for unit, size in zip(units, gradients, strict=True)]
+        each = [
+            before + unit.working_bytes + later - kept[-1]
+            for before, unit, later in zip(kept, units, _from_each(waiting)[1:], strict=True)
+        ]
+        working = max(0.0, *each)
+        whole, inputs = (max(0.0, *map(add, each, _from_each(made))) for made in (gradients, early))
+        # W goes from the first unit to the last, and frees what waits as it goes
+        made, gone = accumulate(map(sub, gradients, early)), accumulate(waiting, initial=0.0)
+        weights = working + max(0.0, *map(sub, made, gone))
+        batch = sum(unit.input_bytes + unit.target_bytes for unit in units)
+        return cls(working, batch, whole, inputs, weights, sum(early))
+
+
+def _from_each(sizes: Sequence[float]) -> list[float]:
+    """The sum from each on, and 0 behind the last."""
+    return [*accumulate(reversed(sizes), initial=0.0)][::-1]
+
+
+def transient_of_ranks(placement: Placement, microbatches: int, stages: Sequence[Transient]) -> list[Transient]:
+    """Those of each rank, which computes one thing at a time. `stages`: of one copy."""
+    depth, found = placement.depth, []
+    for own in placement.by_rank:
+        batch = sum(stages[stage % depth].batch * len(placement.microbatches_of(stage, microbatches)) for stage in own)
+        found.append(Transient(max(stages[stage % depth].working for stage in own), batch))
+    return found
+
+
+def held_again(placement: Placement, pieces: Sequence[Sequence[UnitCost]]) -> list[float]:
+    """What the stages of each rank hold too much together, since what is tied is there once. `pieces`: the units of
+    each stage of one copy.
+    """
+    depth, found = placement.depth, []
+    for own in placement.by_rank:
+        numbers = dict.fromkeys(stage // depth for stage in own)
+        copies = [[pieces[stage % depth] for stage in own if stage // depth == number] for number in numbers]
+        together = sum(sum(counted_again(chain(*each))) for each in copies)
+        found.append(together - sum(sum(counted_again(piece)) for each in copies for piece in each))
+    return found
+
+
+def kept_peaks(schedule: Schedule, costs: Sequence[StageCost], transient: Sequence[Transient]) -> list[float]:
+    """What each rank needs if every stage keeps its activations, without the batch. `costs`, `transient`: of each stage
+    of one copy.
+    """
+    place, found = schedule.placement, []
+    every = [(cost,) for cost in costs] * place.pipelines
+    changes = changes_of(every, stages_with_backward(schedule))[0, ..., 0]
+    for row, stages in zip(schedule.rows, place.by_rank, strict=True):
+        op, stage = _computations(row)
+        taken, freed = changes[:, op, stage]
+        kept = np.cumsum(taken) - np.cumsum(freed) + freed
+        own = [costs[stage % place.depth] for stage in stages]
+        held = sum(cost.parameter_bytes + cost.optimizer_bytes for cost in own)
+        found.append(held + float((kept + running(row, costs, transient)).max(initial=0.0)))
+    return found
+
+
+def running(row: Row, costs: Sequence[StageCost], transient: Sequence[Transient]) -> Floats:
+    """The gradients of a rank's parameters, from each stage's first backward on, and what a computation takes while it
+    runs. An optimizer drops gradients before each step: `zero_grad` does, unless it is told to keep them.
+    """
+    op, stage = _computations(row)
+    found = np.array([one.working for one in transient])[stage % len(costs)]
+    gradients = np.zeros(len(op))
+    for number in np.unique(stage).tolist():
+        backward = np.flatnonzero((stage == number) & (op != Op.F.code))
+        if not len(backward):
+            continue
+        own, size = transient[number % len(costs)], costs[number % len(costs)].gradient_bytes
+        weights = backward[op[backward] == Op.W.code]
+        if op[backward[0]] == Op.B.code or not len(weights):
+            found[backward[0]] = own.first_backward
+            gradients[backward[0] + 1 :] += size
+        else:
+            found[backward[0]], found[weights[0]] = own.first_inputs, own.first_weights
+            gradients[backward[0] + 1 :] += own.early_bytes
+            gradients[weights[0] + 1 :] += size - own.early_bytes
+    return np.asarray(found + gradients)
+
+
+def _computations(row: Row) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+    op = column(row.op)
+    chosen = IS_COMPUTE[op]
+    return op[chosen], column(row.stage)[chosen]
+
 
 MAX_WAYS = 4096
 """Of a rank's stages; with more, all of them do the same."""
-
-Floats = NDArray[np.float64]
 
 
 class Way(Enum):
@@ -83,7 +205,10 @@ def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
             by_stage, needed, made = _best(schedule, demand, ranks)
             ways |= by_stage
             peaks |= needed
-            costs |= {stage: _padded(cost, schedule) for stage, cost in made.items()}
+            for stage, cost in made.items():
+                # One for each microbatch of the schedule: a copy of the model has only some.
+                each = () if isinstance(cost, StageCost) else tuple(cost)
+                costs[stage] = (*each, *(each[-1:] * (schedule.microbatches - len(each)))) if each else cost
     return Keeping(tuple(ways.values()), tuple(peaks.values()), tuple(costs.values()))
 
 
@@ -106,7 +231,9 @@ def _best(
         for stage, way in product(own, open_ways):
             done[stage, way] = _Done.of(way, work, stage, demand)
     found = []
-    for chosen in _ways(len(stages), open_ways):
+    many = len(open_ways) ** len(stages) > MAX_WAYS
+    every = product(open_ways, repeat=len(stages))  # keeping everything first
+    for chosen in [(way,) * len(stages) for way in open_ways] if many else every:
         by_stage = dict(zip(stages, chosen, strict=True))
         each = {rank: [done[stage, by_stage[stage % depth]] for stage in own] for rank, own in on_rank.items()}
         needed = {}
@@ -191,14 +318,6 @@ def _places(work: Sequence[Action], stage: int) -> dict[int, tuple[int, int, int
     return {number: (places[0], places[min(1, len(places) - 1)], places[-1]) for number, places in found.items()}
 
 
-def _padded(cost: OfStage, schedule: Schedule) -> OfStage:
-    """One cost for each microbatch of the schedule: a copy of the model has only some."""
-    if isinstance(cost, StageCost):
-        return cost
-    each = tuple(cost)
-    return (*each, *(each[-1:] * (schedule.microbatches - len(each))))
-
-
 def _together(schedule: Schedule) -> list[list[int]]:
     """The ranks in groups that share no stage, not even copies of one."""
     place = schedule.placement
@@ -209,13 +328,6 @@ def _together(schedule: Schedule) -> list[list[int]]:
         groups = [group for group in groups if not group[1] & own]
         groups.append(({rank}.union(*(g[0] for g in met)), own.union(*(g[1] for g in met))))
     return [sorted(ranks) for ranks, _ in groups]
-
-
-def _ways(stages: int, open_ways: Sequence[Way]) -> Iterator[tuple[Way, ...]]:
-    """All ways of so many stages, keeping everything first."""
-    if len(open_ways) ** stages > MAX_WAYS:
-        return iter([(way,) * stages for way in open_ways])
-    return product(open_ways, repeat=stages)
 
 
 def lacking(peak_bytes: Sequence[float], limits: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ are rectangles of so many replicas by so many consecutive ranks, and each shape 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -71,11 +71,15 @@ def arrange(cluster: Cluster, kinds: Grid, traffic: Traffic) -> Grid:
     grids = [_filled(cluster, kinds, walk) for walk in _walks(cluster, *kinds.shape)]
     if cluster.hosts == 1:
         return grids[0]
-    best = min(grids, key=lambda grid: crossing_bytes(_hosts(cluster, grid), traffic))
-    return _exact(cluster, kinds, traffic, best) if cluster.devices <= EXACT else best
+    best, other = (
+        min(some, key=lambda grid: crossing_bytes(_hosts(cluster, grid), traffic), default=grids[0])
+        for some in (grids, _every(cluster, kinds) if cluster.devices <= EXACT else ())
+    )
+    least, found = (crossing_bytes(_hosts(cluster, grid), traffic) for grid in (best, other))
+    return other if found < least * (1 - 1e-12) else best
 
 
-def links_between(cluster: Cluster, devices: Grid, pairs: Iterator[tuple[int, int]]) -> dict[tuple[int, int], LinkCost]:
+def links_between(cluster: Cluster, devices: Grid, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], LinkCost]:
     """The slower of the links that any replica has between two ranks, both ways."""
     hosts, found = _hosts(cluster, devices), {}
     for a, b in pairs:
@@ -123,41 +127,24 @@ def _filled(cluster: Cluster, kinds: Grid, walk: Sequence[tuple[int, int]]) -> G
     return grid
 
 
-def _exact(cluster: Cluster, kinds: Grid, traffic: Traffic, best: Grid) -> Grid:
-    """The best of all ways: position by position, as long as less goes over the links than in the best so far."""
-    kind_of, least = cluster.kind_of, crossing_bytes(_hosts(cluster, best), traffic)
-    replicas, ranks = kinds.shape
-    walk = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-    share = 2 * (replicas - 1) / replicas
-    chosen = np.full(kinds.shape, -1, dtype=np.intp)
+def _every(cluster: Cluster, kinds: Grid) -> Iterator[Grid]:
+    """All ways, but for those that differ only in devices of a kind on one host, or in hosts that are alike."""
+    kind_of, grid = cluster.kind_of, np.empty_like(kinds)
+    on_host: dict[int, list[int]] = {}
+    for device, kind in enumerate(kind_of):
+        on_host.setdefault(cluster.host_of(device), []).append(kind)
 
-    def added(replica: int, rank: int, host: int) -> float:
-        """What this position adds to those before it."""
-        total = 0.0
-        for (a, b), size in traffic.messages.items():
-            other = chosen[replica, a if b == rank else b] if rank in (a, b) else -1
-            total += size if other >= 0 and cluster.host_of(int(other)) != host else 0.0
-        ring = {cluster.host_of(int(device)) for device in chosen[:, rank] if device >= 0}
-        new = bool(ring) and host not in ring
-        return total + (share * traffic.gradients[rank] * (1 + (len(ring) == 1)) if new else 0.0)
-
-    def go(number: int, total: float, free: frozenset[int]) -> None:
-        nonlocal best, least
-        if total >= least * (1 - 1e-12):
-            return
-        if number == len(walk):
-            best, least = chosen.copy(), total
-            return
-        seen, (replica, rank) = set(), walk[number]
+    def filled(place: int, free: frozenset[int]) -> Iterator[Grid]:
+        if place == grid.size:
+            yield grid.copy()
+        seen = set[object]()
+        touched = {cluster.host_of(int(device)) for device in grid.flat[:place]}
         for device in sorted(free):
             host = cluster.host_of(device)
-            if kind_of[device] != kinds[replica, rank] or host in seen:
-                continue
-            seen.add(host)
-            more = added(replica, rank, host)
-            chosen[replica, rank] = device
-            go(number + 1, total + more, free - {device})
-            chosen[replica, rank] = -1
+            alike = host if host in touched else tuple(on_host[host])
+            if kind_of[device] == kinds.flat[place] and alike not in seen:
+                seen.add(alike)
+                grid.flat[place] = device
+                yield from filled(place + 1, free - {device})
 
-    go(0, 0.0, frozenset(range(cluster.devices)))
-    return best
+    return filled(0, frozenset(range(cluster.devices)))

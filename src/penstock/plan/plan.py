@@ -12,7 +12,7 @@ from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.words import shortened
 from penstock.costs import MadeFor
-from penstock.plan.choice import Choice
+from penstock.plan.options import Choice
 from penstock.schedule import Schedule
 
 VERSION = 2

@@ -5,19 +5,68 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import attrgetter
 
 from penstock._base.errors import ArgumentError
-from penstock.costs import variation
+from penstock.costs import UnitCost, variation
 from penstock.costs.sizes import Sizes
 from penstock.costs.stage_costs import stage_cost
-from penstock.plan.bounds import least_seconds, least_seconds_anyhow
-from penstock.plan.choice import ANY, Choice, Wanted, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
+from penstock.plan.options import ANY, Choice, Wanted, choices
 from penstock.plan.plan import Plan
-from penstock.plan.predict import Cut, arranged, cut, cut_within, order_of, planned, predict, transient_of
+from penstock.plan.predict import Cut, arranged, cut, cuts_within, order_of, planned, predict, transient_of
 from penstock.schedule import Schedule
+from penstock.simulate import StageCost
 from penstock.simulate.search import search
+
+
+def least_seconds(choice: Choice, costs: Sequence[StageCost], sums: Sequence[float]) -> float:
+    """No order of these actions is faster: a rank begins after the forwards of the stages before its lowest, does its
+    work, and is followed by the backwards of those stages; a stage's gradients are summed after its last backward.
+
+    Args:
+        choice: of which only what its schedule has before it is made counts.
+        costs: of each stage, copies included.
+        sums: the seconds that summing each stage's gradients over replicas takes, copies included.
+    """
+    placement, splits = choice.placement, choice.splits
+    on_the_way = [cost.backward_input_seconds if splits else cost.backward_seconds for cost in costs]
+    last = [cost.backward_weight_seconds if splits else 0.0 for cost in costs]  # of a copy's first stage
+    forwards = [0.0, *accumulate(cost.forward_seconds for cost in costs)]
+    backwards = [0.0, *accumulate(on_the_way)]
+    times = [len(placement.microbatches_of(stage, choice.microbatches)) for stage in range(placement.stages)]
+    least = 0.0
+    for stages in placement.by_rank:
+        pairs = [(stage, stage - stage % placement.depth) for stage in stages]
+        before = min(forwards[stage] - forwards[first] for stage, first in pairs)
+        after = min(backwards[stage] - backwards[first] + last[first] + sums[first] for stage, first in pairs)
+        work = sum(times[s] * (costs[s].forward_seconds + costs[s].backward_seconds) for s in stages)
+        passed = sum(times[s] * (costs[s].forward_seconds + on_the_way[s]) for s in stages)
+        least = max(least, before + work + min(sums[stage] for stage in stages), before + passed + after)
+    return least
+
+
+def least_seconds_anyhow(choice: Choice, units: Sequence[UnitCost], speeds: Sequence[float]) -> float:
+    """No order of the actions of any cut is faster.
+
+    A microbatch takes its whole way. And of the ranks, some need at least the mean. If each has one stage, the one
+    after stages of P seconds waits for these and then works for m times its own; all of them end together at the
+    earliest if each is (T - P) / m, so that T is the whole divided by 1 - (1 - 1/m)^p.
+
+    Args:
+        speeds: of each rank's device.
+    """
+    placement, count, fastest = choice.placement, choice.microbatches, max(speeds)
+    whole = sum(unit.seconds for unit in units)
+    passed = sum(unit.forward_seconds + unit.input_gradient_seconds for unit in units)
+    on_the_way = passed if choice.splits else whole
+    least = max(count * whole / sum(speeds), on_the_way / fastest)
+    if placement.stages == placement.ranks:
+        least = max(least, on_the_way / fastest / (1 - (1 - 1 / count) ** placement.ranks))
+    return least
+
 
 BEST = 5
 """How many plans to list."""
@@ -84,16 +133,17 @@ class Candidate:
     at_least: float
 
     def best(self) -> tuple[Plan, Cut]:
-        """The better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with cuts that
-        do not.
+        """The better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with others
+        that do not.
         """
-        plan = predict(self.choice, self.where), self.where
-        if not (plan[0].recompute or plan[0].offload or plan[0].lacking_bytes):
-            return plan
-        other = cut_within(self.where, order_of(self.choice))
-        if other is None or other.starts == self.where.starts:
-            return plan
-        return min(plan, (predict(self.choice, other), other), key=lambda one: _order(one[0]))
+        found = [(predict(self.choice, self.where), self.where)]
+        if found[0][0].recompute or found[0][0].offload or found[0][0].lacking_bytes:
+            for other in cuts_within(self.where, order_of(self.choice)):
+                if other.starts != self.where.starts:
+                    found.append((predict(self.choice, other), other))
+                if not found[-1][0].lacking_bytes:
+                    break
+        return min(found, key=lambda one: (one[0].lacking_bytes, one[0].step_seconds))
 
 
 def make_plans(
@@ -157,6 +207,7 @@ def make_plans(
 def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted) -> Iterator[Candidate]:
     """Every choice, for every order of the devices' kinds."""
     cuts: dict[Hashable, Cut] = {}
+    ring = cluster.least_ring_seconds
     for choice in choices(sizes, cluster, global_batch, wanted):
         units, placement = sizes.shared_by(choice.replicas).at(choice.rows), choice.placement
         units = tuple(unit.split for unit in units) if choice.splits else units
@@ -164,18 +215,14 @@ def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: W
             alike = placement if len(cluster.kinds) > 1 else choice.stages
             key = (choice.rows, choice.splits, alike, kinds.shape, kinds.tobytes())
             where = cuts.get(key) or cuts.setdefault(key, cut(units, placement, cluster, kinds))
-            yield Candidate(choice, where, _at_least(choice, where))
-
-
-def _at_least(choice: Choice, where: Cut) -> float:
-    """What no plan with this choice is below: with these cuts, and, if memory is limited, with others, too."""
-    pipelines, speeds, cluster = choice.placement.pipelines, where.rank_speeds, where.cluster
-    sums = [cluster.least_ring_seconds(cost.gradient_bytes, choice.replicas) for cost in where.costs]
-    least = least_seconds(choice, [*where.costs] * pipelines, sums * pipelines)
-    if cluster.has_limit:
-        least = min(least, least_seconds_anyhow(choice, where.units, speeds))
-    updated = pipelines * stage_cost(where.units, 0).optimizer_bytes / sum(speeds)  # of some rank at least the mean
-    return (least + cluster.optimizer_byte_seconds * updated) * (1 - ROUNDING)
+            pipelines, sums = placement.pipelines, [ring(cost.gradient_bytes, choice.replicas) for cost in where.costs]
+            least = least_seconds(choice, [*where.costs] * pipelines, sums * pipelines)
+            if cluster.has_limit:  # with other cuts, too
+                least = min(least, least_seconds_anyhow(choice, where.units, where.rank_speeds))
+            # Of some rank at least the mean.
+            updated = pipelines * stage_cost(where.units, 0).optimizer_bytes / sum(where.rank_speeds)
+            at_least = (least + cluster.optimizer_byte_seconds * updated) * (1 - ROUNDING)
+            yield Candidate(choice, where, at_least)
 
 
 def _finer(ranked: Sequence[Plan], cuts: Mapping[int, Cut], seconds: float) -> Iterator[Plan]:
@@ -211,13 +258,7 @@ def _as_lost(plan: Plan) -> Lost:
     )
 
 
-def _seconds(plan: Plan) -> float:
-    return plan.step_seconds
-
-
-def _order(plan: Plan) -> tuple[float, float]:
-    """What fits, then what is fast."""
-    return plan.lacking_bytes, plan.step_seconds
+_seconds = attrgetter("step_seconds")
 
 
 def simplest_first(plans: Sequence[Plan], equal: float) -> list[Plan]:
@@ -230,9 +271,8 @@ def simplest_first(plans: Sequence[Plan], equal: float) -> list[Plan]:
 def _complexity(plan: Plan) -> tuple[float, ...]:
     """Copies of the model, an order without a name, chunks, a split backward, stages that do not keep, ranks."""
     known = plan.choice if isinstance(plan.schedule, str) else plan.schedule
-    pipelines, splits = known.placement.pipelines, known.splits
     more = len(plan.recompute) + len(plan.offload)
-    numbers = (pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
+    numbers = known.placement.pipelines, bool(plan.order), plan.choice.chunks, known.splits, more, plan.choice.ranks
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))
 
 
@@ -253,11 +293,9 @@ def searched(schedule: Schedule, where: Cut, seconds: float) -> Schedule | None:
     room, (more, _, transient) = [], transient_of(schedule, where)
     for rank, limit in enumerate(where.limits):
         own = [stage % placement.depth for stage in placement.stages_on(rank)]
-        costs = [where.costs[stage] for stage in own]
-        held = sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs)
-        running = max(
-            max(transient[s].working, transient[s].first_inputs - transient[s].early_bytes) for s in own
-        )  # in any order, with all gradients there
+        held = sum(where.costs[stage].held_bytes for stage in own)
+        runs = (transient[stage] for stage in own)  # in any order, with all gradients there
+        running = max(max(one.working, one.first_inputs - one.early_bytes) for one in runs)
         room.append(limit - more[rank] - held - running)
     try:
         found = search(

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from penstock._base.errors import ArgumentError
-from penstock.costs import Problem, UnitCost, best_starts
+from penstock.costs import Problem, UnitCost, best_starts, counted_again
 from penstock.costs.stage_costs import priced, problem_of, with_memory
-from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster, Kind
-from penstock.plan.keeping import Demand, Way, best_keeping
+from penstock.plan.keeping import Demand, Transient, Way, best_keeping, held_again, transient_of_ranks
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
+from penstock.plan.options import Choice
 from penstock.plan.plan import Plan
-from penstock.plan.transient import Transient, held_again, transient_of_ranks
 from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, simulate
@@ -80,6 +81,12 @@ class Cut:
         """The memory of each rank's devices: of its replicas, the smallest counts."""
         return tuple(min(kind.memory_bytes for kind in column) for column in self.of_ranks)
 
+    def may_hold(self, placement: Placement) -> bool:
+        """Whether ranks could at least hold what is there all the time, wherever the model is cut."""
+        each = [unit.held_bytes for unit in self.units]
+        held = placement.pipelines * (sum(each) - sum(counted_again(self.units)))
+        return held <= sum(self.limits) and max(each) <= max(self.limits)
+
 
 def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
     """Where the slowest stage is fastest, with what it sends over the cluster's link. Raises ArgumentError: there are
@@ -90,22 +97,35 @@ def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds
     return found.at(best_starts(found.problem, depth))
 
 
-def cut_within(where: Cut, schedule: Schedule) -> Cut | None:
-    """Another cut within the memory of the devices, with as many microbatches in flight as the schedule has; or, if no
-    cut is, where the fullest stage is least full. None if the devices differ in memory.
+def cuts_within(where: Cut, schedule: Schedule) -> Iterator[Cut]:
+    """Other cuts within the memory of the devices, with as many microbatches in flight as the schedule has, where
+    stages run forwards again if they have to; or, if no cut is, where the fullest stage is least full. None if the
+    devices differ in memory.
+
+    What ranks with several stages, or with weight gradients that wait, then need is known less well: cuts where no
+    forward runs again come first.
     """
-    placement, limits = schedule.placement, where.limits
+    placement, limits, units = schedule.placement, where.limits, where.units
     if len({*limits}) > 1:
-        return None
-    problem = replace(
-        with_memory(where.problem, where.units, schedule.microbatches),
+        return
+    keeps = replace(
+        with_memory(where.problem, units, schedule.microbatches),
         in_flight=in_flight_by_stage(schedule)[: placement.depth],
         limit_bytes=limits[0] / max(map(len, placement.by_rank)),
     )
-    try:
-        return where.at(best_starts(problem, placement.depth))
-    except ArgumentError:
-        return where.at(best_starts(replace(problem, limit_bytes=math.inf, balanced="bytes"), placement.depth))
+    again = replace(
+        keeps,
+        again_seconds=[unit.again_seconds for unit in units],
+        received_bytes=[unit.boundary_bytes for unit in units],
+        waiting_bytes=[unit.waiting_bytes for unit in units],
+        waiting=in_flight_by_stage(schedule, since=Op.I),
+    )
+    fullest = replace(keeps, limit_bytes=math.inf, balanced="bytes")
+    first = (keeps, fullest) if schedule.splits or placement.stages > placement.ranks else ()
+    tried = (*first, again) if where.may_hold(placement) else ()
+    for problem in (*tried, replace(fullest, in_flight=())):
+        with suppress(ArgumentError):
+            yield where.at(best_starts(problem, placement.depth))
 
 
 def predict(choice: Choice, where: Cut) -> Plan:
@@ -149,7 +169,7 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
         tuple(peak + one for peak, one in zip(keeping.peak_bytes, more, strict=True)),
         where.limits,
         held_bytes=tuple(
-            sum(_held(where.costs[stage % depth]) for stage in stages) - twice
+            sum(where.costs[stage % depth].held_bytes for stage in stages) - twice
             for stages, twice in zip(placement.by_rank, again, strict=True)
         ),
         offload=by_way[Way.OFFLOADS],
@@ -168,30 +188,17 @@ def transient_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[floa
     return [one.batch - twice for one, twice in zip(of_ranks, again, strict=True)], again, each
 
 
-def _held(cost: StageCost) -> float:
-    return cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
-
-
 def arranged(schedule: Schedule, where: Cut) -> tuple[Grid, Links]:
     """The devices, best arranged, and what messages between two ranks then cost."""
-    devices = arrange(where.cluster, where.kinds, _traffic(schedule, where))
-    return devices, links_between(where.cluster, devices, _neighbors(schedule.placement))
-
-
-def _neighbors(placement: Placement) -> Iterator[tuple[int, int]]:
-    """The pairs of ranks that have neighboring stages."""
-    pairs = {
-        (placement.rank_of[first + stage], placement.rank_of[first + stage + 1])
-        for first in range(0, placement.stages, placement.depth)
-        for stage in range(placement.depth - 1)
-    }
-    return ((a, b) for a, b in sorted({(min(pair), max(pair)) for pair in pairs}) if a != b)
+    traffic = _traffic(schedule, where)
+    devices = arrange(where.cluster, where.kinds, traffic)
+    return devices, links_between(where.cluster, devices, sorted(traffic.messages))
 
 
 def _traffic(schedule: Schedule, where: Cut) -> Traffic:
     """What a step sends."""
     placement = schedule.placement
-    messages: dict[tuple[int, int], float] = {}
+    messages = defaultdict[tuple[int, int], float](float)
     gradients = [0.0] * placement.ranks
     for stage in range(placement.stages):
         rank = placement.rank_of[stage]
@@ -199,21 +206,19 @@ def _traffic(schedule: Schedule, where: Cut) -> Traffic:
         if placement.is_first(stage):
             continue
         unit = where.units[where.starts[stage % placement.depth]]
-        pair = placement.rank_of[stage - 1], rank
+        pair = min(placement.rank_of[stage - 1], rank), max(placement.rank_of[stage - 1], rank)
         if pair[0] != pair[1]:
             count = len(placement.microbatches_of(stage, schedule.microbatches))
-            size = count * (unit.boundary_bytes + unit.boundary_gradient_bytes)
-            messages[min(pair), max(pair)] = messages.get((min(pair), max(pair)), 0.0) + size
+            messages[pair] += count * (unit.boundary_bytes + unit.boundary_gradient_bytes)
     return Traffic(messages, gradients)
 
 
 def _idle_shares(schedule: Schedule, timeline: Timeline) -> dict[str, float]:
     """The share of all ranks' time that is lost, by cause."""
-    lost: dict[str, float] = {}
-    available = timeline.makespan_seconds * schedule.ranks
+    available, lost = timeline.makespan_seconds * schedule.ranks or math.inf, defaultdict[str, float](float)
     for by_cause in idle(schedule, timeline):
         for cause, seconds in by_cause.items():
-            lost[cause.value] = lost.get(cause.value, 0.0) + (seconds / available if available else 0.0)
+            lost[cause.value] += seconds / available
     return {cause: share for cause, share in lost.items() if share > 0}
 
 
@@ -248,7 +253,11 @@ def sums_end(
         replicas: how many there are.
     """
     place = schedule.placement
-    last = _last_backwards(timeline)
+    last: dict[int, float] = {}  # when each stage's last B or W ends
+    for track in timeline.tracks:
+        for op, stage, end in zip(track.actions.op, track.actions.stage, track.end, strict=True):
+            if op in (Op.B.code, Op.W.code):
+                last[stage] = max(last.get(stage, 0.0), end)
     free = [0.0] * place.ranks
     if place.pipelines > 1:
         for stage in range(place.depth):
@@ -265,13 +274,3 @@ def sums_end(
         size = gradient_bytes[stage % place.depth]
         free[rank] = max(free[rank], end) + cluster.ring_seconds(size, replicas, crosses=crossed[rank])
     return max(timeline.makespan_seconds, *free)
-
-
-def _last_backwards(timeline: Timeline) -> dict[int, float]:
-    """When each stage's last B or W ends."""
-    found: dict[int, float] = {}
-    for track in timeline.tracks:
-        for op, stage, end in zip(track.actions.op, track.actions.stage, track.end, strict=True):
-            if op in (Op.B.code, Op.W.code):
-                found[stage] = max(found.get(stage, 0.0), end)
-    return found

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from penstock._base.errors import ArgumentError
 from penstock.costs import counted_again
 from penstock.costs.sizes import Sizes
-from penstock.plan.choice import Choice, Wanted
 from penstock.plan.cluster import Cluster
+from penstock.plan.options import Choice, Wanted
 from penstock.plan.plan import Plan
-from penstock.plan.planner import Candidate, open_candidates
+from penstock.plan.planner import open_candidates
 from penstock.simulate.costs import LinkCost
 
 MAX_TIMES = 8
@@ -45,11 +45,20 @@ def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted, 
     Args:
         nearest: the plan that lacks least.
     """
-    larger = _larger(cluster, nearest)
+    needed = [kind.memory_bytes for kind in cluster.kinds]
+    for row in nearest.grid:
+        for device, need in zip(row, nearest.memory_bytes[: nearest.choice.ranks], strict=True):
+            of = cluster.kind_of[device]
+            needed[of] = max(needed[of], math.ceil(need / MIB) * MIB)
+    kinds = (replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, needed, strict=True))
+    larger = replace(cluster, memory_bytes=math.inf, kinds=tuple(kinds))
     if (plan := first_that_fits(sizes, larger, global_batch, wanted, nearest.choice)) is not None:
         yield Remedy(plan, memory_bytes=tuple(kind.memory_bytes for kind in larger.kinds))
-    if len(cluster.kinds) == 1:
-        for more in _counts(sizes, cluster):
+    units, limit = next(iter(sizes.profiles.values())).units, cluster.kinds[0].memory_bytes
+    if len(cluster.kinds) == 1 and max(unit.held_bytes for unit in units) <= limit:  # each unit fits on some device
+        held = sum(unit.held_bytes for unit in units) - sum(counted_again(units))
+        least = max(cluster.devices + 1, math.ceil(held / limit))
+        for more in range(least, MAX_TIMES * cluster.devices + 1):
             kind = replace(cluster.kinds[0], devices=more)
             wider = replace(cluster, devices=0, memory_bytes=math.inf, kinds=(kind,))
             if (plan := first_that_fits(sizes, wider, global_batch, wanted)) is not None:
@@ -73,40 +82,9 @@ def first_that_fits(
         return None
     order = sorted(candidates, key=lambda one: (one.choice.rows, -one.choice.ranks, one.at_least))
     for one in sorted(order, key=lambda one: one.choice != likely):
-        if not _may_fit(one, cluster):
+        if not one.where.may_hold(one.choice.placement):
             continue
         plan, _ = one.best()
         if not plan.lacking_bytes:
             return plan
     return None
-
-
-def _may_fit(one: Candidate, cluster: Cluster) -> bool:
-    """Whether devices could at least hold what is there all the time, however the model is cut."""
-    limit = max(kind.memory_bytes for kind in cluster.kinds)
-    pipelines = one.choice.placement.pipelines
-    held = sum(unit.held_bytes for unit in one.where.units) - sum(counted_again(one.where.units))
-    each = pipelines * held / one.choice.ranks
-    return max(each, *(unit.held_bytes for unit in one.where.units)) <= limit
-
-
-def _larger(cluster: Cluster, nearest: Plan) -> Cluster:
-    """With devices whose memory holds what the nearest plan needs of them."""
-    of, ranks = cluster.kind_of, nearest.choice.ranks
-    needed = [kind.memory_bytes for kind in cluster.kinds]
-    for row in nearest.grid:
-        for device, need in zip(row, nearest.memory_bytes[:ranks], strict=True):
-            needed[of[device]] = max(needed[of[device]], math.ceil(need / MIB) * MIB)
-    kinds = (replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, needed, strict=True))
-    return replace(cluster, memory_bytes=math.inf, kinds=tuple(kinds))
-
-
-def _counts(sizes: Sizes, cluster: Cluster) -> Iterator[int]:
-    """More devices, in ascending order, that could hold the model: each unit on some device."""
-    units = next(iter(sizes.profiles.values())).units
-    held = sum(unit.held_bytes for unit in units) - sum(counted_again(units))
-    limit = cluster.kinds[0].memory_bytes
-    if max(unit.held_bytes for unit in units) > limit:
-        return
-    least = max(cluster.devices + 1, math.ceil(held / limit))
-    yield from range(least, MAX_TIMES * cluster.devices + 1)

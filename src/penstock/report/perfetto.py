@@ -45,7 +45,12 @@ def to_perfetto(timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit
         free = [-math.inf]  # when each thread for communication is free again
         made = []
         for span in timeline.spans(rank):
-            made += _slices(span, 0 if span.action.op.is_compute else _thread(free, span))
+            thread, began = 0, span.start_seconds - span.waited_seconds
+            if not span.action.op.is_compute:  # the first thread for communication that is free then, or a new one
+                place = next((place for place, until in enumerate(free) if until <= began), len(free))
+                free[place : place + 1] = [span.end_seconds]
+                thread = 1 + place
+            made += _slices(span, thread)
         names = ["compute", "communication", *(f"communication {more}" for more in range(2, len(free) + 1))]
         events += [_metadata("thread_name", rank, thread, name=name) for thread, name in enumerate(names)]
         events += made
@@ -56,8 +61,7 @@ def to_perfetto(timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit
         else:
             events += _counters(rank, curve, unit)
     if not timeline.in_turns:
-        for number, message in enumerate(_messages(timeline)):
-            events += _arrow(number, *message)
+        events += _arrows(timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -72,28 +76,9 @@ def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": args}
 
 
-def _thread(free: list[float], span: Span) -> int:
-    """The first thread for communication that is free when the span begins, a new one if none is."""
-    began = span.start_seconds - span.waited_seconds
-    place = next((place for place, until in enumerate(free) if until <= began), len(free))
-    free[place : place + 1] = [span.end_seconds]
-    return 1 + place
-
-
 def _slices(span: Span, thread: int) -> list[dict[str, Any]]:
     """The slice of an action, after that of its wait if it had one."""
-    action = span.action
-    place = {"ph": "X", "pid": span.rank, "tid": thread}
-    ran = {
-        **place,
-        "name": describe(action),
-        "cat": action.op.value,
-        "ts": span.start_seconds * _MICROSECONDS,
-        "dur": (span.end_seconds - span.start_seconds) * _MICROSECONDS,
-        "args": {"action": str(action), "stage": action.stage, "microbatch": action.microbatch},
-    }
-    if not span.waited_seconds:
-        return [ran]
+    action, place = span.action, {"ph": "X", "pid": span.rank, "tid": thread}
     wait = {
         **place,
         "name": "wait",
@@ -102,17 +87,15 @@ def _slices(span: Span, thread: int) -> list[dict[str, Any]]:
         "dur": span.waited_seconds * _MICROSECONDS,
         "args": {"for": str(action)},
     }
-    return [wait, ran]
-
-
-def _arrow(number: int, what: str, made: Span, used: Span) -> list[dict[str, Any]]:
-    """A flow between the compute slices at a message's two ends, each bound by a moment within it."""
-    shared = {"name": what, "cat": "message", "id": number, "tid": 0}
-    begin, end = (
-        {**shared, "pid": one.rank, "ts": (one.start_seconds + one.end_seconds) / 2 * _MICROSECONDS}
-        for one in (made, used)
-    )
-    return [{"ph": "s", **begin}, {"ph": "f", "bp": "e", **end}]
+    ran = {
+        **place,
+        "name": describe(action),
+        "cat": action.op.value,
+        "ts": span.start_seconds * _MICROSECONDS,
+        "dur": (span.end_seconds - span.start_seconds) * _MICROSECONDS,
+        "args": {"action": str(action), "stage": action.stage, "microbatch": action.microbatch},
+    }
+    return [wait, ran] if span.waited_seconds else [ran]
 
 
 def _counters(rank: int, curve: Curve, unit: str) -> Iterator[dict[str, Any]]:
@@ -141,36 +124,33 @@ def _held(track: Track) -> list[tuple[float, float]]:
     return found
 
 
-_Message = tuple[str, Span, Span]
-"""Activations or gradients, the action that made them, and the one that used them."""
-
-
-def _messages(timeline: Timeline) -> Iterator[_Message]:
-    """Each message from one rank to another.
+def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """For each message from one rank to another a flow between the compute slices at its two ends, each bound by a
+    moment within it.
 
     If the timeline has sends, these say what went where; otherwise each stage passes on to the next, and back. What
     has not run, or took no time, has no message.
     """
     spans = {(span.action.stage, span.action.op, span.action.microbatch): span for span in timeline}
-    if sends := [span.action for span in timeline if span.action.op.is_send]:
-        for sent in sends:
-            assert sent.peer is not None
-            yield from _pair(spans, sent.stage, sent.peer, sent.microbatch, forward=sent.op is Op.SEND_F)
-        return
-    for stage, op, microbatch in list(spans):
-        if op is Op.F:
-            yield from _pair(spans, stage, stage + 1, microbatch, forward=True)
-        elif op in (Op.B, Op.I) and stage:
-            yield from _pair(spans, stage, stage - 1, microbatch, forward=False)
-
-
-def _pair(
-    spans: dict[tuple[int, Op, int | None], Span], source: int, target: int, microbatch: int | None, *, forward: bool
-) -> Iterator[_Message]:
-    ops = (Op.F,) if forward else (Op.B, Op.I)
-    made = next((spans[source, op, microbatch] for op in ops if (source, op, microbatch) in spans), None)
-    used = next((spans[target, op, microbatch] for op in ops if (target, op, microbatch) in spans), None)
-    if made is None or used is None or made.rank == used.rank:
-        return
-    if made.end_seconds > made.start_seconds and used.end_seconds > used.start_seconds:
-        yield "activations" if forward else "gradients", made, used
+    sends = (span.action for span in timeline if span.action.op.is_send)
+    sent = [(one.stage, one.peer, one.microbatch, one.op is Op.SEND_F) for one in sends] or [
+        (stage, stage + 1 if op is Op.F else stage - 1, microbatch, op is Op.F)
+        for stage, op, microbatch in spans
+        if op is Op.F or (op in (Op.B, Op.I) and stage)
+    ]
+    number = 0
+    for source, target, microbatch, forward in sent:
+        ops = (Op.F,) if forward else (Op.B, Op.I)
+        places = ([(stage, op, microbatch) for op in ops] for stage in (source, target) if stage is not None)
+        made, used = (next((spans[place] for place in each if place in spans), None) for each in places)
+        if made is None or used is None or made.rank == used.rank:
+            continue
+        if made.end_seconds > made.start_seconds and used.end_seconds > used.start_seconds:
+            name = "activations" if forward else "gradients"
+            shared = {"name": name, "cat": "message", "id": number, "tid": 0}
+            begin, end = (
+                {**shared, "pid": one.rank, "ts": (one.start_seconds + one.end_seconds) / 2 * _MICROSECONDS}
+                for one in (made, used)
+            )
+            yield from ({"ph": "s", **begin}, {"ph": "f", "bp": "e", **end})
+            number += 1

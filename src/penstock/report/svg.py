@@ -178,7 +178,9 @@ class _Frame:
         if mark.label and size >= 8 and not strip:
             middle = f'x="{x + (wide - gap) / 2:.2f}" y="{y + high / 2 + 0.36 * size:.2f}"'
             text = f'<text {middle} font-size="{size:.3g}">{mark.label}</text>'
-        return f'<g class="{self._color(mark)}">{title}{box}{text}</g>'
+        color = (mark.kind, 0, 0) if strip else (mark.kind, min(mark.chunk, 2), mark.microbatch % 2)
+        self.used.add(color)
+        return f'<g class="{"-".join(map(str, color))}">{title}{box}{text}</g>'
 
     def _columns(self, timeline: Timeline, rank: int, y: float, high: float) -> Iterator[str]:
         """One path for each kind, a pixel at a time."""
@@ -194,13 +196,6 @@ class _Frame:
                 self.used.add((kind, 0, 0))
                 yield f'<path class="{kind}-0-0" d="{"".join(parts)}"/>'
 
-    def _color(self, mark: Mark) -> str:
-        entry = (mark.kind, min(mark.chunk, 2), mark.microbatch % 2)
-        if mark.kind is Kind.COMMUNICATION:
-            entry = (mark.kind, 0, 0)
-        self.used.add(entry)
-        return "-".join(map(str, entry))
-
     def axis(self, bottom: float) -> Iterator[str]:
         """The numbers under the last panel."""
         most = max(2, min(16, int(self.longest * self.scale / 48)))
@@ -213,8 +208,15 @@ class _Frame:
 
     def legend(self, top: float, lighter: str) -> tuple[list[str], float]:
         """What the colors stand for, and where the picture ends."""
+        kinds = [kind for kind in Kind if any(used[0] is kind for used in self.used)]
+        self.used.update((kind, 0, 0) for kind in kinds)
+        entries = [(f"{kind}-0-0", WORDS[kind]) for kind in kinds] + [("idle", "idle")]
+        if lighter and self.few:
+            entries.append(("", f"lighter: {lighter}"))
+        if not self.few:
+            entries.append(("", "each pixel: what the rank does most of that time"))
         drawn, x, y = [], float(_MARGIN), top
-        for css, words in self._legend(lighter):
+        for css, words in entries:
             box = 20 if css else 0
             wide = box + 6.5 * len(words)
             if x > _MARGIN and x + wide > self.width - _MARGIN:
@@ -224,16 +226,6 @@ class _Frame:
             drawn.append(f'<text class="rank" x="{x + box:g}" y="{y + 15:g}">{words}</text>')
             x += wide + 16
         return drawn, y + _LEGEND + 4
-
-    def _legend(self, lighter: str) -> list[tuple[str, str]]:
-        kinds = [kind for kind in Kind if any(used[0] is kind for used in self.used)]
-        self.used.update((kind, 0, 0) for kind in kinds)
-        found = [(f"{kind}-0-0", WORDS[kind]) for kind in kinds] + [("idle", "idle")]
-        if lighter and self.few:
-            found.append(("", f"lighter: {lighter}"))
-        if not self.few:
-            found.append(("", "each pixel: what the rank does most of that time"))
-        return found
 
 
 def _bubble(timeline: Timeline) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,3 +46,20 @@ def print_unbroken(console: Console, made: Table) -> None:
     if width_of(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
     Console(file=console.file, highlight=False, width=max(width_of(made, console), console.width)).print(made)
+
+
+def columns_of(columns: Mapping[str, Iterable[object]], left: int = 1) -> Table:
+    """A table of these columns. Cells are texts or numbers, None is a dash; a column without any other is left out."""
+    from rich.text import Text
+
+    known = {head: [*cells] for head, cells in columns.items()}
+    shown = {head: cells for head, cells in known.items() if any(cell is not None for cell in cells)}
+    made = table(*shown, left=sum(head in shown for head in [*columns][:left]))
+    for row in zip(*shown.values(), strict=True):
+        made.add_row(*(cell if isinstance(cell, Text) else Text("-" if cell is None else str(cell)) for cell in row))
+    return made
+
+
+def print_columns(console: Console, columns: Mapping[str, Iterable[object]], left: int = 1) -> None:
+    """Prints a table of these columns, unbroken."""
+    print_unbroken(console, columns_of(columns, left))

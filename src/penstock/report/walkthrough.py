@@ -34,7 +34,6 @@ class Moment:
 
     Attributes:
         action: what it runs; None: it is idle.
-        next: while it is idle, what it runs next; None: it has finished.
         needs: what the action works with or, while the rank is idle, what of that is still missing.
         text: the same as a sentence without its full stop.
     """
@@ -42,7 +41,6 @@ class Moment:
     rank: int
     slot: int
     action: Action | None
-    next: Action | None
     needs: tuple[Source, ...]
     text: str
 
@@ -106,10 +104,13 @@ class _Words:
     def of_rank(self, rank: int, slots: int) -> list[Moment]:
         """The rank's moments, one for each slot."""
         node, end = self.dependencies.first[rank : rank + 2]
+        finished = f"rank {rank} has nothing to do in this schedule"
+        if node < end:
+            finished = f"rank {rank} has finished: its last work was in slot {self.slots[end - 1]}"
         moments = []
         for slot in range(slots):
             if node == end:
-                moments.append(Moment(rank, slot, None, None, (), self._finished(rank, end)))
+                moments.append(Moment(rank, slot, None, (), finished))
             elif self.slots[node] == slot:
                 moments.append(self._working(rank, node))
                 node += 1
@@ -117,18 +118,13 @@ class _Words:
                 moments.append(self._waiting(rank, node, slot))
         return moments
 
-    def _finished(self, rank: int, end: int) -> str:
-        if end == self.dependencies.first[rank]:
-            return f"rank {rank} has nothing to do in this schedule"
-        return f"rank {rank} has finished: its last work was in slot {self.slots[end - 1]}"
-
     def _working(self, rank: int, node: int) -> Moment:
         action, needs = self.dependencies.actions[node], self._sources(node)
         text = f"rank {rank} {WORK[action.op]} {self._where(action)}, {self._with(rank, action, needs)}"
         if self.dependencies.actions.joined[node]:
             other = self.dependencies.actions[node + 1]
             text += f"; {_NOUN[other.op]} {self._where(other)} may run at the same time"
-        return Moment(rank, self.slots[node], action, None, needs, text)
+        return Moment(rank, self.slots[node], action, needs, text)
 
     def _waiting(self, rank: int, node: int, slot: int) -> Moment:
         action = self.dependencies.actions[node]
@@ -139,7 +135,7 @@ class _Words:
             for one in missing
         )
         text = f"rank {rank} waits: {_NOUN[action.op]} {self._where(action)} needs {reasons}"
-        return Moment(rank, slot, None, action, missing, text)
+        return Moment(rank, slot, None, missing, text)
 
     def _sources(self, node: int) -> tuple[Source, ...]:
         known = self.dependencies
@@ -152,21 +148,19 @@ class _Words:
 
     def _with(self, rank: int, action: Action, needs: tuple[Source, ...]) -> str:
         """With what an action works: each of its sources, and the batch or the loss at the model's ends."""
-        parts = [self._part(rank, action, one) for one in needs]
-        if not any(one.action.stage != action.stage for one in needs):
-            if action.op is Op.F:
-                parts.insert(0, "on its piece of the batch")
-            elif action.op in (Op.B, Op.I):
-                parts.insert(0, "from the loss")
+        parts = []
+        if all(one.action.stage == action.stage for one in needs) and action.op is not Op.W:
+            parts.append("on its piece of the batch" if action.op is Op.F else "from the loss")
+        for one in needs:
+            of = one.action
+            if of.stage != action.stage:
+                what = "output" if of.op is Op.F else "gradient"
+                who = f"rank {one.rank} sent at the end of slot {one.slot}"
+                if one.rank == rank:
+                    who = f"it made itself on stage {of.stage} in slot {one.slot}"
+                parts.append(f"with the {what} that {who}")
+            elif of.op is Op.I:
+                parts.append(f"with what its input gradient left in slot {one.slot}")
+            else:
+                parts.append(f"with what its forward kept in slot {one.slot}")
         return " and ".join(parts)
-
-    def _part(self, rank: int, action: Action, source: Source) -> str:
-        of = source.action
-        if of.stage != action.stage:
-            what = "output" if of.op is Op.F else "gradient"
-            if source.rank == rank:
-                return f"with the {what} that it made itself on stage {of.stage} in slot {source.slot}"
-            return f"with the {what} that rank {source.rank} sent at the end of slot {source.slot}"
-        if of.op is Op.I:
-            return f"with what its input gradient left in slot {source.slot}"
-        return f"with what its forward kept in slot {source.slot}"

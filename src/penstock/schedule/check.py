@@ -114,17 +114,18 @@ def peak_activations(schedule: Schedule) -> list[int]:
     return [max(_held_activations(row, kept), default=0) for row in schedule.rows]
 
 
-def in_flight_by_stage(schedule: Schedule) -> list[int]:
-    """For each stage of the model, the most microbatches that are in flight there at once, on any of its copies."""
-    kept = stages_with_backward(schedule)
+def in_flight_by_stage(schedule: Schedule, since: Op = Op.F) -> list[int]:
+    """For each stage of the model, the most microbatches that are in flight there at once, on any of its copies: since
+    their forward, or since their I, until their weight gradients are done."""
+    kept, ends = stages_with_backward(schedule), _ADDS_WEIGHT_GRADIENTS if since is Op.F else (Op.W.code,)
     held, most = [0] * schedule.stages, [0] * schedule.placement.depth
     for row in schedule.rows:
         for stage, op in zip(row.stage, row.op, strict=True):
-            if op == _F:
+            if op == since.code:
                 held[stage] += 1
                 place = stage % schedule.placement.depth
                 most[place] = max(most[place], held[stage])
-            if op in _ADDS_WEIGHT_GRADIENTS or (op == _F and stage not in kept):
+            if op in ends or (op == _F and stage not in kept):
                 held[stage] -= 1
     return most
 

@@ -93,24 +93,6 @@ class Timeline(Drawn):
     crowded: bool = False
 
     @classmethod
-    def merge(cls, rows: Iterable[Iterable[Span]], *, in_turns: bool = False) -> Timeline:
-        """Builds one from the spans of each rank, in order, on one clock. `in_turns`: that of the spans' timeline.
-
-        Raises:
-            ArgumentError: a span is listed under the wrong rank, or ends before it starts.
-        """
-        ranks = [list(row) for row in rows]
-        for rank, span in ((rank, span) for rank, spans in enumerate(ranks) for span in spans):
-            if span.rank != rank:
-                raise ArgumentError(f"{span.action} of rank {span.rank} is in row {rank}; pass one row for each rank")
-        columns = [
-            ([s.start_seconds for s in spans], [s.end_seconds for s in spans], [s.waited_seconds for s in spans])
-            for spans in ranks
-        ]
-        made = cls.of_columns([Row([s.action for s in spans]) for spans in ranks], columns)
-        return replace(made, in_turns=in_turns and len(ranks) > 1)
-
-    @classmethod
     def of_rows(
         cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, in_turns: bool = False, crowded: bool = False
     ) -> Timeline:

@@ -172,7 +172,9 @@ def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) 
     neighbors = Neighbors(schedule)
     for part in _parts(rows, first):
         for op, nodes, stage, other, place, makers in _wanted(schedule, neighbors, part, tables):
-            needed = _looked_up(tables, makers, place)
+            needed = np.full(len(place), -1, np.int32)  # the node of the first of the makers that is there
+            for table in (tables[op] for op in makers if op in tables):
+                needed = np.where(needed < 0, table[place], needed)
             if other is stage:
                 if (needed < 0).any() or (needed >= nodes).any():
                     return None
@@ -194,17 +196,6 @@ def _enter(tables: dict[Op, Ints], schedule: Schedule, part: _Part) -> None:
             if op not in tables:
                 tables[op] = np.full(schedule.stages * schedule.microbatches, -1, np.int32)
             tables[op][place[chosen]] = chosen + part.begin
-
-
-def _looked_up(tables: dict[Op, Ints], ops: tuple[Op, ...], place: Ints) -> Ints:
-    """The node of the first of `ops` that is at each place; -1 if none is."""
-    known = [tables[op] for op in ops if op in tables]
-    if not known:
-        return np.full(len(place), -1)
-    needed = known[0][place]
-    for table in known[1:]:
-        needed = np.where(needed < 0, table[place], needed)
-    return np.asarray(needed)
 
 
 def _wanted(

@@ -68,6 +68,11 @@ class StageCost:
         """B = I + W."""
         return self.backward_input_seconds + self.backward_weight_seconds
 
+    @property
+    def held_bytes(self) -> float:
+        """What the stage holds all the time."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
     def seconds(self, op: Op) -> float:
         """How long one action with this op takes."""
         name = SECONDS_OF.get(op)

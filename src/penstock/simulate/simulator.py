@@ -4,18 +4,150 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError, ScheduleError
-from penstock.schedule import Dependencies, Schedule
+from penstock.schedule import Dependencies, Op, Schedule
 from penstock.schedule.order import runnable_order
 from penstock.schedule.timeline import Timeline, Track
-from penstock.simulate.computations import Columns, Floats, column
-from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, costs_of_actions
+from penstock.simulate.computations import Columns, Floats, Ints, column
+from penstock.simulate.costs import (
+    BOUND,
+    NO_COST,
+    SECONDS_OF,
+    LinkCost,
+    Links,
+    OfStage,
+    StageCost,
+    cost_between,
+    costs_of_actions,
+)
 from penstock.simulate.earliest import NOT_RUN, loop, run
-from penstock.simulate.work import CostColumns, Work
+
+
+@dataclass(frozen=True, slots=True)
+class CostColumns:
+    """What a simulation needs of all stages' costs, by stage (S) and number (N), of which there is one where costs do
+    not depend on it. A cost for each action of a large schedule fits here, and not into as many `StageCost`s.
+
+    Attributes:
+        seconds: how long an op takes, by `Op.code`, [len(Op), S, N].
+        output_bytes: of a message to the next stage, [S, N].
+        overlapped_seconds: a forward together with the backward of another microbatch, [S, N]; NaN: as long as both.
+
+    Raises:
+        ArgumentError: a time is negative or beyond `BOUND`.
+    """
+
+    seconds: Floats
+    output_bytes: Floats
+    overlapped_seconds: Floats
+
+    def __post_init__(self) -> None:
+        if not ((self.seconds >= 0) & (self.seconds < BOUND)).all():
+            raise ArgumentError(f"an action takes {self.seconds.min()} s; expected 0 or more, below {BOUND:g}")
+
+    @classmethod
+    def of(cls, costs: Sequence[Sequence[StageCost]]) -> CostColumns:
+        """Of each stage's one cost, or one for each number."""
+        seconds = np.zeros((len(Op), len(costs), max(map(len, costs))))
+        for op, name in SECONDS_OF.items():
+            seconds[op.code] = _by_number(costs, name)
+        return cls(seconds, _by_number(costs, "output_bytes"), _by_number(costs, "overlapped_seconds"))
+
+    @classmethod
+    def of_seconds(cls, seconds: Floats) -> CostColumns:
+        """Of times alone: messages have no bytes."""
+        shape = seconds.shape[1:]
+        return cls(seconds, np.zeros(shape), np.full(shape, np.nan))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Nodes that cost the same share an entry in the tables.
+
+    Attributes:
+        of: for each node, its entry: its kind, or one of its own if it overlaps with another.
+        seconds: how long it takes; for two that overlap, each one's share of the time that both take.
+        lag: from when the message that it waits for leaves until it arrives.
+        paired: whether it overlaps with the next node.
+        hold: how long that next node takes.
+    """
+
+    of: Ints
+    seconds: Floats
+    lag: Floats
+    paired: NDArray[np.bool_]
+    hold: Floats
+
+    @classmethod
+    def of_columns(cls, columns: Columns, costs: CostColumns, links: Links) -> Work:
+        """The entries are the kinds of nodes, or the kinds by number where costs are.
+
+        Raises:
+            ArgumentError: a link in use has no cost.
+        """
+        width = costs.seconds.shape[2]
+        lag = _lags(columns, costs.output_bytes, links).ravel()
+        of = columns.kinds() if width == 1 else columns.kinds() * np.int64(width) + columns.numbers()
+        plain = cls(of, costs.seconds.ravel(), lag, np.zeros(lag.size, bool), np.zeros(lag.size))
+        return plain._with_overlaps(columns, costs.overlapped_seconds.ravel()) if len(columns.joined) else plain
+
+    def _with_overlaps(self, columns: Columns, fused: Floats) -> Work:
+        """An entry for each of two nodes that overlap; those whose entries are the same as another pair's share it.
+
+        `fused` is how long two take together, by the stage (and number) of the forward; NaN if that is unknown.
+        """
+        entries = len(self.seconds)
+        pairs = self.of[columns.joined].astype(np.int64) * entries + self.of[columns.joined + 1]
+        both, which = np.unique(pairs, return_inverse=True)
+        one, two = np.divmod(both, entries)
+        total = fused[one % len(fused)]
+        apart = self.seconds[one] + self.seconds[two]
+        share = np.divide(self.seconds[one], apart, out=np.full(len(both), 0.5), where=apart > 0)
+        known = ~np.isnan(total)
+        first = np.where(known, total * share, self.seconds[one])
+        # So that their end does not depend on how the share was rounded.
+        second = np.where(known, total - first, self.seconds[two])
+        of = self.of.copy()
+        of[columns.joined] = entries + which
+        of[columns.joined + 1] = entries + len(both) + which
+        old = np.concatenate([np.arange(entries), one, two])
+        hold = np.concatenate([self.hold, second, np.zeros(len(both))])
+        paired = np.concatenate([self.paired, np.ones(len(both), bool), np.zeros(len(both), bool)])
+        seconds = np.concatenate([self.seconds, first, second])
+        return Work(of, seconds, self.lag[old], paired, hold)
+
+
+def _by_number(costs: Sequence[Sequence[StageCost]], name: str) -> Floats:
+    """One field of all costs, by stage and number; a single number if no stage's costs differ by it. NaN is None."""
+    found = np.empty((len(costs), max(map(len, costs))))
+    for stage, each in enumerate(costs):
+        found[stage] = np.array([getattr(cost, name) for cost in each], dtype=float)
+    return found
+
+
+def _lags(columns: Columns, size: Floats, links: Links) -> Floats:
+    """For each kind of node that waits for another rank, and number: how long its message takes. `size` is of each
+    stage's output, by number.
+    """
+    lag = np.zeros((len(columns.source), size.shape[1]))
+    used = np.flatnonzero(columns.source >= 0)
+    stage, source = used % columns.stages, columns.source[used]
+    # The same bytes cross a cut in both directions: the lower stage's output, or its gradient.
+    crossing = size[np.minimum(stage, source)]
+    if isinstance(links, LinkCost):
+        lag[used] = links.latency_seconds + crossing / links.bytes_per_second
+        return lag
+    pairs = columns.rank_of[source] * columns.ranks + columns.rank_of[stage]
+    for pair in np.unique(pairs).tolist():
+        link, on = cost_between(links, *divmod(pair, columns.ranks)), pairs == pair
+        lag[used[on]] = link.latency_seconds + crossing[on] / link.bytes_per_second
+    return lag
 
 
 def simulate(
@@ -85,7 +217,9 @@ def timed_columns(
     Raises:
         ArgumentError, ScheduleError: as `simulate`.
     """
-    begins = _begins(schedule, begin)
+    begins = np.zeros(schedule.ranks) if begin is None else np.array(begin, float)
+    if begins.shape != (schedule.ranks,) or not (begins >= 0).all():
+        raise ArgumentError(f"begin={begin}: expected a time of 0 or more for each of {schedule.ranks} ranks")
     starts, ends = _run(columns, Work.of_columns(columns, costs, links), begins) or (None, None)
     if starts is None or ends is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
@@ -99,15 +233,12 @@ def timed_columns(
     del starts
     end = [_array(ends[nodes]) for nodes in ranks]
     del ends
-    waited = [_waited(*times) for times in zip(start, end, strict=True)]
+    waited = []  # before each of a rank's actions
+    for began, ended in zip(start, end, strict=True):
+        times = np.array(began)
+        times[1:] -= column(ended)[:-1]
+        waited.append(_array(times))
     return Timeline(tuple(Track(*of_rank) for of_rank in zip(rows, start, end, waited, strict=True)))
-
-
-def _begins(schedule: Schedule, begin: Sequence[float] | None) -> Floats:
-    begins = np.zeros(schedule.ranks) if begin is None else np.array(begin, float)
-    if begins.shape != (schedule.ranks,) or not (begins >= 0).all():
-        raise ArgumentError(f"begin={begin}: expected a time of 0 or more for each of {schedule.ranks} ranks")
-    return begins
 
 
 def _run(columns: Columns, work: Work, begins: Floats) -> tuple[Floats, Floats] | None:
@@ -127,10 +258,3 @@ def _array(times: Floats) -> array[float]:
     made = array("d")
     made.frombytes(np.ascontiguousarray(times).view(np.uint8).data)
     return made
-
-
-def _waited(start: array[float], end: array[float]) -> array[float]:
-    """How long a rank waited before each of its actions."""
-    waited = np.array(start)
-    waited[1:] -= column(end)[:-1]
-    return _array(waited)

@@ -109,7 +109,7 @@ def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, 
     found = _around(joint, _extent(shape, computed), among, gaps=True)
     if not found.before:
         return found
-    start, _ = _once(shape, joint[found.before[0].name])
+    start, _ = _table(shape, joint[found.before[0].name])
     more = {START: np.nan_to_num(start - np.nanmin(start))}
     return Around((Joint(START), *found.before), found.after, {**found.durations, **more})
 
@@ -165,18 +165,18 @@ def _extent(shape: tuple[int, int], ops: Iterable[_Times]) -> tuple[Floats, Floa
 
 def _computed(shape: tuple[int, int, int], ops: Mapping[Op, _Times], op: Op) -> Floats:
     """How long each forward (or backward) took."""
-    took, name = np.full(shape, np.nan), FORWARD if op is Op.F else BACKWARD
-    for (replica, rank, number), (start, end) in ops.get(op, {}).items():
+    times, name = ops.get(op, {}), FORWARD if op is Op.F else BACKWARD
+    for _, rank, number in times:
         if number is None or rank >= shape[1] or number >= shape[2]:
             raise ArgumentError(f"the trace's {name} of rank {rank}, microbatch {number}, is not in the schedule")
-        took[replica, rank, number] = end - start
-    missing = np.argwhere(np.isnan(took))
+    start, end = _table(shape, times)
+    missing = np.argwhere(np.isnan(start))
     if len(missing):
         replica, rank, number = missing[0].tolist()
         raise ArgumentError(
             f"the trace has no {name} of replica {replica}, rank {rank}, microbatch {number}; expected one for each"
         )
-    return took
+    return np.asarray(end - start)
 
 
 def _messages(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, receive: Op, step: int) -> Floats:
@@ -196,45 +196,36 @@ def _around(
     if unknown := joint.keys() - among.keys():
         raise ArgumentError(f"the trace has an op {min(unknown)!r}; say in `among` which ranks do it together")
     first, last = pipeline
-    times = {name: _once(first.shape, found) for name, found in joint.items()}
+    times = {name: _table(first.shape, found) for name, found in joint.items()}
     durations: dict[str, Floats] = {}
     parts: tuple[list[Joint], list[Joint]] = [], []
     now: list[Floats | None] = [None, last]
-    for name in _in_order(times):
+    starts = np.array([start for start, _ in times.values()])
+    before = {name: int((starts < start).sum(axis=0).max()) for name, (start, _) in times.items()}
+    for name in sorted(times, key=before.__getitem__):  # as ordered on the ranks that do most of it
         start, end = times[name]
         later = int(np.nanmax(start - first) > 0)
         reached = now[later]
         if gaps and reached is not None:
-            durations[GAP + name] = _own(start, reached)
+            own = np.maximum(
+                start - reached, 0.0
+            )  # no longer than that of the rank that comes last and waits for nobody
+            last_one = np.argmax(np.where(np.isnan(own), -np.inf, reached))
+            durations[GAP + name] = np.minimum(own, own.ravel()[last_one])
             parts[later].append(Joint(GAP + name))
         durations[name] = np.maximum(end - together(among[name], start), 0.0)
         parts[later].append(Joint(name, among[name]))
         now[later] = end if reached is None else np.where(np.isnan(end), reached, end)
-    before = now[0]
-    if gaps and before is not None:
-        gap = first - before  # later ranks wait for the first one's output, so the least counts
+    if gaps and (done_before := now[0]) is not None:
+        gap = first - done_before  # later ranks wait for the first one's output, so the least counts
         durations[GAP + FORWARD] = np.where(np.isnan(gap), np.nan, max(float(np.nanmin(gap)), 0.0))
         parts[0].append(Joint(GAP + FORWARD))
     return Around(tuple(parts[0]), tuple(parts[1]), durations)
 
 
-def _once(shape: tuple[int, ...], times: _Times) -> tuple[Floats, Floats]:
-    """The starts and ends of something that a rank does once a step; NaN where it does not."""
+def _table(shape: tuple[int, ...], times: _Times) -> tuple[Floats, Floats]:
+    """Starts and ends by replica, rank and, if the shape has them, microbatch; NaN where there is none."""
     starts, ends = np.full(shape, np.nan), np.full(shape, np.nan)
-    for (replica, rank, _), (start, end) in times.items():
-        starts[replica, rank], ends[replica, rank] = start, end
+    for place, (start, end) in times.items():
+        starts[place[: len(shape)]], ends[place[: len(shape)]] = start, end
     return starts, ends
-
-
-def _in_order(times: Mapping[str, tuple[Floats, Floats]]) -> list[str]:
-    """What a rank does once a step, as ordered on the ranks that do most of it."""
-    starts = np.array([start for start, _ in times.values()])
-    before = {name: int((starts < start).sum(axis=0).max()) for name, (start, _) in times.items()}
-    return sorted(times, key=before.__getitem__)
-
-
-def _own(start: Floats, now: Floats) -> Floats:
-    """Each rank's own gap, but no longer than that of the rank that comes last, as only that waits for nobody."""
-    gaps: Floats = np.maximum(start - now, 0.0)
-    last = gaps.ravel()[np.argmax(np.where(np.isnan(gaps), -np.inf, now))]
-    return np.asarray(np.minimum(gaps, last))

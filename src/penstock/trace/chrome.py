@@ -25,6 +25,8 @@ _ON_DEVICE = "gpu_user_annotation"
 """Kineto's category of a range as the device saw it; the host only gave it work."""
 _SKIPPED = re.compile(rf"^{_STEP.pattern}$|\bwaits?$|^(?:gloo|nccl):|^Optimizer\.")
 """Ranges of ours and of torch that are no actions."""
+_RECEIVE = re.compile(r"(?:gloo|nccl|mpi|ucc):recv")
+"""What a process group calls a receive: within an action that begins with the wait for its input, that wait."""
 IN_TURNS = (
     "one process ran all ranks in turns, so none waited for another; record a run with a process for each rank "
     "(penstock run), or simulate these times"
@@ -50,7 +52,7 @@ def read_chrome(
 
     Args:
         events: the list of trace events.
-        header: what else the file has; Kineto's `distributedInfo` tells the rank.
+        header: what else the file has; Kineto's `distributedInfo` tells the rank, and how many there are.
         file: its name, whose last number is the rank if nothing else says it.
         number: the file's place among those that are read.
         own: the user's pattern of names, besides the table's.
@@ -70,28 +72,42 @@ def read_chrome(
     processes = sorted({_id(event, "pid") for event, _ in ranges}, key=lambda pid: (isinstance(pid, str), pid))
     places = {process: place for place, process in enumerate(processes)}
     marks, alone = _steps(complete), _rank(header, file, number)
+    received: defaultdict[int | str, list[tuple[float, float]]] = defaultdict(list)
+    for event in complete:
+        if _RECEIVE.match(str(event.get("name"))):
+            received[_id(event, "pid")].append(_times(event))
     made = []
     ops = {named.op for _, named in ranges}
     b_is_i = Op.W in ops and Op.I not in ops  # the letters of the papers on zero bubbles
     for event, named in ranges:
         (start, end), numbers = _times(event), named.numbers
+        if named.waits:
+            own_ones = received[_id(event, "pid")]
+            within = own_ones[bisect.bisect(own_ones, (start,)) : bisect.bisect(own_ones, (end,))]
+            start = max([start, *(arrived for _, arrived in within if arrived <= end)])
         rank = places[_id(event, "pid")] if len(processes) > 1 else alone
         op = Op.I if b_is_i and named.op is Op.B else named.op
         action = Action(numbers.get("stage", rank), op, numbers.get("microbatch", 0))
-        step = numbers["step"] if "step" in numbers else _step_at(marks, start)
+        marked = bisect.bisect_right(marks, start, key=itemgetter(0)) - 1
+        step = numbers["step"] if "step" in numbers else marks[max(0, marked)][1] if marks else None
         chunk = None if "stage" in numbers else numbers.get("chunk")
         source = ("process", rank)
         made.append(Event(source, str(action), start, end, action, step, chunk=chunk, counted=not numbered))
     waits = not on_device and any(named.waits for _, named in ranges)
     sent = (named.numbers.get("stage", 0) for _, named in read if named is not None and named.op is Op.SEND_F)
-    said = _said(every)
+    # what each process of our own traces says of the whole: how many stages there are, and how ranks ran
+    args = (one.get("args") for one in every if isinstance(one, dict) and one.get("name") == STAGES_SAID_BY)
+    said = [one for one in args if isinstance(one, dict)]
     if any(one.get("in_turns") for one in said):
         raise ArgumentError(f"{file}: {IN_TURNS}")
     stages = max(
         [2 + stage for stage in sent] + [one["stages"] for one in said if type(one.get("stages")) is int] + [0]
     )
     crowded = said[0].get("crowded") is True if said and "crowded" in said[0] else None
-    return Recording(tuple(made), waits, (), stages, _unread(read, numbered), crowded)
+    told = header.get("distributedInfo")
+    world = told.get("world_size") if isinstance(told, Mapping) else 0
+    unread = _unread(read, numbered)
+    return Recording(tuple(made), waits, (), stages, unread, crowded, world if isinstance(world, int) else 0)
 
 
 def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bool) -> Counter[str]:
@@ -115,12 +131,6 @@ def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
                 f"the trace's event {quoted(event.get('name'))} is at ts {quoted(event['ts'])}; expected a number of "
                 "microseconds"
             )
-
-
-def _said(events: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """What each process of our own traces says of the whole: how many stages there are, and how ranks ran."""
-    args = (event.get("args") for event in events if isinstance(event, dict) and event.get("name") == STAGES_SAID_BY)
-    return [one for one in args if isinstance(one, dict)]
 
 
 def _rank(header: Mapping[str, Any], file: str, number: int) -> int:
@@ -190,13 +200,6 @@ def _steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
     """When steps begin by the profiler's own marks, and their numbers, ascending."""
     found: dict[int, float] = {}
     for event in events:
-        mark = _STEP.fullmatch(event["name"]) if isinstance(event.get("name"), str) else None
-        if mark:
+        if isinstance(event.get("name"), str) and (mark := _STEP.fullmatch(event["name"])):
             found.setdefault(int(mark[1]), event["ts"] / 1e6)
     return sorted((start, number) for number, start in found.items())
-
-
-def _step_at(marks: Sequence[tuple[float, int]], seconds: float) -> int | None:
-    """The step at a time; None if the profiler marked none."""
-    place = bisect.bisect_right(marks, seconds, key=itemgetter(0)) - 1
-    return marks[max(0, place)][1] if marks else None

@@ -54,6 +54,7 @@ class Recording:
         stages: at least so many there are, as the trace says or its messages show; 0 if neither.
         unread: how often which names occur that name no action.
         crowded: whether ranks had fewer cores than they need; None: nor does the trace say whether they took turns.
+        world: how many ranks the job had; 0: the trace does not say.
     """
 
     events: tuple[Event, ...]
@@ -62,6 +63,7 @@ class Recording:
     stages: int = 0
     unread: Mapping[str, int] = field(default_factory=dict)
     crowded: bool | None = None
+    world: int = 0
 
 
 def numbered(events: Sequence[Event]) -> tuple[Event, ...]:

@@ -54,6 +54,11 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     gc.disable()  # of millions of new objects none is garbage, and looking for it takes a third of the time
     try:
         found = [_read(file, number, own) for number, file in enumerate(files)]
+        first: dict[object, int] = {}
+        for number, one in enumerate(found):
+            other = first.setdefault(one.events[:1], number)
+            if one.events and other < number and one.events == found[other].events:
+                raise ArgumentError(f"{files[number]} is the same trace as {files[other]}; pass each once")
         events = numbered([event for one in found for event in one.events])
     finally:
         if was:
@@ -70,6 +75,15 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
             "torch.distributed.pipelining marks none (2.13); others do"
         )
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
+    ranks = sorted({event.source[-1] for event in events if event.computes}, key=str)
+    world = max(one.world for one in found)
+    if len(ranks) < world:
+        traces = f"of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} of {world}"
+        if len(ranks) == 1:
+            raise ArgumentError(
+                f"{', '.join(map(str, paths))}: the trace {traces} alone; pass those of the others, too"
+            )
+        notes += (f"the traces are {traces}; pass those of the others, too, unless they are of other pipelines",)
     if missed := unread.total():
         notes += (f"{missed} of {missed + len(events)} events are not read, such as {named}; --pattern reads others",)
     waits, crowded = any(one.with_waits for one in found), [one.crowded for one in found if one.crowded is not None]

@@ -15,7 +15,7 @@ from penstock._base.words import counted
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import Numbers, generators
 from penstock.schedule.timeline import Timeline, refuse_far_numbers
-from penstock.simulate.computations import Columns, Floats
+from penstock.simulate.computations import Columns
 from penstock.trace.around import KNOWN
 from penstock.trace.clocks import shifts, tolerance_of
 from penstock.trace.event import Event, Recording
@@ -133,7 +133,12 @@ def run_of(recording: Recording) -> Run:
         ArgumentError: no step has one complete replica: says which rank or action is missing, or out of order; or there
             is no backward at all.
     """
-    _refuse_without_backward(recording)
+    ops = [event.action.op for event in recording.events if event.action is not None and event.action.op.is_compute]
+    if ops and not any(op in (Op.B, Op.I) for op in ops):
+        raise ArgumentError(
+            f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
+            "forwards only; pass that of a training step"
+        )
     refuse_far_numbers(event.action for event in recording.events if event.action is not None)
     if (sources := len({event.source for event in recording.events})) > _MAX_PROCESSES:
         raise ArgumentError(f"{sources:,} processes; expected at most {_MAX_PROCESSES:,}")
@@ -178,15 +183,6 @@ def run_of(recording: Recording) -> Run:
             "are of several runs, explain each alone"
         )
     return Run(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
-
-
-def _refuse_without_backward(recording: Recording) -> None:
-    ops = [event.action.op for event in recording.events if event.action is not None and event.action.op.is_compute]
-    if ops and not any(op in (Op.B, Op.I) for op in ops):
-        raise ArgumentError(
-            f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
-            "forwards only; pass that of a training step"
-        )
 
 
 def _placed(events: Sequence[Event]) -> list[Event]:
@@ -248,7 +244,14 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple
     moved = shifts(columns, starts, ends, with_waits=with_waits)
     each = np.repeat(moved, np.diff(columns.first))
     starts, ends = starts + each, ends + each
-    notes = _clock_notes(number, moved)
+    notes = []
+    if any(moved):
+        ahead = max(range(len(moved)), key=lambda rank: abs(moved[rank]))
+        by = f"{abs(moved[ahead]):.6g} s {'behind' if moved[ahead] > 0 else 'ahead of'}"
+        notes.append(
+            f"the clocks of replica {number}'s ranks disagree: rank {ahead}'s is {by} rank 0's; all are set right by "
+            "their messages, taken to be as fast there as back"
+        )
     if with_waits:
         users = np.flatnonzero(columns.need >= 0)
         starts[users] = np.clip(ends[columns.need[users]], starts[users], ends[users])
@@ -259,25 +262,10 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple
     starts[inner] = np.clip(ends[inner - 1], starts[inner], np.maximum(ends[inner], starts[inner]))
     ends = np.maximum(starts, ends)
     first = float(starts.min())
-    timeline = _timeline(schedule, columns, starts - first, ends - first)
-    return Replica(number, schedule, timeline, first), notes, any(moved)
-
-
-def _clock_notes(number: int, moved: Sequence[float]) -> list[str]:
-    if not any(moved):
-        return []
-    ahead = max(range(len(moved)), key=lambda rank: abs(moved[rank]))
-    by = f"{abs(moved[ahead]):.6g} s {'behind' if moved[ahead] > 0 else 'ahead of'}"
-    return [
-        f"the clocks of replica {number}'s ranks disagree: rank {ahead}'s is {by} rank 0's; all are set right by their "
-        "messages, taken to be as fast there as back"
-    ]
-
-
-def _timeline(schedule: Schedule, columns: Columns, starts: Floats, ends: Floats) -> Timeline:
-    times = (starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.before(ends))))
+    starts, ends = starts - first, ends - first
+    times = starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.before(ends)))
     of_ranks = [[column[columns.nodes(rank)].tolist() for column in times] for rank in range(schedule.ranks)]
-    return Timeline.of_columns(schedule.rows, of_ranks)
+    return Replica(number, schedule, Timeline.of_columns(schedule.rows, of_ranks), first), notes, any(moved)
 
 
 def _schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.closures import EMPTY, contents
-from penstock.partition.state.library import is_library
+from penstock.partition.source import is_library
 from penstock.partition.state.reach import Holder, Reach
 
 LARGEST_TENSOR = 2**20

@@ -17,9 +17,9 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.partition.chance import foreign
-from penstock.partition.chance.gate import Gate
+from penstock.partition.recorder import foreign
 from penstock.partition.source import is_ours
+from penstock.partition.stages.stage import Gate
 from penstock.partition.units.units import intercepted
 from penstock.partition.watch.observer import argument_names, is_seeded
 from penstock.runtime.exact.streams import Streams
@@ -128,7 +128,7 @@ class OwnDraws(TorchFunctionMode):
 
         return call
 
-    def _foreign(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _foreign(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if name != foreign.FRESH:
             self._drew = self._drew and self._depth > 0
             self.draw()

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from penstock.partition.run.loan import Snapshot
-from penstock.partition.state.library import OF_TORCH
+from penstock.partition.source import OF_TORCH
 from penstock.partition.state.reach import Holder
 from penstock.verification.beside_reach import Place, held_by, places_beside, reach_of
 from penstock.verification.twins import Made

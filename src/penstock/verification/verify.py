@@ -23,7 +23,7 @@ from penstock._base.second_names import OF_PIPELINE, also, nearest
 from penstock._base.stages import ties
 from penstock._base.trees import leaf_tensors, map_tensors
 from penstock._base.words import in_a_line, line_of
-from penstock.partition.chance.gate import Gate
+from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
 from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import pipeline

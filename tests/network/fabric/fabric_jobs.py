@@ -17,16 +17,15 @@ import torch.distributed as dist
 from penstock._base.errors import FabricError
 from penstock.distributed import host_clock
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.network.fabric.emulation import clock, links, probe, signals
+from penstock.network.fabric.emulation import clock, probe, signals
 from penstock.network.fabric.emulation import trials as trials_module
-from penstock.network.fabric.emulation.collectives import Engine, Stepwise, wrong
+from penstock.network.fabric.emulation.collectives import Engine, Message, Stepwise, Wire, wrong
 from penstock.network.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.payload import TYPES, Participant
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Trials
-from penstock.network.fabric.emulation.wires import Message, Wire
-from penstock.network.fabric.steps import Collective, StepList
+from penstock.network.fabric.steps import REDUCES, Collective, StepList
 from penstock.network.fabric.workload import OPS, USUAL, Transfer, Workload
 
 CPU = torch.device("cpu")
@@ -79,7 +78,7 @@ def in_every_type(rank: int) -> tuple[int, list[str]]:
     for (name, dtype), op, (collective, algorithm) in itertools.product(TYPES.items(), OPS, kinds):
         if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
             continue
-        place = replace(place_of(rank, collective, 29), dtype=dtype, op=op)
+        place = replace(place_of(rank, collective, 29), dtype=dtype, op=op if collective in REDUCES else "sum")
         fault = wrong(part_of(place, algorithm, Wire()))
         count += 1
         if fault is not None:
@@ -308,7 +307,7 @@ def probed(rank: int, spec: Spec, wire: Wire | None = None) -> Any:
     before = [getattr(probe, name) for name in names]
     probe.HALF_SECONDS, probe.TRIPS_SECONDS, probe.MAX_BYTES = 0.05, 0.05, 512 * 1024
     try:
-        return links.measured(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
+        return probe.measured(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
     except FabricError as error:
         return str(error)
     finally:

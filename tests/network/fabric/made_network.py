@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from penstock.network.fabric.emulation.wires import Message
+from penstock.network.fabric.emulation.collectives import Message
 
 OVERHEAD_BYTES = 156
 """Of a message: gloo's header, and the headers of two packets."""

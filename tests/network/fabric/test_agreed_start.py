@@ -17,8 +17,7 @@ from penstock.network.fabric.emulation import signals
 from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.signals import StartBoard, enough
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.presets import preset
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.workload import Workload, preset
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.alone

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
-from penstock.network.fabric.algorithms.forms import Terms
-from penstock.network.fabric.algorithms.volume import cost
 from penstock.network.fabric.alpha_beta import (
     LinkFit,
     fit,
     links_json,
     record_links,
 )
-from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.steps import Collective, Terms, cost
 
 COLLECTIVES = get_args(Collective)
 EVERY = [(kind, name) for kind in COLLECTIVES for name in algorithms(kind)]

@@ -53,8 +53,8 @@ def _found(folder: Path, *arguments: str) -> dict[str, Any]:
 
 def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "changes.toml").write_text(CHANGES)
-    asked = ["--sizes", "2600", "--trials", "8", "--link", "100mbit delay 5ms", "--background", "10mbit to 0"]
-    asked += ["--slow", "1=80%"]
+    asked = ["--sizes", "2600", "--trials", "8", "--warmup", "1", "--link", "100mbit delay 5ms"]
+    asked += ["--background", "10mbit to 0", "--slow", "1=80%"]
     found = _found(tmp_path, *asked, "--scenario", "changes.toml", "--link-seed", "3")
     assert found["complete"]
     transfer = found["transfers"][0]

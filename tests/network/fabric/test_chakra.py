@@ -9,8 +9,8 @@ pytest.importorskip("google.protobuf")
 from chakra_reader import read_chakra
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric import chakra, presets
-from penstock.network.fabric.workload import Transfer, Workload
+from penstock.network.fabric import chakra
+from penstock.network.fabric.workload import Transfer, Workload, preset
 
 PIPELINE = Workload(
     "two replicas of a pipeline of two",
@@ -71,7 +71,7 @@ def attributes(message: dict[int, list[int | bytes]]) -> dict[bytes, tuple[int, 
 
 
 def test_a_file_a_rank_that_is_read_back(tmp_path):
-    files = chakra.write_chakra(presets.preset("mlp"), tmp_path / "new", 4)
+    files = chakra.write_chakra(preset("mlp"), tmp_path / "new", 4)
     assert [file.name for file in files] == [*(f"penstock.{rank}.et" for rank in range(4)), "penstock.groups.json"]
     trace = read_chakra(files[2])
     assert trace.version == "0.0.4"

@@ -13,8 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.compare import FEWEST, compare
-from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
+from penstock.network.fabric.compare import (
+    FEWEST,
+    Samples,
+    compare,
+    holm,
+    kolmogorov_smirnov,
+    mann_whitney,
+    shift,
+    tails,
+)
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.workload import Transfer
 
@@ -106,12 +114,6 @@ def test_a_transfer_that_is_slower_is_found_and_the_others_are_not() -> None:
     assert found["differs"]
     assert found["other_settings"] == {}
     json.dumps(found, allow_nan=False)
-
-
-def test_a_run_does_not_differ_from_itself() -> None:
-    found = compare(drawn(1), drawn(1))
-    assert not found["differs"]
-    assert all(one["ratio"] == pytest.approx(1) for one in found["transfers"])
 
 
 def test_runs_that_do_not_differ_are_said_to_in_five_of_a_hundred() -> None:

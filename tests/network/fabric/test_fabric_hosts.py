@@ -12,8 +12,8 @@ import pytest
 from host_processes import abandoned
 
 from penstock.network.checks import why_not
-from penstock.network.fabric.presets import preset
 from penstock.network.fabric.samples import Run
+from penstock.network.fabric.workload import preset
 from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
 
@@ -33,7 +33,7 @@ OF_A_TRANSFER = {
 def test_the_json_of_a_run_on_shaped_hosts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock", "fabric", "--preset", "mlp", "--hosts", "3", "--link", "200mbit"]
     process = subprocess.Popen(
-        [*command, "--trials", "3", "--json", "--out", str(tmp_path / "run")],
+        [*command, "--trials", "3", "--warmup", "2", "--json", "--out", str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -61,7 +61,7 @@ def test_the_json_of_a_run_on_shaped_hosts(tmp_path: Path) -> None:
 
 def test_torchrun_on_each_host(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    job = ["penstock", "fabric", "--sizes", "1000,2600", "--collective", "all_gather", "--trials", "8"]
+    job = ["penstock", "fabric", "--sizes", "1000,2600", "--collective", "all_gather", "--trials", "8", "--warmup", "2"]
     with Machines(2, parse_link("100mbit")) as made:
         torchruns = []
         for host in range(2):

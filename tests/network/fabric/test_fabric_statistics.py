@@ -10,10 +10,11 @@ import scipy  # loads its parts when they are asked for
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.network.fabric.autocorrelation import correlation_time, effective_counts
 from penstock.network.fabric.statistics import (
     PERCENTILES,
     Summary,
+    correlation_time,
+    effective_counts,
     fewest,
     mean_interval,
     order_interval,

@@ -12,13 +12,12 @@ from drawn_runs import run_of
 from rich.console import Console
 
 from penstock.network.fabric.compare import compare
-from penstock.network.fabric.grouping import groups
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import Summary
 from penstock.network.fabric.views.page import page
 from penstock.network.fabric.views.text import show, show_comparison
-from penstock.network.fabric.workload import Transfer, Workload
+from penstock.network.fabric.workload import Transfer, Workload, groups
 
 RANKS, MICROBATCHES, REPLICAS, TRIALS = 4, 8, 2, 40
 CUTS = ["stage 0->1", "stage 1->0", "stage 1->2", "stage 2->1", "stage 2->3", "stage 3->2"]

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.network import conditions as record
 from penstock.network.conditions import cpu_since, cpu_usage, environment
-from penstock.network.fabric.emulation.run_file import told_apart
+from penstock.network.fabric.emulation.joining import told_apart
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells")

@@ -10,7 +10,7 @@ import fabric_jobs as jobs
 import pytest
 from made_network import Tcp, TwoHosts
 
-from penstock.network.fabric.emulation import links, probe
+from penstock.network.fabric.emulation import probe
 from penstock.network.fabric.emulation.probe import CHUNKS, FIRST_BYTES, Measured, is_long, next_chunk, one_way, pace
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.workload import Workload
@@ -66,7 +66,7 @@ def test_a_paced_link_is_measured_at_its_pace(ranks2: Ranks) -> None:
         assert [(one["from"], one["to"]) for one in found] == [(0, 1), (1, 0)]
         for one in found:
             # What is paced cannot be faster. How much slower it is depends on what else the machine does.
-            assert 0 < one["bytes_per_second"] <= rate * (1 + links.TOLERANCE)
+            assert 0 < one["bytes_per_second"] <= rate * (1 + probe.TOLERANCE)
             assert 0 <= one["latency_seconds"] < time.monotonic() - began
 
 
@@ -79,13 +79,13 @@ def test_a_rate_above_the_shapers_is_our_error(ranks2: Ranks) -> None:
 
 
 def test_which_rate_is_the_shapers() -> None:
-    ends = links.ends_of(_spec("up 100mbit down 20mbit", {"1": "up 50mbit down 40mbit"}), (0, 1))
+    ends = probe.ends_of(_spec("up 100mbit down 20mbit", {"1": "up 50mbit down 40mbit"}), (0, 1))
     assert ends is not None
     for way, rate in (((0, 1), 40 * 125e3), ((1, 0), 20 * 125e3)):
-        assert links.above_shaper(way, Measured(0.0, 1.005 * rate), ends[way]) is None
-        assert links.above_shaper(way, Measured(0.0, 1.02 * rate), ends[way]) is not None
-        assert links.above_shaper(way, Measured(0.0, None), ends[way]) is not None
-    assert links.ends_of(SPEC, (0, 1)) is None
+        assert probe.above_shaper(way, Measured(0.0, 1.005 * rate), ends[way]) is None
+        assert probe.above_shaper(way, Measured(0.0, 1.02 * rate), ends[way]) is not None
+        assert probe.above_shaper(way, Measured(0.0, None), ends[way]) is not None
+    assert probe.ends_of(SPEC, (0, 1)) is None
 
 
 def _spec(link: str, own: dict[str, str] | None = None) -> Spec:
@@ -111,7 +111,7 @@ def _spec(link: str, own: dict[str, str] | None = None) -> Spec:
 def test_latency_is_what_is_left_of_a_trip_through_ends_of_their_own(
     link: str, own: dict[str, str], trip_ms: float, latencies_ms: tuple[float, float]
 ) -> None:
-    ends = links.ends_of(_spec(link, own), (0, 1))
+    ends = probe.ends_of(_spec(link, own), (0, 1))
     assert ends is not None
     found = one_way(trip_ms * 1e-3, {(0, 1): 1e5, (1, 0): 1e5}, ends)
     for way, latency in zip(((0, 1), (1, 0)), latencies_ms, strict=True):

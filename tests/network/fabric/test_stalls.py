@@ -7,8 +7,7 @@ import pytest
 from made_runs import made_run
 
 from penstock.network.fabric.results import results
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.times import stalled
+from penstock.network.fabric.samples import Run, stalled
 from penstock.network.fabric.views.facts import facts
 from penstock.network.fabric.workload import Workload
 from penstock.network.parse import parse_link

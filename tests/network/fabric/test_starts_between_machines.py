@@ -19,8 +19,7 @@ from penstock.network.fabric.emulation import clock, signals
 from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.signals import Signals
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.times import TransferTimes
+from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.workload import Workload
 from scaffolding.ranks import Ranks
 
@@ -102,7 +101,7 @@ def test_a_late_start_is_skew_and_not_the_collectives_time(starts_ns: np.ndarray
 
 
 class Server:
-    """Rank 0 as another one asks it for its clock; stands for `torch.distributed` and for `time`."""
+    """Rank 0 as rank 1 asks it for its clock; stands for `torch.distributed` and for `time`."""
 
     def __init__(self, ahead_ns: int, ways_ns: list[tuple[int, int]]) -> None:
         self._ahead_ns, self._ways_ns = ahead_ns, ways_ns
@@ -111,6 +110,15 @@ class Server:
 
     def monotonic_ns(self) -> int:
         return self._now_ns + self._ahead_ns
+
+    def get_rank(self) -> int:
+        return 1
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def all_gather_object(self, found: list[str], mine: str, group: None) -> None:
+        found[:] = ["another kernel", mine]
 
     def send(self, stamp: Tensor, to: int) -> None:
         self._now_ns += self._ways_ns[self._asked % len(self._ways_ns)][0]
@@ -131,7 +139,7 @@ def test_the_shortest_exchange_tells_the_clock_and_bounds_the_error(
     )
     monkeypatch.setattr(clock, "dist", server)
     monkeypatch.setattr(host_clock, "now_ns", server.monotonic_ns)
-    found = clock._ask("another kernel")
+    found = clock.estimate()
     assert found.offset_ns == -ahead_ns
     assert found.uncertainty_ns == 5 * MS + clock.DRIFT * clock.CLOCK_SECONDS * 1e9
 

@@ -9,27 +9,7 @@ import torch
 from chained import NoStreams, assert_same, run_chained, run_unsplit
 
 from penstock.partition import Partitioner
-from scaffolding.models import CASES, TRANSFORMERS
-from scaffolding.representatives import representatives
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "training"), representatives(4, [*CASES, *TRANSFORMERS], [1, 2, 3, 4], [True, False])
-)
-def test_stages_equal_the_unsplit_model(name: str, stages: int, training: bool) -> None:
-    case = {**CASES, **TRANSFORMERS}[name]()
-    partitioner = Partitioner(case.model, stages, streams=NoStreams())
-    model = partitioner.model.train(training)
-    reference = copy.deepcopy(model)
-
-    partition = partitioner(case.args, case.kwargs)
-    assert len(partition.stages) == stages
-    assert_same(model, reference)  # the recording left no trace
-
-    expected = run_unsplit(reference, case)
-    result = run_chained(partition, case)
-    assert_same(result, expected)
-    assert_same(model, reference, gradients=True)
+from scaffolding.models import CASES
 
 
 @pytest.mark.parametrize("name", CASES)

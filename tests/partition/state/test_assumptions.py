@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import PartitionError, pipeline
+from penstock import pipeline
 from penstock.partition.state.assumptions import Assumptions
 
 WIDTH = 6
@@ -123,21 +123,6 @@ def test_an_empty_place_among_layers_is_no_change() -> None:
         assert len(list(pipe.session.steps.bound_schedules)) == 1
 
 
-def test_a_rate_that_is_no_longer_0_draws_from_keyed_streams() -> None:
-    gradients = []
-    for ranks in (1, 2):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)) for _ in range(4)])
-        x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-        with pipeline(model, (x,), loss=F.mse_loss, ranks=ranks, schedule="gpipe", microbatches=2) as pipe:
-            pipe.step(x, target=y)
-            for block in model:
-                block[1].p = 0.5
-            pipe.step(x, target=y)
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))
-
-
 def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> None:
     model = Model()
     given = Assumptions({"": model})
@@ -146,62 +131,3 @@ def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> Non
         model.factor = torch.tensor(float(value))  # often where the one before it was
         seen.add(given.read())
     assert len(seen) == 20
-
-
-class Noisy(Model):
-    def __init__(self, noise: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.noise = noise
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.noise(x))
-
-
-def seeded(x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    return torch.randn(x.shape)
-
-
-def own_generator() -> Callable[[Tensor], Tensor]:
-    generator = torch.Generator()
-    return lambda x: torch.randn(x.shape, generator=generator)
-
-
-def make_shared_generator() -> nn.Module:
-    noise = own_generator()
-    model = nn.Sequential(*(Block() for _ in range(4)))
-    for block in model:
-        block.noise = noise
-        block.forward = lambda x, own=block: torch.tanh(own.layer(x + own.noise(x)))
-    return model
-
-
-def with_backward_hook(where: str) -> nn.Module:
-    model = Model()
-    model.get_submodule(where).register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: Noisy(seeded), "seeded torch's generator"),
-        (lambda: Noisy(own_generator()), r"a torch\.Generator of its own"),
-        (make_shared_generator, r"the same torch\.Generator as '0'"),
-        (lambda: with_backward_hook(""), "the model has a backward hook"),
-    ],
-)
-def test_what_a_recording_would_lose_is_refused(make: Callable[[], nn.Module], match: str) -> None:
-    with pytest.raises(PartitionError, match=match):
-        pipeline(make(), (torch.randn(4, WIDTH),), loss=F.mse_loss, ranks=2, microbatches=2)
-
-
-def test_a_backward_hook_on_a_block_is_called() -> None:
-    torch.manual_seed(0)
-    model, x, y = with_backward_hook("blocks.2"), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, schedule="gpipe", microbatches=2) as pipe:
-        pipe.step(x, target=y)
-    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    expected = plain_gradients(model, x, y)
-    assert all(map(torch.equal, found, [g for g in expected.values() if g is not None]))

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -107,7 +108,12 @@ class Own(nn.Module):
         return x
 
 
-def test_apply_that_was_bound_before_is_one_call() -> None:
+@pytest.mark.parametrize("in_c", [False, True])
+def test_apply_that_was_bound_before_is_one_call(in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.15, `apply` is no method of Python's."""
+    if in_c:
+        monkeypatch.setattr(torch.autograd.Function, "apply", torch._C._FunctionBase.__dict__["apply"])
+        monkeypatch.setitem(globals(), "swish", Swish.apply)
     torch.manual_seed(0)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     proven(Own, x, y, ranks=2, microbatches=2, exact=True)

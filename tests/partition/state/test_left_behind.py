@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -130,32 +129,6 @@ def test_a_container_into_which_blocks_put_tensors_is_no_obstacle_to_the_loss(ki
     proven(make, x, y, ranks=2, microbatches=2, schedule="gpipe", exact=True)
 
 
-class ByName(dict[str, Tensor]):
-    """A dict by another name."""
-
-
-class Named(nn.Module):
-    def __init__(self, losses: Any, name: str) -> None:
-        super().__init__()
-        self.layer, self.losses, self.name = nn.Linear(WIDTH, WIDTH), losses, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.losses[self.name] = y.square().mean()
-        return y
-
-
-@pytest.mark.parametrize("kind", [ByName, Counter])
-def test_losses_in_a_container_of_a_class_derived_from_dict(kind: Callable[[], Any]) -> None:
-    def make() -> Any:
-        losses = kind()
-        model = nn.Sequential(*(Named(losses, name) for name in "abcd"))
-        return model, lambda output, target: F.mse_loss(output, target) + sum(losses.values())
-
-    x, y = batch()
-    proven(lambda: seeded(make), x, y, loss=None, ranks=2, microbatches=2, exact=True)
-
-
 def test_what_is_not_carried_raises_where_the_loss_uses_it() -> None:
     model, (x, y) = seeded(Experts), batch()
 
@@ -257,25 +230,6 @@ def step_with(extra: Callable[[nn.Module], Any], ranks: int = 2) -> tuple[nn.Mod
     with penstock.pipeline(model, (x,), loss=loss, ranks=ranks, microbatches=2) as pipe:
         pipe.step(x, target=y)
     return model, loss
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        lambda model: sum(p.square().sum() for p in model.parameters()),
-        lambda model: F.linear(torch.ones(WIDTH), model[0].weight).sum(),
-    ],
-)
-def test_a_parameter_of_another_stage_in_the_loss_is_refused_by_name(extra: Callable[[Any], Tensor]) -> None:
-    with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model, which is not on"):
-        step_with(extra)
-
-
-def test_the_loss_may_read_the_last_stage_and_its_own_parameters() -> None:
-    model, loss = step_with(lambda model: model[3].weight.square().sum() + 0 * model[0].weight.numel())
-    assert loss.scale.grad is not None
-    assert all(p.grad is not None for p in model.parameters())
-    step_with(lambda model: sum(p.square().sum() for p in model.parameters()), ranks=1)
 
 
 def test_a_gradient_that_no_call_shows_is_found_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from torch.nn.modules.module import register_module_full_backward_hook
 import penstock
 from penstock import ArgumentError, PartitionError, inspect
 from penstock.partition import Partitioner
-from penstock.partition.recorder.attempts import record
 from scaffolding.proofs import proven
 
 WIDTH = 4
@@ -72,13 +71,6 @@ def test_what_a_unit_carries_over_is_kept_by_one_copy_alone(act: Any, state: Any
             prove(act, state, recompute=recompute)
 
 
-def test_a_counter_that_a_unit_reads_is_carried_over() -> None:
-    recording = record(
-        nn.Sequential(*(Counting(lambda self, h: h, int, SimpleNamespace()) for _ in range(2))), (X,), {}
-    )
-    assert [each.unit for each in recording.remembered] == ["0", "1"]
-
-
 def test_calls_of_a_unit_that_finds_what_it_left_stay_together() -> None:
     shared = Counting(lambda self, h: h, int, SimpleNamespace())
     made = nn.Sequential(shared, nn.Linear(WIDTH, WIDTH), shared)
@@ -132,6 +124,7 @@ def looks(self: Any, h: Any) -> Any:
     ],
 )
 def test_what_no_forward_depends_on_is_no_matter(act: Any, state: Any, options: Any) -> None:
+    """Where what is carried over would be refused."""
     prove(act, state, **options)
 
 
@@ -172,22 +165,3 @@ def test_a_buffer_that_is_replaced_between_steps_is_refused(name: str) -> None:
             return
         with pytest.raises(ArgumentError, match=f"buffer '{name}' has been replaced .*copy_"):
             pipe.step(X, target=TARGET)
-
-
-class Shifted(nn.Module):
-    """Makes its inputs of integers that are known, in place, as models of transformers shift their labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(9, WIDTH)
-        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        shifted = ids.new_zeros(ids.shape)
-        shifted[..., 1:] = ids[..., :-1].clone()
-        return self.blocks(self.table(shifted))
-
-
-def test_what_is_only_tried_on_fakes_is_no_state() -> None:
-    recording = record(Shifted(), (torch.arange(8).view(2, 4),), {})
-    assert recording.remembered == ()

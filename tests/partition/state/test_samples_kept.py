@@ -64,18 +64,6 @@ def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, STEPS, WIDTH, generator=generator), torch.randn(rows, STEPS, WIDTH, generator=generator)
 
 
-@pytest.mark.parametrize(
-    "block",
-    [lambda: Recurrent(nn.LSTM), lambda: Smooths(lambda y: y)],
-)
-def test_state_of_samples_in_a_block_is_refused_for_several_microbatches(block: Callable[[], nn.Module]) -> None:
-    x, _y = batch()
-    with pytest.raises(
-        PartitionError, match=r"^['\"]1.(state|held).* each of a microbatch's samples.*Pass .* in and out"
-    ):
-        pipeline(between(block()), (x,), loss=F.mse_loss, ranks=2, microbatches=4)
-
-
 def test_it_is_refused_along_the_dimension_of_the_batch_in_evaluation_too() -> None:
     x, _y = batch(STEPS)
     with pytest.raises(PartitionError, match=r"'1.state.* each of a microbatch's samples"):

@@ -16,7 +16,6 @@ from chained import NoStreams, assert_same, fresh, run_chained, run_unsplit
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten, unflatten
 from penstock.partition import Partitioner
 from scaffolding.models import Case, llama
@@ -175,53 +174,6 @@ class Cache:
         self.seen = 0
 
 
-class CacheBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, cache: Any) -> Tensor:
-        x = self.linear(x).tanh()
-        keys = cache if isinstance(cache, list) else cache["keys"] if isinstance(cache, dict) else cache.keys
-        keys.append(x * (len(keys) + 1))
-        if isinstance(cache, Cache):
-            cache.seen += 1
-            cache.total = keys[-1] if cache.total is None else cache.total + keys[-1] * cache.seen
-        return x + keys[0]
-
-
-class WithCache(nn.Module):
-    def __init__(self, make: Callable[[], Any], result: Callable[[Tensor, Any], Any]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(CacheBlock() for _ in range(4))
-        self.make, self.result = make, result
-
-    def forward(self, x: Tensor) -> Any:
-        cache = self.make()
-        for block in self.blocks:
-            x = block(x, cache)
-        return self.result(x, cache)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [Cache, list, lambda: {"keys": []}],
-    ids=["object", "list", "dict"],
-)
-def test_what_every_block_writes_into_crosses_cuts(make: Callable[[], Any]) -> None:
-    torch.manual_seed(0)
-    model = WithCache(make, lambda x, cache: SimpleNamespace(x=x, cache=cache))
-    output = check(case_of(model, (torch.randn(3, WIDTH),)), 4)
-    assert type(output.cache) is type(make())
-    assert len(flatten(output.cache).leaves) == (6 if make is Cache else 4)
-
-
-def test_what_the_blocks_left_is_used_on_another_stage() -> None:
-    torch.manual_seed(0)
-    model = WithCache(Cache, lambda x, cache: SimpleNamespace(x=x + cache.total + sum(cache.keys) * cache.seen))
-    check(case_of(model, (torch.randn(3, WIDTH),)), 4)
-
-
 def test_a_key_value_cache_of_transformers_crosses_cuts() -> None:
     case = llama()
     case = case._replace(kwargs={**case.kwargs, "use_cache": True})
@@ -251,14 +203,6 @@ def test_two_arguments_that_share_an_object_share_it_on_every_stage() -> None:
 
     model.forward = forward
     check(case_of(model, (torch.randn(3, WIDTH),)), 4)
-
-
-def test_an_object_that_the_model_keeps_and_a_block_changes_is_refused() -> None:
-    cache = Cache()
-    model = WithCache(lambda: cache, lambda x, cache: SimpleNamespace(x=x))
-    model.cache = cache
-    with pytest.raises(PartitionError, match="a Cache, that the model keeps for its next call"):
-        Partitioner(model, 2, streams=NoStreams())((torch.randn(3, WIDTH),))
 
 
 class Experts(nn.Module):

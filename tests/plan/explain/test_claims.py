@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from planted import even, recorded, timeline, twice
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import Explanation, Predicted, explain, read_run, run_of
-from penstock.plan.explain.case import Change
+from penstock.plan.explain.case import Case, Change
 from penstock.plan.explain.changes import Trial, suggestions
 from penstock.plan.explain.schedules import FREE, Price, another
 from penstock.report import write_perfetto
@@ -25,6 +26,7 @@ from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from penstock.simulate.computations import COMPUTE
+from scaffolding.nanoseconds import merged
 
 
 def trial_of(measured: Timeline, *, shared: bool = False, predicted: Predicted | None = None) -> Trial:
@@ -55,17 +57,24 @@ def test_each_assumption_widens_an_interval(ends: list[Any], data: st.DataObject
     cases = tuple(trial.replay.with_seconds(trial.replay.seconds * (1 - gain)) for gain in values)
     error = data.draw(st.floats(0.0, 0.2))
     widths = []
+
+    def at_most(cases: tuple[Case, ...]) -> float:
+        """What the best case brings, and the error more, if a rank's own work leaves so much."""
+        work = min(float(np.nansum(case.seconds[0], axis=(0, 2)).max()) for case in cases)
+        return min(1 - work / trial.step.seconds, max(trial.gains(Change("cut", "x", cases))) + error)
+
     for number in range(1, len(cases) + 1):
         change = trial.tried(Change("schedule", "another", cases[:number]), error)
+        if not change.measured:
+            assert change.gain == pytest.approx(at_most(cases[:number]))
+            continue
         low, high = change.gain - change.error, change.gain + change.error
         for gain in trial.gains(change):
             assert low - 1e-9 <= gain - error
             assert gain + error <= high + 1e-9
         widths.append(change.error)
     assert widths == sorted(widths)
-    assert trial.tried(Change("cut", "x", cases, measured=False), error).gain == pytest.approx(
-        min(1.0, max(trial.gains(Change("cut", "x", cases))) + error)
-    )
+    assert trial.tried(Change("cut", "x", cases, measured=False), error).gain == pytest.approx(at_most(cases))
 
 
 stage_times = st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3)
@@ -142,6 +151,35 @@ def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
     assert widest.note.endswith("little of it is certain")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("link=-1", "what-if link=-1: expected how many times the transfer, 0 or more; this step has 4 stages"),
+        ("cut=9:0.1", "a stage of 1 to 3 and a share of -1 to 1; this step"),
+        ("rank=9", "what-if rank=9: expected a rank of 0 to 3; this step has 4 stages on 4 ranks"),
+        ("rank", "what-if rank: expected schedule=NAME"),
+        ("speed=2", "what-if speed=2: expected schedule=NAME"),
+    ],
+)
+def test_a_what_if_that_cannot_be_says_what_is_wrong_with_it(text: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        explain(recorded(timeline(even, twice)), what_ifs=[text])
+
+
+def test_what_joining_a_split_backward_brings_is_assumed_too() -> None:
+    (one,) = explain(recorded(timeline(even, twice, schedule="zb-h1")), what_ifs=["schedule=1f1b"]).what_ifs
+    assert one.claim.startswith("at most -")
+    assert "if splitting a backward costs up to half of the work" in one.note
+
+
+def test_what_may_be_a_loss_comes_last() -> None:
+    """Twice as many microbatches usually bring more than other cuts, and cost time if a half takes as long."""
+    found = explain(recorded(timeline(lambda s, k: 1.8 if s == 1 else 1.0, twice, ranks=4, microbatches=4)))
+    kinds = [one.kind for one in found.changes if not one.measured]
+    assert kinds[0] == "cut"
+    assert "pieces" in kinds
+
+
 def test_an_order_that_hides_messages_may_not() -> None:
     """If they keep their ranks busy, GPipe hides none: the interval reaches from there to there."""
     measured = recorded(timeline(even, twice, link=LinkCost(0.5)))
@@ -215,7 +253,7 @@ def in_turns(made: Timeline) -> Timeline:
         took = span.end_seconds - span.start_seconds
         rows[span.rank].append(replace(span, start_seconds=now, end_seconds=now + took, waited_seconds=0.0))
         now += 1.1 * took
-    return Timeline.merge(rows, in_turns=True)
+    return merged(rows, in_turns=True)
 
 
 def test_ranks_that_took_turns_are_refused_in_perfettos_trace_too(tmp_path: Path) -> None:

@@ -96,6 +96,36 @@ def test_begins_and_ends_are_actions(tmp_path: Path) -> None:
     check(explain(read_run([tmp_path / "trace.json"])))
 
 
+def test_receives_within_a_range_are_waiting(tmp_path: Path) -> None:
+    """Torch's GPipe waits within its ranges, and gloo's receive lasts longer than what it waits for."""
+    ranges = {
+        0: [("Forward 0", 0, 1), ("Backward 0", 6, 12), ("gloo:recv", 6, 11)],
+        1: [("Forward 0", 0, 5), ("gloo:recv", 0, 4), ("Backward 0", 5, 6), ("gloo:recv", 5.5, 13)],
+    }
+    for rank, given in ranges.items():
+        events = [{"ph": "X", "pid": 1, "name": name, "ts": s * 1e6, "dur": (e - s) * 1e6} for name, s, e in given]
+        told = {"distributedInfo": {"rank": rank, "world_size": 2}, "traceEvents": events}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(told))
+    assert [one.seconds for one in explain(read_run([tmp_path])).stages] == [2.0, 2.0]
+
+
+def test_the_traces_of_some_ranks_are_said_to_be_that(tmp_path: Path) -> None:
+    for rank in range(2):
+        told = {"distributedInfo": {"rank": rank, "world_size": 3}, "traceEvents": profiled(SHOWN, rank)["traceEvents"]}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(told))
+    assert any(note.startswith("the traces are of ranks 0, 1 of 3; pass") for note in read_run([tmp_path]).notes)
+    with pytest.raises(ArgumentError, match=r"0\.json: the trace of rank 0 of 3 alone; pass those of the others"):
+        read_run([tmp_path / "0.json"])
+
+
+def test_the_same_trace_twice_is_refused(tmp_path: Path) -> None:
+    file = min(folder(tmp_path).iterdir())
+    (tmp_path / "again.json.gz").write_bytes(file.read_bytes())
+    for given in ([tmp_path], [file, file]):
+        with pytest.raises(ArgumentError, match=r"is the same trace as .*; pass each once"):
+            read_run(given)
+
+
 def test_what_shows_no_actions_is_refused_in_a_line(tmp_path: Path) -> None:
     for rank in range(RANKS):
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(profiled(SHOWN, rank, marked=False)))

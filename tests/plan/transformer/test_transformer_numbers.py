@@ -9,7 +9,7 @@ import pytest
 from penstock._base.errors import ArgumentError
 from penstock.plan.transformer import NAMED, Job, Transformer, transformer
 from penstock.plan.transformer.memory import layer_activations, layer_held
-from penstock.plan.transformer.operations import Grid, head_work, layer_work
+from penstock.plan.transformer.operations import head_work, layer_work, waste
 
 PAPER = json.loads(
     (Path(__file__).parents[3] / "benchmarks/fidelity/data/korthikanti.json").read_text(encoding="utf-8")
@@ -65,8 +65,8 @@ def test_products_are_two_flops_a_parameter_and_token_and_attention(name: str) -
     job = Job(model, sequence)
     tokens = rows * sequence
     for work, matrices, attention in (
-        (layer_work(job, rows, Grid()), model.layer_matrices, 4 * tokens * sequence * model.hidden),
-        (head_work(job, rows, Grid()), model.output, 0),
+        (layer_work(job, rows, 0), model.layer_matrices, 4 * tokens * sequence * model.hidden),
+        (head_work(job, rows, 0), model.output, 0),
     ):
         forward, inputs, weights = (
             sum(each.flops * each.count for each in part)
@@ -80,7 +80,7 @@ def test_products_are_two_flops_a_parameter_and_token_and_attention(name: str) -
 def test_a_group_divides_products_but_norms_only_with_sequence_parallelism() -> None:
     model = NAMED["llama3-8b"]
     alone, divided, by_tokens = (
-        layer_work(Job(model, 1024, t, parallel, fused_attention=True), 1, Grid())
+        layer_work(Job(model, 1024, t, parallel, fused_attention=True), 1, 0)
         for t, parallel in ((1, False), (8, False), (8, True))
     )
 
@@ -98,11 +98,10 @@ def test_a_group_divides_products_but_norms_only_with_sequence_parallelism() -> 
 
 
 def test_the_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
-    grid = Grid(108)
-    assert grid.waste(256 * 108, 128) == 1
-    assert grid.waste(256 * 109, 128) == pytest.approx(2 * 108 / 109)
-    assert grid.waste(128, 256 * 108) == 1  # the tile turned round
-    assert Grid().waste(7, 13) == 1
+    assert waste(108, 256 * 108, 128) == 1
+    assert waste(108, 256 * 109, 128) == pytest.approx(2 * 108 / 109)
+    assert waste(108, 128, 256 * 108) == 1  # the tile turned round
+    assert waste(0, 7, 13) == 1
 
 
 def test_numbers_may_replace_those_of_a_name() -> None:

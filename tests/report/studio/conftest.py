@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.report.studio.serve import Server, bind
-from penstock.trace.runs import health
+from penstock.report.studio.app import Server, bind
+from penstock.trace.runs import summary
 
 
 @pytest.fixture(autouse=True)
 def _ranks_spoke_just_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a busy machine takes to open a page, no rank of a run in a test falls silent meanwhile."""
-    monkeypatch.setattr(health, "SILENT_SECONDS", math.inf)
+    monkeypatch.setattr(summary, "SILENT_SECONDS", math.inf)
 
 
 @pytest.fixture

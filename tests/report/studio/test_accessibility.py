@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.report.studio.serve import Server
+from penstock.report.studio.app import Server
 from scaffolding.browser import barriers
 from scaffolding.run_folders import a_run
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from penstock.report.studio import answers
+from penstock.report.studio.app import Server
 from penstock.report.studio.question import Question
-from penstock.report.studio.serve import Server
 from scaffolding.run_folders import a_run
 
 Start = Callable[..., Server]

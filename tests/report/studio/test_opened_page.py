@@ -18,12 +18,11 @@ from penstock.cli import app
 from penstock.costs import Profile, UnitCost
 from penstock.report import write_perfetto
 from penstock.report.studio import background
-from penstock.report.studio.app import Studio
+from penstock.report.studio.app import Server, Studio
 from penstock.report.studio.app import policy as policy_of
 from penstock.report.studio.guard import Guard
 from penstock.report.studio.library import Library
 from penstock.report.studio.opened import opened
-from penstock.report.studio.serve import Server
 from penstock.report.web.page import page as report_page
 from penstock.report.web.sources import contents_of
 from penstock.schedule import generate

@@ -14,9 +14,9 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import write_whole
 from penstock.plan.explain import explain, read_run
 from penstock.report import write_perfetto
+from penstock.report.studio.app import Server
 from penstock.report.studio.live import in_words, live
 from penstock.report.studio.opened import opened
-from penstock.report.studio.serve import Server
 from penstock.schedule import generate, write_csv
 from penstock.trace.runs import RankState, StepRecord
 from scaffolding.run_folders import ABOUT, a_run, says, steps, timeline

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.report.studio.serve import Server
+from penstock.report.studio.app import Server
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.plan.explain import explain, read_run
 from penstock.report import walkthrough
-from penstock.report.studio.serve import Server
+from penstock.report.studio.app import Server
 from penstock.schedule import generate, read_csv
 
 Start = Callable[..., Server]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.report.frame import frame
-from penstock.report.web.assets import asset, bundle, embedded
+from penstock.report.web.page import asset, bundle, embedded
 from penstock.report.web.timeline_data import band, timeline_data
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline

@@ -10,12 +10,13 @@ import pytest
 from pages import of_schedules, simulated, with_timeline
 
 from penstock.report.colors import DARK, LIGHT, Theme, shade
-from penstock.report.web.assets import STATIC, bundle
+from penstock.report.web.page import STATIC, bundle
 from penstock.report.web.timeline_data import band, curve, timeline_data
 from penstock.schedule import Action, Op, add_communication, add_sharding, generate
 from penstock.schedule.describe import WORDS, Kind, describe
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import StageCost, critical_path, memory
+from scaffolding.nanoseconds import merged
 
 ZB = generate("zb-h1", 3, 5)
 INTERLEAVED = generate("interleaved-1f1b", 2, 4, 2)
@@ -167,7 +168,7 @@ def test_memory_is_drawn_to_its_peak(tmp_path: Path, open_page: Any) -> None:
 
 
 def spans_of_ranks(rows: list[list[Span]]) -> Timeline:
-    return Timeline.merge(rows)
+    return merged(rows)
 
 
 @pytest.mark.parametrize(

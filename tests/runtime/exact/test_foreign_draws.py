@@ -18,7 +18,7 @@ from penstock._base.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from scaffolding.models import Layers, squared_error
 from scaffolding.proofs import proven
-from test_layer_drop import Dropping, check
+from test_layer_drop import Dropping
 
 SEED = 3
 
@@ -36,18 +36,6 @@ class Noisy(nn.Module):
 
 def noises(*draws: Callable[[], float]) -> list[nn.Module]:
     return [Noisy(draw) for draw in draws]
-
-
-held = random._inst.random  # not replaced by a recording
-
-
-@pytest.mark.parametrize("options", [{"recompute": 1}, {"schedule": "zb-h1"}], ids=str)
-def test_inside_of_blocks(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    # Functions of ours: a copy of `np.random.rand`, as in the reference, draws from a generator of its own.
-    draws = (lambda: -random.random(), lambda: -np.random.rand(), lambda: -held(), lambda: np.random.permutation(5)[0])
-    given = {"ranks": 2, "microbatches": 4, "seed": SEED, **options}
-    proven(noises(*draws), torch.randn(8, 7), torch.randn(8, 7), **given)
 
 
 class PassesBy(nn.Module):
@@ -140,14 +128,6 @@ def dropped(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
     return x if random.random() < 0.5 else x + block(x)
 
 
-def dropped_by_numpy(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
-    probability = np.random.uniform(0, 1)
-    skip = self.training and probability < 0.5
-    if not skip:
-        x = x + block(x)
-    return x
-
-
 def tensor(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
     return block(x) + torch.tensor(np.random.randn(7), dtype=torch.float32)
 
@@ -163,14 +143,6 @@ def by_function(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Ten
     x = block(x)
     x[:, torch.tensor(masked(7))] = 0.0
     return x
-
-
-WAYS = [scaled, dropped, dropped_by_numpy, tensor, by_function]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_between_blocks(way: Callable[..., Tensor]) -> None:
-    check(way)
 
 
 @pytest.mark.parametrize("way", [scaled, tensor, by_function])
@@ -199,18 +171,6 @@ def test_a_number_of_the_stream() -> None:
         number = random.Random(mix(mix(SEED, 0, k), key_of("()#0"), 0)).random()
         piece = x[2 * k : 2 * k + 2].clone()
         assert torch.equal(output, model.layers[1](model.layers[0](piece) * number))
-
-
-def test_what_a_recording_cannot_follow_is_refused_by_module_and_line() -> None:
-    ways: list[Callable[[Tensor], Any]] = [
-        lambda x: x[:, : random.randint(1, 7)],
-        lambda x: x * float(np.random.rand()),
-        lambda x: x * np.asarray(np.random.rand(7))[0],
-        lambda x: x * random.choice([nn.ReLU(), nn.Tanh()])(x),
-    ]
-    for way in ways:
-        with pytest.raises(PartitionError, match=r"test_foreign_draws.py:\d+, in .*a recording cannot follow"):
-            check(lambda self, number, block, x, way=way: way(block(x))[:, :7])
 
 
 def test_a_number_that_reaches_a_block_is_refused() -> None:

@@ -22,6 +22,7 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Buffer, Layout
 from penstock.runtime.exact.streams import Streams
+from penstock.runtime.execute.stage import BoundStage
 from penstock.schedule import Action, Op, Schedule, check, generate
 from scaffolding.models import ConvNet, InPlace, SkipsTwice, squared_error
 from scaffolding.proofs import after_each_step
@@ -98,7 +99,7 @@ def test_a_backward_for_each_root(break_in_step: Break) -> None:
         for root, grad in zip(roots, grads, strict=True):
             torch.autograd.backward((root,), (grad,), retain_graph=True)
 
-    break_in_step(exact, "backward", one_after_the_other)
+    break_in_step(exact, "run_backward", one_after_the_other)
     report = verify_skips()
     assert "layers.0.weight" in wrong_gradients(report)  # stage 0 returns what its two layers made
 
@@ -136,7 +137,7 @@ def test_gradients_of_later_stages_added_after_the_own_terms(break_in_step: Brea
             if hasattr(root.node, "slot"):
                 root.node.slot[0] = root.node.slot[0] + grad
 
-    break_in_step(exact, "backward", add_after)
+    break_in_step(exact, "run_backward", add_after)
     names = wrong_gradients(verify_skips())
     assert names
     assert set(names) <= {f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
@@ -336,13 +337,13 @@ def test_gradients_of_received_leaves_lose_their_strides(break_in_step: Break) -
 
 def test_views_of_what_is_received_cannot_be_updated_in_place(break_in_step: Break) -> None:
     """A buffer must be no view of what travelled: autograd refuses to update what a function returned as a view."""
-    allocate = exact.allocate
+    copy_as = exact.copy_as
 
-    def view(layout: Layout, device: torch.device) -> Buffer:
-        buffer = allocate(layout, device)
-        return buffer._replace(tensor=buffer.tensor.view_as(buffer.tensor))
+    def view(layout: Layout, tensor: Tensor, device: torch.device) -> Tensor:
+        made = copy_as(layout, tensor, device)
+        return made.view_as(made)
 
-    break_in_step(exact, "allocate", view)
+    break_in_step(exact, "copy_as", view)
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         verify_in_place()
 
@@ -378,12 +379,14 @@ def test_all_draws_from_one_stream(break_in_step: Break) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["microbatch", "module"])
-def test_streams_that_forget_a_part_of_their_key(break_in_step: Break, forgotten: str) -> None:
-    enter, begin = Streams.enter, Streams.begin
+def test_streams_that_forget_a_part_of_their_key(
+    monkeypatch: pytest.MonkeyPatch, break_in_step: Break, forgotten: str
+) -> None:
+    enter, beginning = Streams.enter, BoundStage._beginning
     if forgotten == "module":
         break_in_step(Streams, "enter", lambda self, name: enter(self, "the same"))
     else:
-        break_in_step(Streams, "begin", lambda self, _, offsets, **again: begin(self, 0, offsets, **again))
+        monkeypatch.setattr(BoundStage, "_beginning", lambda self, _, **options: beginning(self, 0, **options))
     assert wrong_gradients(verify_dropout())
 
 

@@ -75,31 +75,6 @@ def test_a_loss_draws_from_a_stream_of_its_own_for_each_microbatch() -> None:
     assert len(set(found.values()) | own) == 2 * 2 * 2 * 4
 
 
-def test_offsets_go_on_where_earlier_stages_stopped() -> None:
-    streams = Streams(5)
-    with streams.drawing(0, CPU):
-        streams.begin(0, {})
-        whole = [draw(streams, "a") for _ in range(3)]
-        streams.begin(0, {"a": 2})
-        assert draw(streams, "a") == whole[2]
-
-
-def test_generators_are_given_back_even_after_an_error() -> None:
-    streams, state = Streams(5), torch.get_rng_state()
-
-    def fail() -> None:
-        with streams.drawing(0, CPU):
-            streams.begin(0, {})
-            draw(streams, "a")
-            raise ValueError("stop")
-
-    with pytest.raises(ValueError, match="stop"):
-        fail()
-    assert torch.equal(torch.get_rng_state(), state)
-    streams.enter("a")  # outside of a step it does nothing
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_hooks_are_inert_outside_of_a_step_and_stay_behind_on_copies() -> None:
     streams, module = Streams(5), nn.Dropout(0.5)
     streams.watch({"drop": module})

@@ -40,15 +40,6 @@ def averages(at: int) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_moving_average_that_backward_updates_as_well_is_refused(recompute: Any) -> None:
-    with (
-        pipeline(averages(0), (X,), loss=F.mse_loss, ranks=2, microbatches=4, recompute=recompute) as pipe,
-        pytest.raises(PartitionError, match=r"stage 0 updates buffer '0.scale', which its forward .*'always'"),
-    ):
-        pipe.step(X, target=TARGET)
-
-
 def test_a_moving_average_is_kept_where_each_backward_follows_its_forward() -> None:
     verify(averages(3), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
 
@@ -120,15 +111,23 @@ def chain(at: int, *, steps: bool) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-def test_an_optimizer_in_backward_is_refused_while_other_microbatches_are_in_flight(recompute: Any) -> None:
+class DroppedAtTheEnds(nn.Linear):
+    """Layer drop that leaves out the first and the last microbatch: they have no backward in a first stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x[0, 0] > 0 else x * 1
+
+
+def test_an_optimizer_in_backward_is_refused_where_layer_drop_spares_the_first_and_the_last() -> None:
+    model = chain(0, steps=True)
+    model[0].__class__ = DroppedAtTheEnds
+    x = X.clone()
+    x[:, 0] = torch.tensor([-1, -1, 1, 1, 1, 1, -1, -1])
     with (
-        pipeline(chain(0, steps=True), (X,), loss=F.mse_loss, ranks=2, microbatches=4, recompute=recompute) as pipe,
+        pipeline(model, (x,), loss=F.mse_loss, ranks=4, microbatches=4, schedule="gpipe") as pipe,
         pytest.raises(PartitionError, match=r"backward of stage 0 updates parameter '0.weight' by a hook"),
     ):
-        pipe.step(X, target=TARGET)
-    with pipeline(chain(0, steps=False), (X,), loss=F.mse_loss, ranks=2, microbatches=4, recompute=recompute) as pipe:
-        pipe.step(X, target=TARGET)
+        pipe.step(x, target=TARGET)
 
 
 def test_an_optimizer_in_backward_steps_where_each_backward_follows_its_forward() -> None:
@@ -166,21 +165,6 @@ def test_an_optimizer_in_backward_is_refused_whenever_it_steps(how: str) -> None
             pipe.step(X, target=TARGET)
 
 
-class Normalises(Averages):
-    """Normalises by what a part of it has just averaged, and all of it is run again in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6, affine=False)
-
-    def body(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.norm(y.detach())
-        assert self.norm.running_mean is not None
-        assert self.norm.running_var is not None
-        return x + torch.tanh((y - self.norm.running_mean) * self.norm.running_var.rsqrt())
-
-
 class Centres(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,34 +185,3 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.body, x, use_reentrant=False)
-
-
-class CheckpointsBlocks(nn.Module):
-    """The model checkpoints its blocks, between which the stages run call by call."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-@pytest.mark.parametrize(("ranks", "all_blocks"), [(1, True), (2, False)])
-def test_verify_sees_what_a_forward_that_runs_again_computes_from_its_averages(ranks: int, all_blocks: bool) -> None:
-    """Each backward of the last stage follows its forward at once, so that nothing has come between."""
-    made = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), Normalises()]
-    model = CheckpointsBlocks(*made) if all_blocks else nn.Sequential(*made)
-    assert not verify(
-        model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=ranks, schedule="1f1b", microbatches=4, whole_batch=False
-    ).ok
-
-
-@pytest.mark.parametrize("all_blocks", [False, True])
-def test_averages_other_than_batch_norms_are_refused_in_a_forward_that_runs_again(all_blocks: bool) -> None:
-    made = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), Around()]
-    model = CheckpointsBlocks(*made) if all_blocks else nn.Sequential(*made)
-    with pytest.raises(PartitionError, match="a Centres updates buffers in a forward that runs itself again"):
-        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)

@@ -13,7 +13,7 @@ from penstock import pipeline, verify
 from penstock._base.errors import ArgumentError
 from penstock.runtime.features import registry
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Features, Start
+from penstock.runtime.features.feature import Feature, contexts, within
 from penstock.runtime.features.recompute import RecomputedStage
 from penstock.schedule import Op
 from scaffolding.small import batch, mlp
@@ -44,11 +44,9 @@ class Idle(Feature):
 
 def test_the_first_feature_is_the_outermost() -> None:
     said: list[str] = []
-    features = Features([Notes("a", said), Idle(), Notes("b", said)])
-    features.begin_step(Start())
-    with features.forward(0, runs_again=False), features.autograd(0):
-        assert said == ["+a", "+b"]
-    assert said == ["+a", "+b", "-b", "-a"]
+    features = [Notes("a", said), Idle(), Notes("b", said)]
+    within(contexts(features, "forward", 0, runs_again=False), lambda: said.append("code"))()
+    assert said == ["+a", "+b", "code", "-b", "-a"]
 
 
 def test_all_features_are_left_when_one_refuses() -> None:
@@ -60,9 +58,9 @@ def test_all_features_are_left_when_one_refuses() -> None:
             raise ArgumentError("no")
             yield
 
-    features = Features([Notes("a", said), Refuses(), Notes("b", said)])
-    with pytest.raises(ArgumentError), features.forward(0, runs_again=False):
-        pass
+    enter = contexts([Notes("a", said), Refuses(), Notes("b", said)], "forward", 0, runs_again=False)
+    with pytest.raises(ArgumentError):
+        within(enter, lambda: said.append("code"))()
     assert said == ["+a", "-a"]
 
 
@@ -102,5 +100,5 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 def test_a_hook_that_nothing_has_costs_no_context() -> None:
-    one, other = Features([Idle()]), Features()
-    assert one.forward is other.forward
+    assert contexts([Idle()], "forward", 0, runs_again=False) is None
+    assert within(None, batch) is batch

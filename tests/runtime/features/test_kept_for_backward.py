@@ -26,24 +26,6 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-# -- buffers beside deferred batch norms ------------------------------------------------------------------------------
-
-
-class Averages(nn.Module):
-    """Its moving average matters in backward alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.lerp_(x.detach().mean(0), 0.5)
-        y = x * 1.0
-        y.register_hook(lambda gradient: gradient * self.mean)
-        return y
-
-
 # -- steps that raise -------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from penstock.schedule import generate, split_backward
 from scaffolding.everything import WIDTH, everything, everything_goes, inputs_alive
 from scaffolding.models import ConvNet, squared_error
 from scaffolding.proofs import proven
-from scaffolding.small import batch, mlp, training_runners
+from scaffolding.small import batch, mlp, training_stages
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.Mon
         assert counted.back >= len(counted.gone)
         assert bool(counted.gone) == bool(stages)
         assert {
-            r.index for r in training_runners(pipe) if any(isinstance(each, Offload) for each in r.features)
+            s.index for s in training_stages(pipe) if any(isinstance(each, Offload) for each in s.features)
         } == stages
         counted.gone.clear()
         pipe.evaluate(x, target=y)

@@ -18,36 +18,6 @@ from scaffolding.proofs import proven
 X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
 
 
-class Recalls(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
-        ctx.module = module
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.module.scale, None
-
-
-class KeepsForBackward(nn.Module):
-    """As a reversible block keeps the state of the random generators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale = 1 + x.detach().abs().mean()
-        return Recalls.apply(self.linear(x), self)
-
-
-@pytest.mark.parametrize("recompute", ["never", "always", 1])
-def test_what_a_forward_keeps_is_there_in_its_own_backward(recompute: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(KeepsForBackward() for _ in range(4)))
-    proven(model, X, TARGET, microbatches=4, ranks=2, schedule="gpipe", recompute=recompute)
-
-
 class RunsAgain(nn.Module):
     """As the layers of timm's DenseNet with memory_efficient=True."""
 
@@ -167,22 +137,6 @@ def test_a_cache_that_is_saved_is_refused_with_the_remedy() -> None:
     model = nn.Sequential(Positions(persistent=True), Positions(persistent=True))
     with pytest.raises(PartitionError, match=r"replaces '0.table' by a new tensor.*persistent=False"):
         verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4)
-
-
-class Remembers(Positions):
-    """Its buffer is no constant: what one microbatch leaves there, the next one reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x + self.table)
-        self.table = y.detach().mean(0)
-        return y
-
-
-def test_a_buffer_replaced_by_what_depends_on_the_batch_is_refused() -> None:
-    with pytest.raises(PartitionError, match=r"replaces '0.table' by a new tensor"):
-        verify(
-            nn.Sequential(Remembers(), Remembers()), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4
-        )
 
 
 class Pair:

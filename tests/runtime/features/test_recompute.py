@@ -21,7 +21,7 @@ from penstock.schedule import Op, generate, split_backward
 from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
 from scaffolding.models import squared_error
 from scaffolding.proofs import proven
-from scaffolding.small import batch, mlp, training_runners
+from scaffolding.small import batch, mlp, training_stages
 
 CASES: list[Any] = [
     ("gpipe", 4, 1, {0: "always", 1: 2, 3: "except_last"}),
@@ -438,4 +438,4 @@ def test_a_step_that_raised_leaves_nothing() -> None:
 
 
 def _kept(pipe: Pipeline) -> int:
-    return sum(len(runner._kept) + len(runner._saved) for runner in training_runners(pipe))
+    return sum(len(stage._kept) + len(stage._saved) for stage in training_stages(pipe))

@@ -8,19 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.distributed.failure import Position
 from penstock.runtime.gradients.ties import TieGroup, TieReducer, tie_groups
 from scaffolding.local_collectives import collective_transports
-
-
-def test_groups_are_by_the_stages_that_hold_them_and_span_ranks() -> None:
-    shared = {"a": (0, 3), "b": (1, 2), "c": (0, 3), "d": (0, 2), "e": (0, 1, 2, 3)}
-    assert tie_groups(shared, [0, 1, 0, 1]) == (
-        TieGroup(("e",), (0, 1, 2, 3), (0, 1)),
-        TieGroup(("a", "c"), (0, 3), (0, 1)),
-        TieGroup(("b",), (1, 2), (0, 1)),
-    )
-    assert tie_groups(shared, [0, 0, 0, 0]) == ()
 
 
 @given(
@@ -65,17 +54,6 @@ def step(made: list[TieReducer], held: list[list[nn.Parameter]], grads: list[lis
         reducer.start()
     for reducer in made:
         reducer.finish()
-
-
-def test_copies_start_equal_to_the_first_ranks() -> None:
-    held, made = reducers([[torch.arange(4.0), torch.ones(2).half()], [torch.randn(4), torch.zeros(2).half()]])
-    for reducer in made:
-        reducer.start_equal()
-    for reducer in made:
-        reducer.end_equal()
-    for mine in held:
-        assert torch.equal(mine[0], torch.arange(4.0))
-        assert torch.equal(mine[1], torch.ones(2).half())
 
 
 def test_copies_start_equal_to_the_first_of_their_own_ranks() -> None:
@@ -139,10 +117,3 @@ def test_dtypes_and_strides_are_kept() -> None:
             assert parameter.grad.dtype == parameter.dtype
             assert parameter.grad.stride() == parameter.stride()
             assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
-
-
-def test_the_position_names_the_others() -> None:
-    _, made = reducers([[torch.zeros(1)]] * 3)
-    assert [reducer.position for reducer in made] == [
-        Position("REDUCE_GRAD0", peers) for peers in ((1, 2), (0, 2), (0, 1))
-    ]

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import penstock
 from penstock.pipe.pipeline import Pipeline
-from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, reduce_ties, split_backward
+from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, split_backward
 from scaffolding.model_kinds import EXAMPLES
 from scaffolding.models import TRANSFORMERS as TINY
 from scaffolding.models import squared_error
-from scaffolding.proofs import proven
 from scaffolding.representatives import representatives
 from scaffolding.small import WIDTH, batch, mlp
 
@@ -121,17 +119,6 @@ def test_input_gradients_in_another_order_than_weight_gradients() -> None:
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_that_splits_nothing_is_left_alone() -> None:
-    x, y = batch()
-    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        pipe.step(x, target=y)
-        assert pipe.split_share == {}
-        runners = [
-            runner for job in pipe.session.steps.bound_schedules for p in job.programs for runner in p.runners.values()
-        ]
-        assert not any(runner.splits for runner in runners)
-
-
 def test_some_stages_split_and_others_not() -> None:
     order = rows_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1I0 1I1 1B2 1W0 1W1")
     order = Schedule.parse(str(order).replace("1B2 1W0 1W1", "1W0 1W1 1B2"))
@@ -143,29 +130,6 @@ def test_some_stages_split_and_others_not() -> None:
         pipe.evaluate(x, target=y)
         assert pipe.split_share == {1: pytest.approx(share)}
     assert verify("mlp", order).ok
-
-
-@pytest.mark.parametrize("frozen", [(0,), (0, 1), (3,)])
-def test_frozen_stages_and_stages_without_parameters(frozen: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    for index in frozen:
-        layers[index].requires_grad_(False)
-    x, y = batch()
-    order = with_late_weights(generate("1f1b", 4, MICROBATCHES), 1)
-    proven(layers, x, y, ranks=4, schedule=order, exact=True)
-
-
-def test_gradients_accumulate_over_steps() -> None:
-    x, y = batch()
-    torch.manual_seed(0)
-    split, whole = mlp(), mlp()
-    for model, order in ((split, with_late_weights(generate("1f1b", 2, 3), 1)), (whole, generate("1f1b", 2, 3))):
-        with penstock.pipeline(model, (x,), ranks=2, schedule=order, loss=squared_error) as pipe:
-            for _ in range(3):
-                pipe.step(x, target=y)
-    for a, b in zip(split.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
 
 
 def test_the_timeline_and_the_watchdog_name_i_and_w() -> None:
@@ -180,10 +144,3 @@ def test_the_timeline_and_the_watchdog_name_i_and_w() -> None:
         assert places["0I1"] == ("0RECV_B1", (1,), "0I1")
         assert places["1W1"] == ("1W1", (), "1W1")
         assert next(e for e in entries if str(e.action) == "1W1").wait is None
-
-
-def test_ties_are_reduced_after_the_last_w() -> None:
-    order = reduce_ties(with_late_weights(generate("1f1b", 3, MICROBATCHES), None), [(0, 2)])
-    for rank in (0, 2):
-        row = [str(action) for action in order.rows[rank]]
-        assert row[-2:] == [f"{rank}W2", f"{rank}REDUCE_GRAD0"]

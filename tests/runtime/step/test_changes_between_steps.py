@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock._base.errors import ArgumentError, PartitionError
+from penstock._base.errors import ArgumentError
 from scaffolding.models import squared_error
-from scaffolding.small import WIDTH, batch
 
 STEPS = 3
 
@@ -226,30 +225,3 @@ def test_what_blocks_change_themselves_is_no_reason_to_record(monkeypatch: pytes
         for _ in range(3):
             pipe.step(x, target=y)
     assert len(recorded) == before
-
-
-class Replaces(nn.Module):
-    """Replaces a buffer by a new tensor, for some values only: a recording does not show it."""
-
-    def __init__(self, persistent: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH), persistent=persistent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max().item() > 100:
-            self.mean = x.detach().mean(0)
-        return self.layer(x)
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_saved_buffer_that_a_step_replaces_is_refused(persistent: bool) -> None:
-    torch.manual_seed(0)
-    model, (x, y) = nn.Sequential(Replaces(persistent), Replaces(persistent)), batch()
-    with penstock.pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=2) as pipe:
-        pipe.step(x, target=y)
-        if not persistent:  # a table, which no state dict holds
-            pipe.step(1000 * x, target=y)
-            return
-        with pytest.raises(PartitionError, match=r"replaced buffer '0.mean' by a new tensor.*self.mean.copy_"):
-            pipe.step(1000 * x, target=y)

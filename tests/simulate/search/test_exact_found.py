@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exact_search import exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock._base.errors import ArgumentError
 from penstock.schedule import Placement, check
 from penstock.simulate import memory
 from penstock.simulate.costs import LinkCost, StageCost
-from penstock.simulate.search import exact, search
+from penstock.simulate.search import search
 from scaffolding.representatives import representatives
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "scaffolding" / "published.json").read_text())
@@ -59,8 +59,3 @@ def test_proofs_do_not_depend_on_the_unit_of_memory(held: float, kept: float) ->
     found = exact(Placement(2, (0, 1, 0)), 3, costs, memory_limit=4 * held, seconds=10)
     assert found.objective_seconds == 32
     assert found.proven
-
-
-def test_overlaps_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="overlapped_seconds: the solver knows no overlaps"):
-        exact(Placement.loop(2), 2, StageCost(1, 1, 1, overlapped_seconds=2), seconds=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,15 +22,14 @@ MISFIT = 0.1
 
 LEAST_MISFIT = 1e-3
 
-LEAST_FRACTION = 1e-3
-MAX_SECONDS = 1e-3
-"""Of a launch, and of a run."""
-
 _SCALE = 1e-4
 """Seconds are sought in units of this, fractions as logarithms, so that all steps are of a like size."""
 
-_LOW = np.zeros(4)
-_HIGH = np.array([-math.log(LEAST_FRACTION), -math.log(LEAST_FRACTION), MAX_SECONDS / _SCALE, MAX_SECONDS / _SCALE])
+_HIGH = np.array([-math.log(1e-3), -math.log(1e-3), 1e-3 / _SCALE, 1e-3 / _SCALE])
+"""A thousandth of a peak, and a millisecond for a launch, and for a run."""
+
+_TINY = 1e-12
+"""Of what only makes views, nothing is estimated."""
 
 _ROUNDS = 200
 
@@ -64,84 +63,66 @@ def calibrated(measurements: Iterable[Measurement], device: Device, start: Effic
     Raises:
         ArgumentError: a product has a dtype for which the device has no peak.
     """
-    given = [_Sums.of(each, device) for each in measurements]
+    given = [*measurements]
     if not given:
         return start
-    first = np.clip(_position(start), _LOW, _HIGH)
-    misfit, spare = MISFIT, len(given) - len(first)
+    wrong, spare = _wrong(given, device), len(given) - len(LIKELY)
+    logarithms = -math.log(start.product_fraction), -math.log(start.bandwidth_fraction)
+    first = np.clip([*logarithms, start.launch_seconds / _SCALE, start.run_seconds / _SCALE], 0.0, _HIGH)
+    misfit = MISFIT
     if spare > 0:
-        freely = _residuals(given, _fit(given, first, LEAST_MISFIT / LIKELY), first, np.zeros(4))
+        freely, _ = wrong(_fit(wrong, first, LEAST_MISFIT / LIKELY))
         misfit = max(LEAST_MISFIT, math.sqrt(freely @ freely / spare))
-    best = _fit(given, first, misfit / LIKELY)
-    errors = _residuals(given, best, first, np.zeros(4))
+    best = _fit(wrong, first, misfit / LIKELY)
     product, bandwidth, launch, run = (float(one) for one in best)
-    ratios = np.exp(errors[: len(given)])
-    error = float(np.median(np.abs(ratios - 1)))
+    error = float(np.median(np.abs(np.exp(wrong(best)[0]) - 1)))
     return Efficiency(math.exp(-product), math.exp(-bandwidth), launch * _SCALE, len(given), error, run * _SCALE)
 
 
-def _fit(given: Sequence[_Sums], first: Floats, pull: Floats) -> Floats:
+_Wrong = Callable[[Floats], tuple[Floats, Floats]]
+"""By how much the logarithm of each estimate is wrong with these constants, and its slopes by each of them."""
+
+
+def _wrong(given: Sequence[Measurement], device: Device) -> _Wrong:
+    columns = []
+    for one in given:
+        products = [op.count * op.flops / device.peak(op.dtype) if op.flops else 0.0 for op in one.operations]
+        moved = [op.count * op.bytes / device.bytes_per_second for op in one.operations]
+        columns.append((np.array(products), np.array(moved), _SCALE * sum(op.count for op in one.operations)))
+    logarithms = np.log([one.seconds for one in given])
+
+    def wrong(at: Floats) -> tuple[Floats, Floats]:
+        rows = []
+        for products, moved, launches in columns:
+            product, memory = products * math.exp(at[0]), moved * math.exp(at[1])
+            bound = product >= memory
+            rows.append([product[bound].sum(), memory[~bound].sum(), launches, _SCALE])
+        parts = np.array(rows)
+        estimates = parts[:, :2].sum(axis=1) + parts[:, 2:] @ at[2:] + _TINY
+        return np.log(estimates) - logarithms, parts / estimates[:, None]
+
+    return wrong
+
+
+def _fit(wrong: _Wrong, first: Floats, pull: Floats) -> Floats:
     """The constants with the least squares, from `first` on, to which they are drawn."""
-    best, errors, damping = first, _residuals(given, first, first, pull), 1e-2
+
+    def errors_at(at: Floats) -> tuple[Floats, Floats]:
+        errors, slopes = wrong(at)
+        return np.concatenate([errors, pull * (at - first)]), np.concatenate([slopes, np.diag(pull)])
+
+    best, (errors, slopes), damping = first, errors_at(first), 1e-2
     for _ in range(_ROUNDS):
-        slopes = _slopes(given, best, pull)
-        towards = np.linalg.solve(slopes.T @ slopes + damping * np.eye(4), -slopes.T @ errors)
-        tried = np.clip(best + towards, _LOW, _HIGH)
-        found = _residuals(given, tried, first, pull)
-        if found @ found < errors @ errors:
-            moved = float(np.abs(tried - best).max())
-            best, errors, damping = tried, found, damping / 3
-            if moved < 1e-9:
-                break
-        else:
+        towards = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(first)), -slopes.T @ errors)
+        tried = np.clip(best + towards, 0.0, _HIGH)
+        found, its_slopes = errors_at(tried)
+        if found @ found >= errors @ errors:
             damping *= 4
             if damping > 1e9:
                 break
+            continue
+        moved = float(np.abs(tried - best).max())
+        best, errors, slopes, damping = tried, found, its_slopes, damping / 3
+        if moved < 1e-9:
+            break
     return best
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """A measurement as columns: what each operation takes at the peaks."""
-
-    product: Floats
-    moved: Floats
-    kernels: int
-    seconds: float
-
-    @classmethod
-    def of(cls, given: Measurement, device: Device) -> _Sums:
-        return cls(
-            np.array([op.count * op.flops / device.peak(op.dtype) if op.flops else 0.0 for op in given.operations]),
-            np.array([op.count * op.bytes / device.bytes_per_second for op in given.operations]),
-            sum(op.count for op in given.operations),
-            given.seconds,
-        )
-
-    def parts(self, at: Floats) -> Floats:
-        """What products, memory, launches and the run itself take of the estimate."""
-        product, moved = self.product * math.exp(at[0]), self.moved * math.exp(at[1])
-        bound = product >= moved
-        return np.array([product[bound].sum(), moved[~bound].sum(), self.kernels * at[2] * _SCALE, at[3] * _SCALE])
-
-
-def _position(given: Efficiency) -> Floats:
-    """Where constants are among those that are sought."""
-    seconds = given.launch_seconds / _SCALE, given.run_seconds / _SCALE
-    return np.array([-math.log(given.product_fraction), -math.log(given.bandwidth_fraction), *seconds])
-
-
-def _residuals(given: Sequence[_Sums], at: Floats, first: Floats, pull: Floats) -> Floats:
-    tiny = 1e-12  # of what only makes views, nothing is estimated
-    estimates = [math.log((each.parts(at).sum() + tiny) / each.seconds) for each in given]
-    return np.array([*estimates, *(pull * (at - first))])
-
-
-def _slopes(given: Sequence[_Sums], at: Floats, pull: Floats) -> Floats:
-    """Of the residuals, by what is sought."""
-    rows = []
-    for each in given:
-        parts = each.parts(at)
-        by = [parts[0], parts[1], each.kernels * _SCALE, _SCALE]
-        rows.append(np.array(by) / (parts.sum() + 1e-12))
-    return np.array([*rows, *np.diag(pull)])

@@ -143,18 +143,9 @@ def _read(path: Path) -> dict[str, Device]:
 
 
 _KEYS = (
-    "name",
-    "tflops",
-    "memory_gb",
-    "bandwidth_gbps",
-    "link",
-    "network",
-    "sources",
-    "aliases",
-    "reports",
-    "type",
+    "name", "tflops", "memory_gb", "bandwidth_gbps", "link", "network", "sources", "aliases", "reports", "type",
     "processors",
-)
+)  # fmt: skip
 
 
 def _device(key: str, table: Any, where: str) -> Device:

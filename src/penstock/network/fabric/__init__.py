@@ -4,12 +4,12 @@
 >>> closed_form("all_reduce", "ring", ranks=4).bytes_factor
 1.5
 
-workload.py, presets.py   what a job sends in one step
+workload.py               what a job sends in one step
 steps.py                  a collective as rounds of messages; algorithms/: ring, trees, halving and doubling, ...
 emulation/                runs workloads on hosts, through torch.distributed
-samples.py                every sample of a run, on disk; times.py: per-trial times from the samples
+samples.py                every sample of a run, on disk, and the times of its trials
 statistics.py             percentiles with confidence intervals
 alpha_beta.py             fits of costs by closed form; forecast.py: predictions for more hosts
-results.py                the results of a run; compare.py, hypothesis_tests.py: whether two runs differ
+results.py                the results of a run; compare.py: whether two runs differ
 views/, chakra.py         text, tables, plots and a page; traces for other simulators
 """

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, closed_form
-from penstock.network.fabric.algorithms.forms import Terms
+from penstock.network.fabric.steps import Terms
 
 
 @dataclass(frozen=True, slots=True)

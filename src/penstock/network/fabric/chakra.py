@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import replacing, write_json
-from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.steps import GATHERS, ROOTED, Collective
 from penstock.network.fabric.workload import Transfer, Workload
 
 VERSION = "0.0.4"
@@ -36,9 +36,6 @@ COMM_TYPES: dict[Collective, int] = {
     "reduce_scatter": 7,
 }
 """Values of CollectiveCommType."""
-
-_GIVES_A_PART = ("all_gather", "gather")
-"""Collectives whose size in a Workload is the size of the result, of which each rank contributes a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +85,22 @@ def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]
 
 def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]) -> Iterator[Node]:
     """Yields the nodes of one rank, each depending on the one before it; a transfer's do not depend on each other."""
-    number = 0
-    before: tuple[int, ...] = ()
-    for name, seconds, parts in _steps(workload, rank, hosts, groups):
-        micros = math.ceil(round(seconds * 1e9) / 1000)
-        for kind, attributes in parts:
-            yield Node(number, name, kind, before, micros, {"is_cpu_op": False, **attributes})
-            number += 1
-        before = tuple(range(number - len(parts), number))
-
-
-def _steps(
-    workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]
-) -> Iterator[tuple[str, float, list[tuple[int, dict[str, int | str]]]]]:
-    """Yields what a rank does one after another: name, seconds, and the types and attributes of its nodes."""
+    steps: list[tuple[str, float, list[tuple[int, dict[str, int | str]]]]] = []
     for tag, transfer in enumerate(workload.transfers):
-        ranks = transfer.ranks or tuple(range(hosts))
+        ranks = transfer.members(hosts)
         if rank in ranks:
             if seconds := transfer.compute_of(rank):
-                yield f"compute before {transfer.name}", seconds, [(COMP_NODE, {})]
-            yield transfer.name, 0.0, _communication(transfer, ranks, rank, tag, groups)
+                steps.append((f"compute before {transfer.name}", seconds, [(COMP_NODE, {})]))
+            steps.append((transfer.name, 0.0, _communication(transfer, ranks, rank, tag, groups)))
     if workload.compute_seconds:
-        yield "compute after the last transfer", workload.compute_seconds, [(COMP_NODE, {})]
+        steps.append(("compute after the last transfer", workload.compute_seconds, [(COMP_NODE, {})]))
+    number, before = 0, range(0)
+    for name, seconds, parts in steps:
+        micros = math.ceil(round(seconds * 1e9) / 1000)
+        for place, (kind, attributes) in enumerate(parts, number):
+            yield Node(place, name, kind, tuple(before), micros, {"is_cpu_op": False, **attributes})
+        before = range(number, number + len(parts))
+        number += len(parts)
 
 
 def _communication(
@@ -118,20 +109,20 @@ def _communication(
     """Returns the types and attributes of a transfer's nodes on one rank."""
     if transfer.collective in ("send", "sendrecv"):
         place = ranks.index(rank)
-        to_next = (rank, ranks[(place + 1) % len(ranks)])
-        from_last = (ranks[place - 1], rank)
-        both = [(COMM_SEND_NODE, to_next), (COMM_RECV_NODE, from_last)]
+        both = [
+            (COMM_SEND_NODE, (rank, ranks[(place + 1) % len(ranks)])),
+            (COMM_RECV_NODE, (ranks[place - 1], rank)),
+        ]
         return [
             (kind, {"comm_size": transfer.bytes, "comm_src": source, "comm_dst": target, "comm_tag": tag})
             for kind, (source, target) in (both if transfer.collective == "sendrecv" else both[place : place + 1])
         ]
-    size = -(-transfer.bytes // len(ranks)) if transfer.collective in _GIVES_A_PART else transfer.bytes
     attributes: dict[str, int | str] = {
         "comm_type": COMM_TYPES[transfer.collective],
-        "comm_size": size,
+        "comm_size": -(-transfer.bytes // len(ranks)) if transfer.collective in GATHERS else transfer.bytes,
         "pg_name": groups[tuple(sorted(ranks))],
     }
-    if transfer.collective in ("broadcast", "reduce", "gather", "scatter"):
+    if transfer.collective in ROOTED:
         attributes["root"] = ranks[0]
     return [(COMM_COLL_NODE, attributes)]
 

@@ -1,21 +1,27 @@
-"""Compare two runs: how much each transfer differs, and whether chance alone could explain the difference."""
+"""Compare two runs: how much each transfer differs, and whether chance alone could explain the difference.
+
+A test returns its p-value: how likely series that do not differ are as far apart (two-sided). Tests that assume
+independence find differences between a run and itself, because consecutive trials depend on each other. Each test here
+therefore takes the number of independent samples into account (`correlation_time`), by inflating the variance or by
+counting fewer samples.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.autocorrelation import correlation_time
-from penstock.network.fabric.grouping import Group, groups
-from penstock.network.fabric.hypothesis_tests import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.statistics import Summary, fewest
-from penstock.network.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step, stalled
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.samples import Run, TransferTimes, algorithm_of, iterations_of, measured_step, stalled
+from penstock.network.fabric.statistics import CONFIDENCE, Interval, Summary, correlation_time, fewest, scipy
+from penstock.network.fabric.workload import Group, Workload, groups
+
+Samples = NDArray[np.float64]
 
 LEVEL = 0.05
 FEWEST = 8
@@ -83,7 +89,7 @@ def _tested(
 ) -> dict[str, Any]:
     """Describes how the completion times of one transfer, or of the whole step, differ between run A and run B.
 
-    For a group of similar transfers (see `grouping`), percentiles cover all of them, and the tests use each trial's
+    For a group of similar transfers (see `groups`), percentiles cover all of them, and the tests use each trial's
     mean. Without enough samples, a figure is None.
 
     Returns, besides what was given:
@@ -154,3 +160,92 @@ def _settings(run: Run) -> dict[str, Any]:
         values = {host.get(key) for host in record.get("environment") or ()}
         found[key] = values.pop() if len(values) == 1 else None
     return {**found, "stalled_trials": len(stalled(run))}
+
+
+# -- tests of two series, by scipy where it can ------------------------------------------------------------------------
+
+
+def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> float:
+    """Tests by Mann and Whitney's U: the number of pairs in which the sample of `a` is larger, ties counting half.
+
+    The p-value is the normal approximation's. The variance is corrected for ties and the statistic for continuity (H.
+    Mann and D. Whitney, 1947; Lehmann, Nonparametrics, 1.5), as in scipy's test, which cannot inflate the variance.
+    Valid from 8 samples per series.
+    """
+    stats, special = scipy()
+    u = float(stats.rankdata(np.concatenate([a, b]))[: len(a)].sum()) - len(a) * (len(a) + 1) / 2
+    variance = _variance(a, b) * inflation
+    if variance <= 0:
+        return 1.0
+    z = max(abs(u - len(a) * len(b) / 2) - 0.5, 0) / math.sqrt(variance)
+    return 2 * float(special.ndtr(-z))
+
+
+def _variance(a: Samples, b: Samples) -> float:
+    """Returns the variance of U if nothing differs."""
+    (stats, _), m, n = scipy(), len(a), len(b)
+    return m * n / 12 * (m + n + 1) * float(stats.tiecorrect(stats.rankdata(np.concatenate([a, b]))))
+
+
+def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | None = None) -> float:
+    """Tests by the largest distance between the distribution functions, with Kolmogorov's limiting distribution.
+
+    Stephens' correction is applied (M. Stephens, Use of the Kolmogorov-Smirnov, Cramer-von Mises and related statistics
+    without extensive tables, 1970). The test detects differences in shape, but hardly any that affect only one trial in
+    a hundred; `tails` detects those. `effective`: how many independent samples each series is worth; None: all.
+    """
+    stats, special = scipy()
+    m, n = effective or (len(a), len(b))
+    distance = float(stats.ks_2samp(a, b, method="asymp").statistic)
+    root = math.sqrt(m * n / (m + n))
+    return float(special.kolmogorov((root + 0.12 + 0.11 / root) * distance))
+
+
+def tails(a: Samples, b: Samples, q: float) -> float:
+    """Tests whether one series has more than its share of the slowest samples of both, with Fisher's exact test.
+
+    Consecutive slow samples are one event and count once.
+    """
+    over = [one > float(np.quantile(np.concatenate([a, b]), q)) for one in (a, b)]
+    slow = [int(one[:1].sum() + (one[1:] & ~one[:-1]).sum()) for one in over]  # runs of True
+    return float(scipy()[0].fisher_exact([slow, [len(a) - slow[0], len(b) - slow[1]]]).pvalue)
+
+
+def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interval]:
+    """Returns how much larger b's samples are than a's, with the 95% confidence interval.
+
+    The shift is the median of all pairwise differences (Hodges and Lehmann, 1963). The interval contains the shifts
+    that `mann_whitney` does not reject.
+    """
+    a, b = np.sort(a), np.sort(b)
+    pairs = len(a) * len(b)
+    half = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(_variance(a, b) * inflation)
+    low = max(math.floor(pairs / 2 - half), 0)  # counted from 0
+    middle = (_difference(a, b, (pairs - 1) // 2) + _difference(a, b, pairs // 2)) / 2
+    return middle, (_difference(a, b, low), _difference(a, b, pairs - 1 - low))
+
+
+def _difference(a: Samples, b: Samples, place: int) -> float:
+    """Returns the difference b - a at index `place` of all differences sorted, by bisecting on its value."""
+    low, high = float(b[0] - a[-1]), float(b[-1] - a[0])
+    while True:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        if int(np.searchsorted(b, a + middle, "right").sum()) > place:
+            high = middle
+        else:
+            low = middle
+    return low if int(np.searchsorted(b, a + low, "right").sum()) > place else high
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Returns p-values corrected for multiple tests with Holm's method.
+
+    If nothing differs, the chance that any corrected p-value falls below a level is at most that level (S. Holm, A
+    simple sequentially rejective multiple test procedure, 1979).
+    """
+    values, order = np.asarray(ps, float), np.argsort(ps)
+    corrected = np.empty(len(values))
+    corrected[order] = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)).clip(max=1.0)
+    return [float(p) for p in corrected]

@@ -7,15 +7,16 @@ cost of one step of its algorithm on this system, software included. Otherwise t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate
-from penstock.network.fabric.algorithms.volume import is_even
+from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate, or_default
 from penstock.network.fabric.alpha_beta import LinkFit, combined, crossovers, fit, predict, record_links
+from penstock.network.fabric.samples import iterations_of, rate_key
 from penstock.network.fabric.statistics import fewest
-from penstock.network.fabric.times import iterations_of, rate_key
+from penstock.network.fabric.steps import is_even
 from penstock.schedule.placement import MAX_RANKS
 
 HOSTS = tuple(2**power for power in range(1, 13))
@@ -31,10 +32,8 @@ def forecast(
     """Predicts the times of a collective from a run's record and results.
 
     Returns an entry of `penstock fabric predict --json`: `fit` (see `_fit`), `predictions` by size and number of hosts,
-    and `crossovers`, the sizes from which each algorithm is the fastest.
-
-    Raises:
-        ArgumentError: there is neither a sweep nor a measured link to fit, or a number is out of range.
+    and `crossovers`, the sizes from which each algorithm is the fastest. Raises ArgumentError: there is neither a sweep
+    nor a measured link to fit, or a number is out of range.
     """
     if not all(2 <= n <= MAX_RANKS for n in hosts):
         raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
@@ -57,12 +56,11 @@ def _extrapolated(found: dict[str, Any], sizes: Sequence[int], hosts: Sequence[i
     link, collective = LinkFit(found["alpha_seconds"], found["beta_seconds_per_byte"]), found["collective"]
     numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
     rows = []
-    for size in sizes:
-        for n in numbers:
-            seconds = {name: predict(link, collective, name, n, size) for name in algorithms(collective)}
-            best = min(seconds, key=seconds.__getitem__)
-            rate = size * busbw_factor(collective, n) / seconds[best] / 1e9 if seconds[best] else None
-            rows.append({"hosts": n, "bytes": size, "seconds": seconds, "best": best, "busbw_GBps": rate})
+    for size, n in product(sizes, numbers):
+        seconds = {name: predict(link, collective, name, n, size) for name in algorithms(collective)}
+        best = min(seconds, key=seconds.__getitem__)
+        rate = size * busbw_factor(collective, n) / seconds[best] / 1e9 if seconds[best] else None
+        rows.append({"hosts": n, "bytes": size, "seconds": seconds, "best": best, "busbw_GBps": rate})
     fastest = [
         {"hosts": n, "from": [{"bytes": size, "algorithm": name} for size, name in crossovers(link, collective, n)]}
         for n in numbers
@@ -81,7 +79,7 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
     # Uneven collectives have no closed form.
     rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
     algorithm = rows[0]["algorithm"] if rows else ""
-    form = _form(collective, algorithm)
+    form = or_default(collective, algorithm)  # the engine's own algorithm is unknown
     medians = [(one["bytes"], len(one["ranks"]), one[rate_key(collective)]["p50"]) for one in rows]
     timed = [(size, ranks, median, closed_form(collective, form, ranks)) for size, ranks, median in medians if median]
     sizes, lack, held = len({size for size, *_ in timed}), "", False
@@ -141,7 +139,7 @@ def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
     A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
     delays only the first of back-to-back iterations.
     """
-    form, ranks = _form(one["collective"], one["algorithm"]), len(one["ranks"])
+    form, ranks = or_default(one["collective"], one["algorithm"]), len(one["ranks"])
     link = _limiting(record, [one], form) or _limiting(record, [{**one, "ranks": range(int(record["hosts"]))}], form)
     if link is None:
         return 0.0
@@ -149,9 +147,3 @@ def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
     if one["shares"]:
         terms = terms._replace(bytes_factor=busbw_factor(one["collective"], ranks, one["shares"]))
     return link.seconds(terms, one["bytes"]) + link.alpha_seconds / iterations_of(record)
-
-
-def _form(collective: str, algorithm: str) -> str:
-    """Returns the algorithm whose closed form stands for one: for the engine's own, our default."""
-    known = algorithms(collective)
-    return algorithm if algorithm in known else known[0]

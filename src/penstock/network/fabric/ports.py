@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock._base.errors import ArgumentError
 from penstock.network.fabric.alpha_beta import LinkFit
 from penstock.network.link import Link
 from penstock.network.parse import parse_link
@@ -152,12 +151,7 @@ def lower_bound_seconds(
     Returns:
         None if the bound is unknown: a port has no known shaper and several partners, or the link to its only partner
         was not measured.
-
-    Raises:
-        ArgumentError: the collective does not exist.
     """
-    if collective not in _NEEDS:
-        raise ArgumentError(f"{collective!r} is not a collective: expected one of {', '.join(_NEEDS)}")
     found = dict(links)
     bounds, out, into = [], [], []
     for place, rank in enumerate(members):

@@ -13,13 +13,10 @@ import numpy as np
 
 from penstock.network.fabric.algorithms import busbw_factor
 from penstock.network.fabric.alpha_beta import record_links
-from penstock.network.fabric.autocorrelation import effective_counts
 from penstock.network.fabric.forecast import forecasts, network_seconds
-from penstock.network.fabric.grouping import Group, groups
 from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.statistics import Summary, fewest, outliers, saturation
-from penstock.network.fabric.times import (
+from penstock.network.fabric.samples import (
+    Run,
     TransferTimes,
     algorithm_of,
     computed_step,
@@ -28,85 +25,75 @@ from penstock.network.fabric.times import (
     rate_key,
     stalled,
 )
-from penstock.network.fabric.workload import Transfer, Workload
+from penstock.network.fabric.statistics import Summary, effective_counts, fewest, outliers, saturation
+from penstock.network.fabric.workload import Transfer, Workload, groups
 
 
 def results(run: Run) -> dict[str, Any]:
     """Returns all results as one JSON object; for a run that was killed, those of its complete trials.
 
-    `time_s`, `arrival_skew_s` and `transfer_s` (see `times`) hold min, p50, p90, p99, p999, max and mean, next to the
-    95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for any
-    algorithm on these links (see `ports`) over the median; None if the bound is unknown. `step` has the same figures
+    `time_s`, `arrival_skew_s` and `transfer_s` (see `TransferTimes`) hold min, p50, p90, p99, p999, max and mean, next
+    to the 95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for
+    any algorithm on these links (see `ports`) over the median; None if that is unknown. `step` has the same figures
     for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
-    similar transfers together (see `grouping`), and under `times` how often a step has them; tables and plots show
+    similar transfers together (see `groups`), and under `times` how often a step has them; tables and plots show
     these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
     `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """
-    record = run.record
-    workload = Workload.from_dict(record["workload"])
-    hosts, trials = int(record["hosts"]), len(run.start_ns)
+    record, workload = run.record, Workload.from_dict(run.record["workload"])
+    asked, trials = int(record.get("trials") or 0), len(run.start_ns)
     times = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
     links = [] if changed(record) else record_links(record)
     ports = shaped_ports(record, links)
+    bounds = [  # None if the links changed during the run, or are not known
+        lower_bound_seconds(links, one.collective, took.ranks, one.bytes, one.shares, ports, iterations_of(record))
+        for one, took in zip(workload.transfers, times, strict=True)
+    ]
 
-    def bound(place: int) -> float | None:
-        """Returns the least seconds that the links allow; None if they changed during the run, or are not known."""
-        one = workload.transfers[place]
-        of_all = (one.collective, times[place].ranks, one.bytes, one.shares, ports, iterations_of(record))
-        return lower_bound_seconds(links, *of_all)
-
-    def entry(group: Group) -> dict[str, Any]:
-        chosen = [workload.transfers[place] for place in group.places]
-        bounds = [bound(place) for place in group.places]
+    def entry(name: str, places: Sequence[int]) -> dict[str, Any]:
+        chosen, least = [workload.transfers[place] for place in places], [bounds[place] for place in places]
         # Of similar transfers between different ranks, the mean.
-        least = None if None in bounds else sum(filter(None, bounds)) / len(bounds)
-        algorithm = algorithm_of(record, group.places[0])
-        return _entry(group.name, chosen, [times[place] for place in group.places], algorithm, least)
+        bound = None if None in least else sum(filter(None, least)) / len(least)
+        return _entry(name, chosen, [times[place] for place in places], algorithm_of(record, places[0]), bound)
 
-    transfers = [entry(Group(one.name, (place,))) for place, one in enumerate(workload.transfers)]
+    transfers = [entry(one.name, (place,)) for place, one in enumerate(workload.transfers)]
     together = [
-        {**(entry(group) if len(group.places) > 1 else transfers[group.places[0]]), "times": len(group.places)}
+        (entry(group.name, group.places) if len(group.places) > 1 else transfers[group.places[0]])
+        | {"times": len(group.places)}
         for group in groups(workload)
     ]
-    step = _step(run, workload, times, transfers)
+    # A killed run could not write down what is missing.
+    complete = bool(record.get("complete", False)) and trials >= asked
+    missing = [str(record["missing"])] if record.get("missing") else []
+    if not complete and trials < asked:
+        missing.append(f"{asked - trials:,} of {asked:,} trials")
     made = {
         "version": 1,
         "workload": workload.name,
-        "hosts": hosts,
+        "hosts": int(record["hosts"]),
         "trials": trials,
         "trials_asked": record.get("trials"),
-        **_completeness(record, trials),
+        "complete": complete,
+        "missing": "; ".join(missing),
         "transfers": transfers,
         "groups": together,
-        "step": step,
+        "step": _step(run, workload, times, transfers),
         "stalled": list(stalled(run)),
         "cpu": saturation(record, trials, _network_percent(record, transfers)),
         "links": record.get("links") or [],
-        "environment": {
-            "hosts": record.get("environment"),
-            **{key: record.get(key) for key in ("algorithm", "backend", "link", "seed", "overlap", "iterations")},
-            **{key: record.get(key) for key in ("warmup", "steady", "clock", "network", "switch", "happened")},
-        },
+        "environment": {"hosts": record.get("environment"), **{key: record.get(key) for key in _OF_RECORD}},
     }
     return made | {"model": list(forecasts(record, made))}
 
 
-def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
-    """Reports whether all trials are there and, in words, what is missing. (A killed run could not write that down.)"""
-    asked = int(record.get("trials") or 0)
-    complete = bool(record.get("complete", False)) and trials >= asked
-    texts = [str(record["missing"])] if record.get("missing") else []
-    if not complete and trials < asked:
-        texts.append(f"{asked - trials:,} of {asked:,} trials")
-    return {"complete": complete, "missing": "; ".join(texts)}
+_OF_RECORD = (
+    "algorithm", "backend", "link", "seed", "overlap", "iterations", "warmup", "steady", "clock", "network", "switch",
+    "happened",
+)  # fmt: skip
 
 
 def _entry(
-    name: str,
-    transfers: Sequence[Transfer],
-    times: Sequence[TransferTimes],
-    algorithm: str,
-    bound: float | None,
+    name: str, transfers: Sequence[Transfer], times: Sequence[TransferTimes], algorithm: str, bound: float | None
 ) -> dict[str, Any]:
     """Describes one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
@@ -131,9 +118,7 @@ def _entry(
         **_times("time", summary),
         **_times("arrival_skew", Summary.of(np.stack([one.arrival_skew for one in times], axis=1))),
         **_times("transfer", waiting),
-        **_rates(first.bytes, first.bytes * factor, median),
-        "bound_s": bound,
-        "ideal_percent": 100 * bound / median if bound is not None and median else None,
+        **_rates(first.bytes, first.bytes * factor, median, bound),
         "outliers": sorted({int(place) // len(times) for place in outliers(completion)}),
         "per_rank": per_rank,
         "slowest_rank": slowest and {key: slowest[key] for key in ("rank", "trials_slowest")},
@@ -159,18 +144,21 @@ def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:
     """Returns the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
-    intervals = {
-        "mean_interval": summary.mean_interval and list(summary.mean_interval),
-        "intervals": {key: found and list(found) for key, found in summary.intervals.items()},
+    prefix = "" if name == "time" else f"{name}_"
+    return {
+        f"{name}_s": summary.figures,
+        f"{prefix}mean_interval": summary.mean_interval and list(summary.mean_interval),
+        f"{prefix}intervals": {key: found and list(found) for key, found in summary.intervals.items()},
     }
-    if name == "time":
-        return {"time_s": summary.figures, **intervals}
-    return {f"{name}_s": summary.figures, **{f"{name}_{key}": found for key, found in intervals.items()}}
 
 
-def _rates(size: int, bus_bytes: float, median: float | None) -> dict[str, float | None]:
-    rates = (None, None) if not median else (size / median / 1e9, bus_bytes / median / 1e9)
-    return dict(zip(("algbw_GBps", "busbw_GBps"), rates, strict=True))
+def _rates(size: int, bus_bytes: float, median: float | None, bound: float | None) -> dict[str, float | None]:
+    return {
+        "algbw_GBps": size / median / 1e9 if median else None,
+        "busbw_GBps": bus_bytes / median / 1e9 if median else None,
+        "bound_s": bound,
+        "ideal_percent": 100 * bound / median if bound is not None and median else None,
+    }
 
 
 def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
@@ -196,10 +184,13 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
     """Describes the whole step as measured and, computed from its transfers' times, with and without overlap."""
-    overlap = bool(run.record.get("overlap", False))
+    overlap, hosts = bool(run.record.get("overlap", False)), int(run.record["hosts"])
+
+    def if_transfers_took(seconds: Sequence[float], *, overlap: bool) -> float:
+        return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])
+
     measured = measured_step(run, workload)
-    hosts = int(run.record["hosts"])
-    compute = _if_transfers_took(workload, [0.0] * len(transfers), hosts)
+    compute = if_transfers_took([0.0] * len(transfers), overlap=False)
     other = measured  # without compute, there is nothing to overlap
     if compute:
         other = computed_step(workload, [one.transfer for one in times], hosts, overlap=not overlap)
@@ -208,7 +199,7 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
     size = sum(transfer.bytes for transfer in workload.transfers)
     bus = sum(one["bytes"] * busbw_factor(one["collective"], len(one["ranks"]), one["shares"]) for one in transfers)
     bounds, kinds = [one["bound_s"] for one in transfers], {one["collective"] for one in transfers}
-    bound = None if None in bounds else _if_transfers_took(workload, bounds, hosts, overlap=overlap)
+    bound = None if None in bounds else if_transfers_took(bounds, overlap=overlap)
     return {
         "name": "step",
         "bytes": size,
@@ -216,17 +207,10 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
         "algorithm": str(run.record.get("algorithm", "")),
         "trials": len(measured),
         **_times("time", summary),
-        **_rates(size, bus, summary.p50),
-        "bound_s": bound,
-        "ideal_percent": 100 * bound / summary.p50 if bound is not None and summary.p50 else None,
+        **_rates(size, bus, summary.p50, bound),
         "overlap": overlap,
         "compute_s": compute,
         "without_overlap_s": medians[False],
         "with_overlap_s": medians[True],
         "outliers": [int(trial) for trial in outliers(measured)],
     }
-
-
-def _if_transfers_took(workload: Workload, seconds: list[float], hosts: int, *, overlap: bool = False) -> float:
-    """Returns the seconds of a step whose transfers take these times."""
-    return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])

@@ -8,24 +8,30 @@ The folder of a run contains:
     steps.csv      trial,transfer,rank,round,start_ns,end_ns  for the first trial, and for each trial that was slower
                    than all before it
 """
+# ruff: noqa: UP013  (a class takes a line for each entry, and none can be called "from")
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import MAX_QUOTED, MAX_VALUES, quoted, read_bytes, read_json, validate
+from penstock._base.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
 from penstock._base.words import all_printable, line_of
+from penstock.network import MAX_HOSTS
 from penstock.network.fabric.ports import topology_of
-from penstock.network.fabric.record_file import RecordFile
+from penstock.network.fabric.steps import ROOTED
+from penstock.network.fabric.workload import MAX_SECONDS, Workload
+from penstock.network.scenario import Happened
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
@@ -38,10 +44,9 @@ class SampleFile:
     def __init__(self, path: Path, head: tuple[str, ...]) -> None:
         self._file = path.open("w", newline="")
         self._writer = csv.writer(self._file, lineterminator="\n")
-        self._writer.writerow(head)
-        self._file.flush()
+        self.add([head])
 
-    def add(self, rows: Iterable[tuple[int, ...]]) -> None:
+    def add(self, rows: Iterable[tuple[int | str, ...]]) -> None:
         self._writer.writerows(rows)
         self._file.flush()
 
@@ -67,24 +72,19 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads a run that finished or was killed; incomplete trials are left out.
-
-        Raises:
-            ArgumentError: the folder holds no run, a run that ended before its hosts joined, or damaged samples.
-        """
+        """Reads a run that finished or was killed; incomplete trials are left out. Raises ArgumentError: the folder
+        holds no run, a run that ended before its hosts joined, or damaged samples."""
         if not (folder / RUN).exists() and (folder / SPEC).exists():
             raise ArgumentError(
                 f"the run in {folder} ended before its hosts had joined, so it has no samples. Their output is in "
                 f"{folder}/host-*.log. Run it again with --out {folder}, which replaces it"
             )
+        none = f"{folder} holds no run of penstock fabric"
         if not (folder / RUN).exists():
             reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
-            raise ArgumentError(
-                f"{folder} holds no run of penstock fabric: {reason}. Pass a folder that a run was written to, such as "
-                "runs/fabric-1"
-            )
+            raise ArgumentError(f"{none}: {reason}. Pass a folder that a run was written to, such as runs/fabric-1")
         given = all_printable(read_json(folder / RUN))
-        found = validate(RecordFile, given, f"{folder} holds no run of penstock fabric: {RUN}")
+        found = validate(RecordFile, given, f"{none}: {RUN}")
         record = {**asdict(found), **given, "workload": found.workload.to_dict()}
         record["happened"] = [asdict(one) for one in found.happened]  # without entries of later versions
         if found.network and found.network["hosts"] != found.hosts:
@@ -94,9 +94,9 @@ class Run:
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one
             raise ArgumentError(f"{folder / RUN}: network: {quoted(str(error))}") from None
         try:
-            table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
+            table, steps = _table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD)
         except (ValueError, OverflowError) as error:
-            raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
+            raise ArgumentError(f"{none}: {error}") from None
         transfers, hosts = found.workload.transfers, found.hosts
         if hosts * len(transfers) > MAX_VALUES:
             raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
@@ -107,9 +107,8 @@ class Run:
         if (fault := _fault(table, taking)) is not None:
             path = folder / SAMPLES
             raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
-        table = table[table[:, 0] < whole]
-        start[table[:, 0], table[:, 1], table[:, 2]] = table[:, 3]
-        end[table[:, 0], table[:, 1], table[:, 2]] = table[:, 4]
+        *place, start_ns, end_ns = table[table[:, 0] < whole].T
+        start[tuple(place)], end[tuple(place)] = start_ns, end_ns
         return cls(record, start, end, steps)
 
 
@@ -154,3 +153,215 @@ def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     if file.tell() == len(file.getbuffer()):
         return np.empty((0, len(head)), np.int64)
     return np.loadtxt(file, np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))
+
+
+# -- times of trials, in seconds, as arrays with one value per trial ---------------------------------------------------
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """Times of one transfer of the workload, per iteration if a trial has several, except for how late ranks started.
+
+    Attributes:
+        ranks: the participants.
+        durations, late: of each rank, and how long after the first it started: shape [trial, index in `ranks`].
+        completion, arrival_skew, transfer: shape [trial].
+    """
+
+    ranks: tuple[int, ...]
+    durations: Seconds
+    late: Seconds
+    completion: Seconds
+    arrival_skew: Seconds
+    transfer: Seconds
+
+    @classmethod
+    def of(cls, run: Run, workload: Workload, place: int) -> TransferTimes:
+        """Computes the times of the transfer at index `place` of the workload."""
+        ranks = workload.transfers[place].members(run.start_ns.shape[2])
+        taking = list(ranks)
+        # A clock's nanoseconds exceed a float's precision, so subtract first.
+        start, end = run.start_ns[:, place, taking], run.end_ns[:, place, taking]
+        first, last = start.min(1, keepdims=True), start.max(1, keepdims=True)
+        each = 1e-9 / iterations_of(run.record)
+        durations = np.asarray((end - start) * each, float)
+        return cls(
+            ranks=ranks,
+            durations=durations,
+            late=(start - first) * 1e-9,
+            completion=durations.max(1),
+            arrival_skew=(last - first)[:, 0] * 1e-9,
+            transfer=(end.max(1) - last[:, 0]) * each,
+        )
+
+    def rated(self, collective: str) -> Seconds:
+        """Returns the times that a transfer's bandwidths are based on."""
+        return self.transfer if rate_key(collective) == "transfer_s" else self.completion
+
+
+def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
+    """Returns which times of a transfer's results its bandwidths, ideal percentage and fits are based on.
+
+    For a message, they are the times since both ends were there: a stage waits for another to finish computing, which
+    has nothing to do with the network.
+    """
+    return "transfer_s" if collective == "send" else "time_s"
+
+
+def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = ()) -> bool:
+    """Whether a rank may finish a transfer, and start the next, before the other ranks have reached it.
+
+    In the other collectives, no rank finishes before all have started, and the first to start receives all it needs
+    within its own time.
+    """
+    alone = len(record["workload"]["transfers"]) == 1
+    return not record.get("meets") and not alone and (collective in (*ROOTED, "send") or bool(shares))
+
+
+def iterations_of(record: dict[str, Any]) -> int:
+    """Returns how many times in a row a trial runs each transfer."""
+    return int(record.get("iterations") or 1)
+
+
+def algorithm_of(record: dict[str, Any], place: int) -> str:
+    """Returns a transfer's algorithm: the requested one, or its substitute if that does not support the collective."""
+    return str((record.get("algorithms") or [record.get("algorithm", "")] * (place + 1))[place])
+
+
+def measured_step(run: Run, workload: Workload) -> Seconds:
+    """Returns the time of the whole step, including the computation before the first transfer and after the last.
+
+    It ends when all ranks have the last result and have done the final computation. If hosts met between transfers, the
+    time this took is not included.
+    """
+    hosts, each = run.start_ns.shape[2], 1e-9 / iterations_of(run.record)
+    taking = [list(transfer.members(hosts)) for transfer in workload.transfers]
+    if run.record.get("meets"):
+        spans = [run.end_ns[:, n, ranks].max(1) - run.start_ns[:, n, ranks].min(1) for n, ranks in enumerate(taking)]
+        return np.asarray(np.sum(spans, axis=0) * each)
+    firsts: dict[int, NDArray[np.int64]] = {}
+    for place, ranks in enumerate(taking):
+        for host in ranks:
+            if host not in firsts:
+                firsts[host] = run.start_ns[:, place, host] - int(workload.transfers[place].compute_of(host) * 1e9)
+    took_ns = run.end_ns.max((1, 2)) - np.min([*firsts.values()], axis=0)
+    return np.asarray(took_ns * each + workload.compute_seconds)
+
+
+def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, *, overlap: bool) -> Seconds:
+    """Returns the time of the whole step if each transfer took its own trial's time once all of its ranks were there.
+
+    Without overlap, a rank computes once its previous transfer has finished. With overlap, a rank computes all the
+    time, as if its computation never waited for incoming data (true of gradients, but not of activations), and a
+    transfer starts when its ranks are ready for it and have finished the previous one.
+
+    Args:
+        transfers: `TransferTimes.transfer` of each transfer. (`completion` would include the wait for other ranks,
+            which this function computes itself.)
+    """
+    trials = len(transfers[0])
+    ready, done = np.zeros((hosts, trials)), np.zeros((hosts, trials))
+    for transfer, took in zip(workload.transfers, transfers, strict=True):
+        taking = list(transfer.members(hosts))
+        compute = np.array([[transfer.compute_of(host)] for host in taking])
+        ready[taking] = (ready[taking] if overlap else done[taking]) + compute
+        done[taking] = np.maximum(ready[taking], done[taking]).max(0) + took
+    return np.asarray(np.maximum(ready, done).max(0) + workload.compute_seconds)
+
+
+def stalled(run: Run) -> tuple[int, ...]:
+    """Returns the trials during which a link stood still, as reported by the switch; empty if no stall was requested.
+
+    The switch and the hosts read the same clock, that of their machine.
+    """
+    told = (run.record.get("switch") or {}).get("stalls") or ()
+    starts = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max)
+    met = np.zeros(len(run.start_ns), bool)
+    for one in told if len(met) else ():
+        begin, end = starts.min((1, 2)), run.end_ns.max((1, 2))
+        until = np.iinfo(np.int64).max if one["until_ns"] is None else one["until_ns"]
+        # The last stall that began before the trial's end.
+        turn = (np.minimum(end, until) - one["since_ns"]) // one["every_ns"]
+        over = one["since_ns"] + turn * one["every_ns"] + one["length_ns"]
+        met |= (turn >= 1) & (begin < np.minimum(over, until))
+    return tuple(np.flatnonzero(met).tolist())
+
+
+# -- run.json ----------------------------------------------------------------------------------------------------------
+
+_MAX_HOSTS = 10_000
+"""Of a run whose folder is read, of torchrun or of `--hosts`."""
+_Count = Annotated[int, Field(ge=0, lt=1 << 40)]
+_Whole = Annotated[int, Field(ge=1, lt=1 << 40)]
+_Time = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
+_Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+_Lasting = Annotated[float, Field(ge=1e-9, le=MAX_SECONDS)]
+_Rate = Annotated[float, Field(ge=1e-3, le=1e15)]
+_Made = Annotated[int, Field(ge=2, le=MAX_HOSTS)]
+_Number = Annotated[str, Field(pattern=r"^\d{1,5}$")]
+# fmt: off
+_Link = TypedDict("_Link", {
+    "from": _Count, "to": _Count, "latency_seconds": _Seconds, "bytes_per_second": _Rate | None,
+    "missing_seconds": NotRequired[_Seconds],
+})
+_Network = TypedDict("_Network", {
+    "hosts": _Made, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
+    "background": list[str], "slow": dict[_Number, float], "held_back_by": str | None, "mtu": NotRequired[int | None],
+    "rates": NotRequired[dict[str, Any] | None],
+})
+_Stall = TypedDict("_Stall", {
+    "since_ns": _Time, "length_ns": _Time, "every_ns": Annotated[_Time, Field(ge=1)], "until_ns": _Time | None,
+})
+_Late = TypedDict("_Late", {"p50": _Seconds | None, "p99": _Seconds | None, "worst": _Seconds | None})
+_Counted = TypedDict("_Counted", {
+    "frames": _Count, "bytes": _Count, "lost": _Count, "duplicated": _Count, "corrupted": _Count, "reordered": _Count,
+    "queue_full": _Count, "host_gone": _Count, "no_such_host": _Count, "background_bytes": _Count,
+})
+_Port = TypedDict("_Port", {"up": _Counted, "down": _Counted})
+_Switch = TypedDict("_Switch", {
+    "late": _Late, "no_room": _Count, "busy_seconds": _Seconds, "stalls": list[_Stall], "links": list[_Port],
+})
+_Environment = TypedDict("_Environment", {
+    "host": NotRequired[str], "cores": NotRequired[_Whole | None], "kernel": NotRequired[str | None],
+    "torch": NotRequired[str | None], "congestion_control": NotRequired[str | None],
+    "interface": NotRequired[str | None],
+})
+_Cpu = TypedDict("_Cpu", {
+    "cpu_seconds": _Seconds, "wall_seconds": _Lasting, "involuntary_switches": NotRequired[_Count | None],
+    "busy": NotRequired[_Seconds | None], "steal": NotRequired[_Seconds | None],
+})
+_Clock = TypedDict("_Clock", {"offset_ns": _Time, "uncertainty_ns": _Time})
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """run.json: what ran (as in `Spec`), where, and how it ended. Entries of later versions are ignored."""
+
+    __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
+    workload: Workload
+    hosts: Annotated[int, Field(ge=2, le=_MAX_HOSTS)]
+    algorithm: str = ""
+    trials: _Count = 0
+    backend: str = ""
+    algorithms: tuple[str, ...] = ()
+    warmup: _Count | None = None
+    iterations: _Whole = 1
+    overlap: bool = False
+    meets: bool = False
+    seed: int = 0
+    link: str | None = None
+    links: tuple[_Link, ...] = ()
+    network: _Network | None = None
+    switch: _Switch | None = None
+    happened: tuple[Happened, ...] = ()
+    environment: tuple[_Environment, ...] = ()
+    machine_cores: _Whole | None = None
+    shared_machine: bool = False
+    cpu: tuple[_Cpu, ...] = ()
+    clock: tuple[_Clock, ...] = ()
+    steady: bool | None = None
+    complete: bool = False
+    missing: str = ""

@@ -13,9 +13,11 @@ the same round.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import chain
+from typing import Literal, NamedTuple
 
 Collective = Literal[
     "all_reduce",
@@ -35,6 +37,15 @@ Collective = Literal[
 receives from the previous one, so two ranks send to each other at once.
 """
 
+REDUCES = ("all_reduce", "reduce_scatter", "reduce")
+"""Collectives that take a reduction op."""
+IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+"""Those that divide the size among the ranks."""
+GATHERS = ("all_gather", "gather")
+"""Those whose size is the result's, of which each rank contributes a part."""
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+IN_PLACE = ("all_reduce", "broadcast", "reduce")
+"""Those for which torch.distributed has one buffer."""
 
 PIECES = 8
 """Into how many pieces pipelined algorithms cut the data: more fill the ports better, but take more rounds."""
@@ -94,16 +105,12 @@ def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
     made: list[Move] = []
     for move in sorted(moves):
         last = made[-1] if made else None
-        if last and _follows(last, move):
+        ends = last and replace(last, first=last.first + last.count, into=last.into + last.count, count=move.count)
+        if last and ends == move:
             made[-1] = replace(last, count=last.count + move.count)
         else:
             made.append(move)
     return tuple(made)
-
-
-def _follows(last: Move, move: Move) -> bool:
-    same = (last.source, last.target, last.adds) == (move.source, move.target, move.adds)
-    return same and last.first + last.count == move.first and last.into + last.count == move.into
 
 
 def mirrored(rounds: Rounds) -> Rounds:
@@ -112,3 +119,64 @@ def mirrored(rounds: Rounds) -> Rounds:
         tuple(Move(move.target, move.source, move.into, move.count, move.first) for move in moves)
         for moves in reversed(rounds)
     )
+
+
+# -- what a list of steps requires of a rank, and what it costs --------------------------------------------------------
+
+
+class Terms(NamedTuple):
+    """The coefficients of an algorithm's cost: seconds = rounds * alpha + bytes * bytes_factor * beta."""
+
+    rounds: int
+    bytes_factor: float
+
+
+class RankRound(NamedTuple):
+    """What one rank does in one round: it posts all sends and receives, and continues when all are complete.
+
+    Messages between the same two ranks in a round are in the same order on both sides.
+    """
+
+    number: int
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+
+
+def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
+    """Returns the rounds in which a rank does something, with their numbers in the list.
+
+    No barrier is needed between rounds. A rank's data changes only by what it receives, and both sides of a pair
+    process their messages in the same order, so a rank that is ahead waits only for the messages that it needs.
+    """
+    own = []
+    for number, moves in enumerate(steps.rounds):
+        sends = tuple(move for move in moves if move.source == rank)
+        receives = tuple(move for move in moves if move.target == rank)
+        if sends or receives:
+            own.append(RankRound(number, sends, receives))
+    return tuple(own)
+
+
+def slots_by_port(moves: Iterable[Move]) -> Counter[tuple[int, bool]]:
+    """Returns how many slots pass each rank's port, out of it (True) and into it (False)."""
+    slots: Counter[tuple[int, bool]] = Counter()
+    for move in moves:
+        slots[move.source, True] += move.count
+        slots[move.target, False] += move.count
+    return slots
+
+
+def cost(steps: StepList) -> Terms:
+    """Returns the number of rounds, and the total fraction of the size that passes each round's busiest rank.
+
+    Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
+    """
+    slots = sum(max(slots_by_port(moves).values(), default=0) for moves in steps.rounds)
+    return Terms(len(steps.rounds), slots / steps.chunks)
+
+
+def is_even(steps: StepList) -> bool:
+    """Whether each rank's port carries as much in total as the busiest ports of all rounds together."""
+    passed = slots_by_port(chain.from_iterable(steps.rounds))
+    busiest = round(cost(steps).bytes_factor * steps.chunks)
+    return all(max(passed[rank, True], passed[rank, False]) == busiest for rank in range(steps.ranks))

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from penstock.network.fabric.autocorrelation import scipy
+from penstock.network.fabric.statistics import scipy
 
 _FEWEST, _LONG = 6, 30
 """The fewest trials that the test looks at, in a run of few trials and of many."""
@@ -83,12 +83,9 @@ def trend(samples: ArrayLike) -> float:
     agreeing = float(stats.kendalltau(order, values).statistic)
     found = agreeing * 3 * math.sqrt(count * (count - 1) / (2 * (2 * count + 5)))
     ranks = stats.rankdata(values)
-    correlation = _neighbors(ranks - np.polyval(np.polyfit(order, ranks, 1), order))
+    left = ranks - np.polyval(np.polyfit(order, ranks, 1), order)
+    spread = float((left**2).sum())
+    correlation = float((left[1:] * left[:-1]).sum()) / spread if spread > 1e-9 else 0.0
+    # It counts as 0 if it could be chance.
+    correlation = min(correlation, _HIGHEST) if correlation > _SIGNIFICANT / math.sqrt(count) else 0.0
     return found / math.sqrt((1 + correlation) / (1 - correlation))
-
-
-def _neighbors(values: NDArray[np.float64]) -> float:
-    """Returns the lag-1 correlation, or 0 if it could be chance."""
-    spread = float((values**2).sum())
-    found = float((values[1:] * values[:-1]).sum()) / spread if spread > 1e-9 else 0.0
-    return min(found, _HIGHEST) if found > _SIGNIFICANT / math.sqrt(len(values)) else 0.0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal, Self, get_args
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
-from penstock.network.fabric.steps import Collective
+from penstock.network.fabric.steps import REDUCES, Collective
 from penstock.network.quantities import size_text
 
 BYTES = {
@@ -26,9 +28,6 @@ NCCL = {"float16": "half", "float32": "float", "float64": "double"}
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
 OPS: tuple[Op, ...] = get_args(Op)
-
-REDUCES = ("all_reduce", "reduce_scatter", "reduce")
-"""Collectives that take a reduction op."""
 
 MAX_SECONDS = 1e9
 MAX_SIZES = 1000
@@ -61,6 +60,10 @@ class Transfer:
     kind: str = "gradient"
     compute_by_rank: tuple[float, ...] = ()
     shares: tuple[int, ...] = ()
+
+    def members(self, hosts: int) -> tuple[int, ...]:
+        """Returns the participants, of so many hosts."""
+        return self.ranks or tuple(range(hosts))
 
     def compute_of(self, host: int) -> float:
         """Returns how long a host computes before this transfer, in seconds."""
@@ -121,19 +124,19 @@ class Workload:
             for seconds in (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank):
                 if not 0 <= seconds <= MAX_SECONDS:
                     raise ArgumentError(f"{transfer.name}: compute time {seconds:g} s: expected 0 to {MAX_SECONDS:g} s")
-            if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
+            if (times := len(transfer.compute_by_rank)) not in (0, len(transfer.ranks)):
                 raise ArgumentError(
-                    f"{transfer.name}: compute_by_rank has {len(transfer.compute_by_rank)} times for "
-                    f"{len(transfer.ranks)} ranks: pass one for each, or none"
+                    f"{transfer.name}: compute_by_rank has {times} times for {len(transfer.ranks)} ranks: pass one for "
+                    "each, or none"
                 )
-            if transfer.shares and (
+            if (shares := transfer.shares) and (
                 transfer.collective != "all_to_all"
-                or len(transfer.shares) != (len(transfer.ranks) or self.hosts)
-                or min(transfer.shares) < 0
-                or not any(transfer.shares)
+                or len(shares) != (len(transfer.ranks) or self.hosts)
+                or min(shares) < 0
+                or not any(shares)
             ):
                 raise ArgumentError(
-                    f"{transfer.name} has the shares {transfer.shares}: only an all_to_all takes shares, an "
+                    f"{transfer.name} has the shares {shares}: only an all_to_all takes shares, an "
                     "integer >= 0 for each rank, not all 0"
                 )
             if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
@@ -150,11 +153,6 @@ class Workload:
         """The type of the elements that are sent."""
         return self.dtype or USUAL[self.element_bytes]
 
-    @property
-    def is_by_hand(self) -> bool:
-        """True for bare sizes that belong to no job: no transfer depends on the one before it."""
-        return not any(one.kind for one in self.transfers)
-
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
         """Makes one transfer per size, in the given order, named after it; a repeated size gets a number in its name.
@@ -162,8 +160,7 @@ class Workload:
         A message goes from rank 0 to rank 1.
         """
         ranks = (0, 1) if collective == "send" else ()
-        made: list[Transfer] = []
-        seen: Counter[int] = Counter()
+        made, seen = [], Counter[int]()
         for size in sizes:
             seen[size] += 1
             again = f" #{seen[size]}" if seen[size] > 1 else ""
@@ -175,10 +172,8 @@ class Workload:
         cls, first: int, last: int, factor: float = 2, collective: Collective = "all_reduce", element_bytes: int = 4
     ) -> Self:
         """Makes a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements.
-
-        Raises:
-            ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole elements.
-        """
+        Raises ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole
+        elements."""
         if not factor > 1:
             raise ArgumentError(f"factor is {factor}: pass a factor above 1")
         if last < first:
@@ -220,3 +215,96 @@ def op_of(text: str, dtype: str) -> Op:
     if text == "avg" and "float" not in dtype:
         raise ArgumentError(f"{dtype} cannot hold an average: pass --op sum, or a dtype like float32")
     return text
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+MLP_WIDTHS = (784, 256, 128, 64, 10)
+"""The layer widths, input first, of the classic classifier of 28 x 28 images into ten digits."""
+
+FLOAT32_BYTES = 4
+
+
+def mlp() -> Workload:
+    """Returns data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
+
+    The backward pass computes the last layer's gradients first, so a step sends fc4, fc3, fc2, fc1: 2600, 33024, 131584
+    and 803840 bytes.
+    """
+    layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(MLP_WIDTHS), start=1)]
+    return Workload(
+        name=f"mlp {'-'.join(map(str, MLP_WIDTHS))}",
+        transfers=tuple(Transfer(name, count * FLOAT32_BYTES) for name, count in reversed(layers)),
+        notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
+    )
+
+
+PRESETS: dict[str, Callable[[], Workload]] = {"mlp": mlp}
+
+
+def preset(name: str) -> Workload:
+    """Returns the workload with this name. Raises ArgumentError if there is none."""
+    if name not in PRESETS:
+        raise ArgumentError(f"there is no preset {name!r}: pass one of {', '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+# -- groups of transfers that differ only in microbatch or replica: a row of a table, a curve of a plot ----------------
+
+_ONE_OF_MANY = re.compile(r"^[FB]\d+ | of replica \d+| of microbatch \d+")
+"""The part of a name that distinguishes the members of a group."""
+_NUMBERED = re.compile(r"(?<=\.)\d+(?![^.,;])|^\d+(?=\.)")
+"""A module whose name is a number, like an item of a list, with other modules above or below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Similar transfers of a workload.
+
+    Attributes:
+        name: the common part of their names.
+        places: their indices in the workload, in order of execution.
+    """
+
+    name: str
+    places: tuple[int, ...]
+
+
+def groups(workload: Workload) -> list[Group]:
+    """Groups all transfers of a workload, ordered by each group's first transfer."""
+    return _by_name(workload, _own_name)
+
+
+def group_similar_layers(workload: Workload) -> list[Group]:
+    """Groups transfers as `groups` does, and merges layers that differ only in one module number: h.*.attn."""
+    found = _by_name(workload, lambda name: like(_own_name(name)))
+    names = [{_own_name(workload.transfers[place].name) for place in group.places} for group in found]
+    return [
+        Group(next(iter(some)) if len(some) == 1 else group.name, group.places)
+        for group, some in zip(found, names, strict=True)
+    ]
+
+
+def like(name: str) -> str:
+    """Replaces the outermost module number of each word by `*`, so that similar layers get the same name."""
+    return re.sub(r"\S+", lambda word: _NUMBERED.sub("*", word[0], count=1), name)
+
+
+def like_as_one(texts: Iterable[str]) -> list[str]:
+    """Merges texts that differ only in their modules' numbers."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        found.setdefault(like(text), []).append(text)
+    return [some[0] if len(some) == 1 else common for common, some in found.items()]
+
+
+def _own_name(name: str) -> str:
+    return _ONE_OF_MANY.sub("", name)
+
+
+def _by_name(workload: Workload, common: Callable[[str], str]) -> list[Group]:
+    found: dict[tuple[object, ...], list[int]] = {}
+    for place, one in enumerate(workload.transfers):
+        key = (common(one.name), one.kind, one.collective, one.bytes, len(one.ranks), one.shares)
+        found.setdefault(key, []).append(place)
+    return [Group(str(key[0]), tuple(places)) for key, places in found.items()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.network.impairment import Impairment
+from penstock.network.link import Impairment
 from penstock.network.model import Draws
 from penstock.network.switch import columns
 from penstock.network.switch.columns import Tables
@@ -67,8 +67,6 @@ class Decided:
         """Puts a network's rules into the arrays; frames in flight are not affected.
 
         Args:
-            t: the arrays.
-            topology: the rules from now on.
             epoch: how many times the network has changed before; each change draws anew.
             now_ns: the current time, at which the period of new stalls begins; None for the start of the network.
         """
@@ -109,8 +107,7 @@ class Decided:
         line, ring = self._t.lines[direction], self._t.draws[direction]
         places = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
         drawn = draws.next(count)
-        ring[places, columns.FATE], ring[places, columns.DELAY_NS] = drawn.fate, drawn.delay_ns
-        ring[places, columns.BIT] = drawn.bit
+        ring[places, columns.FATE], ring[places, columns.DELAY_NS], ring[places, columns.BIT] = drawn
         line[columns.FILLED] += count
 
 
@@ -143,7 +140,7 @@ def told(t: Tables) -> dict[str, Any]:
     no_room: how often no frame could be read because all memory was in use
     busy_seconds: time not spent asleep
     late: how much later than requested frames left, in seconds
-    stalls: the links' stalls, which `penstock.network.fabric.times` reads
+    stalls: the links' stalls, which `penstock.network.fabric.samples` reads
     links: by host and direction, see `columns.COUNTED`
     """
     hosts = t.meets.shape[0]

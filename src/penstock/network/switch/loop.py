@@ -19,15 +19,16 @@ go to the frame that came first.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import types
 
+from penstock._base.compiled import compiler
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE
 from penstock.network.switch import columns as col
 from penstock.network.switch.columns import Tables
-from penstock.network.switch.heap import compiled, pop, push
 
 # Called by name, because pointers made with ctypes would keep numba from caching the compiled code.
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
@@ -40,6 +41,60 @@ _AT_PORT, _OUT = 0, 1
 _HEADER = 14
 _NS = 1_000_000_000
 _LITTLE_WAKING, _MAX_WAKING = 40_000, 200_000
+
+
+compiled = compiler((*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "model.py"))
+"""The decorator that compiles the switch's inner loop."""
+
+# -- frames in flight, as a heap: the next one due comes first, and ties are first in, first out -----------------------
+
+
+@compiled
+def _before(t: Tables, place: Any, due: Any, turn: Any) -> Any:
+    return t.heap[place, col.DUE_NS] < due or (t.heap[place, col.DUE_NS] == due and t.heap[place, col.TURN] < turn)
+
+
+@compiled
+def _set(t: Tables, place: Any, due: Any, turn: Any, what: Any) -> None:
+    t.heap[place, col.DUE_NS] = due
+    t.heap[place, col.TURN] = turn
+    t.heap[place, col.WHAT] = what
+
+
+@compiled
+def push(t: Tables, due: Any, what: Any) -> None:
+    place, turn = t.state[col.WAITING], t.state[col.TURNS]
+    t.state[col.WAITING] += 1
+    t.state[col.TURNS] += 1
+    while place > 0:
+        parent = (place - 1) >> 1
+        if _before(t, parent, due, turn):
+            break
+        _set(t, place, t.heap[parent, col.DUE_NS], t.heap[parent, col.TURN], t.heap[parent, col.WHAT])
+        place = parent
+    _set(t, place, due, turn, what)
+
+
+@compiled
+def pop(t: Tables) -> Any:
+    first = t.heap[0, col.WHAT]
+    t.state[col.WAITING] -= 1
+    size = t.state[col.WAITING]
+    due, turn, what = t.heap[size, col.DUE_NS], t.heap[size, col.TURN], t.heap[size, col.WHAT]
+    place = 0
+    while 2 * place + 1 < size:
+        child = 2 * place + 1
+        if child + 1 < size and _before(t, child + 1, t.heap[child, col.DUE_NS], t.heap[child, col.TURN]):
+            child += 1
+        if not _before(t, child, due, turn):
+            break
+        _set(t, place, t.heap[child, col.DUE_NS], t.heap[child, col.TURN], t.heap[child, col.WHAT])
+        place = child
+    _set(t, place, due, turn, what)
+    return first
+
+
+# -- from host to host -------------------------------------------------------------------------------------------------
 
 
 @compiled

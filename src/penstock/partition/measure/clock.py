@@ -15,6 +15,9 @@ import torch
 
 from penstock.costs import Profile
 
+BUSY = 0.1
+"""A machine is busy if threads waited for a core for more than this part of the time."""
+
 
 def settle(device: torch.device) -> None:
     """Waits until a device has done its work."""
@@ -22,14 +25,6 @@ def settle(device: torch.device) -> None:
         return
     module = torch.get_device_module(device)  # torch.accelerator does not know devices that are written in Python
     module.synchronize(*(() if device.type == "mps" else (device,)))
-
-
-def own_waits() -> FileIO | None:
-    """What the system knows of this thread's waits for a core; None if it does not say."""
-    try:
-        return FileIO("/proc/thread-self/schedstat")
-    except OSError:
-        return None
 
 
 def waited(waits: FileIO | None) -> int:
@@ -40,16 +35,12 @@ def waited(waits: FileIO | None) -> int:
 
 
 def all_waited() -> int:
-    """The same of all threads of this process together."""
+    """The same of all threads of this process together; 0 if the system does not say."""
     found = 0
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ():
         with suppress(OSError), closing(FileIO(f"/proc/self/task/{thread}/schedstat")) as waits:  # it may have ended
             found += waited(waits)
     return found
-
-
-BUSY = 0.1
-"""A machine is busy if threads waited for a core for more than this part of the time."""
 
 
 def undisturbed(measuring: Callable[[], Profile], device: torch.device) -> Profile:
@@ -73,8 +64,10 @@ class Clock:
     """Marks moments on a device, and says later how far they are apart, without the time that other processes took."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._waits = device, own_waits()
-        if self._waits is not None:
+        self._device = device
+        self._waits: FileIO | None = None
+        with suppress(OSError):  # not all systems say how long a thread waits
+            self._waits = FileIO("/proc/thread-self/schedstat")
             weakref.finalize(self, self._waits.close)
 
     def mark(self) -> Any:
@@ -83,15 +76,11 @@ class Clock:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             return event
-        self.settle()
+        settle(self._device)
         while True:
             before, now = waited(self._waits), time.perf_counter_ns()
             if waited(self._waits) == before:  # nor was there a wait between the two readings
                 return now - before
-
-    def settle(self) -> None:
-        """Waits until the device has done its work."""
-        settle(self._device)
 
     def seconds(self, start: Any, end: Any) -> float:
         """The seconds between two marks, once the device has settled."""

@@ -22,8 +22,9 @@ from penstock._base.trees import flatten
 from penstock._base.words import in_a_line
 from penstock.costs import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate
+from penstock.partition.measure.clock import settle
 from penstock.partition.measure.running import Backward, RunningUnit, Splits
-from penstock.partition.measure.units import Units, UnmeasurableError
+from penstock.partition.measure.units import Footprints, Units, UnmeasurableError
 from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
@@ -66,48 +67,27 @@ def measure(
         args, kwargs: what was recorded.
         budget_seconds: how long to measure; None: nothing is run, so that weights may be on the meta device.
         splits: makes what splits backwards, which are then measured too.
-        memory: whether to find out what units take of memory, and what one of each kind does.
+        memory: whether to find out what units really take of memory, and what one of each kind does.
 
     Raises:
         UnmeasurableError: parameters are on the meta device, or a unit raises.
     """
-    units, runs = Units.of(recording, model, places), 0
-    costs, unknown = units.with_memory(counts=True) if memory else (units.costs, {})
-    if budget_seconds is not None:
-        costs, runs = _timed(units, costs, args, kwargs, budget_seconds, splits, memory=memory)
-        if unknown:
-            costs = [replace(cost, operations=None) for cost in costs]
-    elif unknown:
-        error = next(iter(unknown.values()))
-        raise UnmeasurableError(f"running its units on fake tensors fails ({in_a_line(error)})") from error
-    return units.profile(costs, args, kwargs, runs)
-
-
-def _timed(
-    units: Units,
-    costs: Sequence[UnitCost],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    budget_seconds: float,
-    splits: Splits | None,
-    *,
-    memory: bool,
-) -> tuple[list[UnitCost], int]:
-    """The costs with times, and how often the whole backward was timed. `memory`: what forwards and backwards really
-    take counts, too: they run once more, without the clock."""
-    recording = units.split.recording
-    if any(tensor.is_meta for tensor in recording.held.values()) or recording.device.type == "meta":
+    on_meta = any(tensor.is_meta for tensor in recording.held.values()) or recording.device.type == "meta"
+    if budget_seconds is not None and on_meta:
         raise UnmeasurableError("its weights are on the meta device")
-    reach = Reach(units.model)
+    units = Units.of(recording, model, places)
+    seen = units.footprints(counts=memory)
+    if budget_seconds is None:
+        for error in (each for each in seen.values() if isinstance(each, Exception)):
+            raise UnmeasurableError(f"running its units on fake tensors fails ({in_a_line(error)})") from error
+        return units.profile(units.costs(seen), args, kwargs, 0)
+    reach = Reach(model)
     with torch.enable_grad(), untouched_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step says the same
         try:
-            measuring = _Measuring(units, _made_up(recording, args, kwargs), splits)
+            measuring = _Measuring(units, seen, _made_up(recording, args, kwargs), splits)
             runs = measuring.rounds(budget_seconds)
-            found = [measuring.kinds[first].timed(cost) for cost, first in zip(costs, units.first_of_kind, strict=True)]
-            shared = units.shared_bytes({first: unit.saved for first, unit in measuring.kinds.items()})
-            found = [replace(cost, shared_bytes=size) for cost, size in zip(found, shared, strict=True)]
-            return measuring.with_memory(found) if memory else found, runs
+            return units.profile(measuring.measured(memory=memory), args, kwargs, runs)
         except Exception as error:
             raise UnmeasurableError(f"running its units fails ({in_a_line(error)})") from error
         finally:
@@ -132,49 +112,54 @@ class _Measuring:
     """The units of a recording while they are measured. To make it runs one of each kind, on what earlier ones made.
 
     Args:
+        seen: what they take on fake tensors.
         given: the model's inputs.
-
-    Attributes:
-        kinds: one unit of each kind, by its number.
     """
 
-    def __init__(self, units: Units, given: Values, splits: Splits | None) -> None:
+    def __init__(self, units: Units, seen: Footprints, given: Values, splits: Splits | None) -> None:
         self._units, self._given, self._splits = units, given, splits
-        recording = units.split.recording
-        self._held = [tensor for tensor in recording.held.values() if isinstance(tensor, nn.Parameter)]
-        self._written = {id(recording.held[name]) for name in units.split.updated}
-        self.kinds: dict[int, RunningUnit] = {}
-        values = {**given}
-        for index, (plan, first) in enumerate(zip(units.split.plans, units.first_of_kind, strict=True)):
+        self._plans = units.split.plans
+        self._kinds: dict[int, RunningUnit] = {}  # one unit of each kind, by its number
+        values, made = {**given}, dict[int, Sequence[Tensor]]()
+        for index, first in enumerate(units.first_of_kind):
             if first == index:
-                self.kinds[index] = self._unit(index, [values[i.source, i.name] for i in plan.inputs])
-                self.kinds[index].first()
-            values |= zip(((index, o.name) for o in plan.outputs), self.kinds[first].outputs, strict=True)
+                inputs = [values[i.source, i.name] for i in self._plans[index].inputs]
+                self._kinds[index] = self._unit(index, inputs)
+                made[index] = self._kinds[index].begin()
+            values |= self._passed(index, made[first])
+        unknown = {first: self._kinds[first].saved for first, own in seen.items() if isinstance(own, Exception)}
+        self._costs = units.costs({**seen, **unknown})
+        if unknown:
+            self._costs = [replace(cost, operations=None) for cost in self._costs]
 
     def _unit(self, index: int, inputs: Sequence[Tensor]) -> RunningUnit:
-        stage = self._units.stage(index)
-        unsure = {id(p) for p in stage.parameters.values()} if stage.depends_on_values else set()
-        device = self._units.split.recording.device
-        return RunningUnit(stage, inputs, self._held, self._written | unsure, device, self._splits)
+        """Makes a unit. Parameters that a forward updates are copied wherever they are."""
+        stage, held = self._units.stage(index), self._units.split.recording.held
+        copied = {*map(id, stage.parameters.values())}  # all that it may update, if that depends on values
+        copied |= {id(held[name]) for name in self._units.split.updated}
+        shared = [p for p in held.values() if isinstance(p, nn.Parameter) and id(p) not in copied]
+        return RunningUnit(stage, inputs, shared, self._splits)
+
+    def _passed(self, index: int, outputs: Sequence[Tensor]) -> Values:
+        return dict(zip(((index, o.name) for o in self._plans[index].outputs), outputs, strict=True))
 
     def rounds(self, budget_seconds: float) -> int:
         """Runs all units until the budget is used up. Returns how often the whole backward was timed."""
         until = time.perf_counter() + budget_seconds
-        for unit in self.kinds.values():
+        for unit in self._kinds.values():
             unit.run()
-        number, longest = 1, sum(unit.seconds for unit in self.kinds.values())
+        number, longest = 1, sum(unit.seconds for unit in self._kinds.values())
         sequence = self._in_sequence(until)
         if sequence is not None:
             number, longest = 0, 0.0
         while number < MAX_ROUNDS:
-            start = time.perf_counter()
+            start, backward = time.perf_counter(), ROUNDS[number % len(ROUNDS)]
             if number and start + longest > until:
                 break
-            backward = ROUNDS[number % len(ROUNDS)]
             if sequence is not None:
                 self._through(sequence, backward)
             else:
-                for unit in self.kinds.values():
+                for unit in self._kinds.values():
                     unit.run(backward)
             number, longest = number + 1, max(longest, time.perf_counter() - start)
         return -(-number // len(ROUNDS))
@@ -184,56 +169,59 @@ class _Measuring:
         together, and have noted none. None if that takes too much time or memory, or raises; `until`: when everything
         has to be done, by `time.perf_counter`.
         """
-        first_of_kind = self._units.first_of_kind
-        alike = [self.kinds[first] for first in first_of_kind]
+        alike = [self._kinds[first] for first in self._units.first_of_kind]
         left = until - time.perf_counter()
-        if LEAST_ROUNDS * sum(unit.seconds for unit in alike) > left:
+        sizes = (cost.parameter_bytes + cost.gradient_bytes + cost.activation_bytes for cost in self._costs)
+        if LEAST_ROUNDS * sum(unit.seconds for unit in alike) > left or sum(sizes) > MAX_BYTES:
             return None
-        if sum(unit.held_bytes + unit.saved.kept for unit in alike) > MAX_BYTES:
-            return None
-        found = []
-        for index, (first, unit) in enumerate(zip(first_of_kind, alike, strict=True)):
-            if index != first:
-                if time.perf_counter() > until - left / 2:
-                    return None
-                like, unit = unit, self._unit(index, unit.inputs)
-                unit.learn()
-                unit.runs = like.runs
-            found.append(unit)
+        found: list[RunningUnit] = []
+        for index, like in enumerate(alike):
+            if like not in found:
+                found.append(like)
+                continue
+            if time.perf_counter() > until - left / 2:
+                return None
+            found.append(self._unit(index, like.inputs))
+            found[-1].begin()
+            found[-1].runs = like.runs
         try:
             self._through(found, Backward.WHOLE)
         except Exception:  # on what others made a unit may raise, unlike on what it was first run on
             return None
-        for unit in self.kinds.values():
+        for unit in alike:
             unit.runs.clear()
         return found
 
     def _through(self, units: Sequence[RunningUnit], backward: Backward) -> None:
         """One microbatch through all units and back, then back again for what a split backward has left."""
         values, steps = {**self._given}, []
-        for index, (plan, unit) in enumerate(zip(self._units.split.plans, units, strict=True)):
-            steps.append(unit.step([values[i.source, i.name] for i in plan.inputs], backward))
-            values |= zip(((index, o.name) for o in plan.outputs), next(steps[-1]), strict=True)
+        for index, unit in enumerate(units):
+            steps.append(unit.step([values[i.source, i.name] for i in self._plans[index].inputs], backward))
+            values |= self._passed(index, next(steps[-1]))
         for step in (*reversed(steps), *reversed(steps)):
             next(step)
-        units[0].clock.settle()
+        settle(self._units.split.recording.device)
         for step in steps:
             next(step, None)
 
-    def with_memory(self, costs: Sequence[UnitCost]) -> list[UnitCost]:
-        """The costs with what units really take, where that is more than what autograd keeps, or fake tensors show."""
-
-        own = {first: unit.taken() for first, unit in self.kinds.items()}
-        waiting = {first: unit.waiting_bytes() for first, unit in self.kinds.items()}
-        with_loss = self.kinds[self._units.first_of_kind[-1]].taken(with_loss=True)
-        found = []
-        for index, (cost, first) in enumerate(zip(costs, self._units.first_of_kind, strict=True)):
-            kept, alone = cost.activation_bytes, own[first]
-            whole = with_loss if index == len(costs) - 1 else alone
-            if alone is not None and whole is not None:
-                kept, loss = max(kept, alone.kept), max(whole.kept - alone.kept, 0)
-                working = max(whole.kept + whole.working - kept - loss, 0)
-                more = max(cost.working_bytes, working), max(cost.loss_bytes, loss)
-                cost = replace(cost, working_bytes=more[0], loss_bytes=more[1])
-            found.append(replace(cost, activation_bytes=kept, weight_gradient_bytes=waiting[first]))
+    def measured(self, *, memory: bool) -> list[UnitCost]:
+        """The costs with times. `memory`: and with what units really take, kernels' own buffers included, where the
+        allocator says: they run once more, without the clock."""
+        firsts = self._units.first_of_kind
+        found = [self._kinds[first].timed(cost) for cost, first in zip(self._costs, firsts, strict=True)]
+        if not memory:
+            return found
+        taken = {first: unit.taken() for first, unit in self._kinds.items()}
+        waiting = {first: unit.waiting_bytes() for first, unit in self._kinds.items()}
+        for index, (cost, first) in enumerate(zip(found, firsts, strict=True)):
+            own = whole = taken[first]
+            if index == len(firsts) - 1:
+                whole = self._kinds[first].taken(with_loss=True)
+            if own is not None and whole is not None:
+                kept, loss = max(self._kinds[first].saved.kept, own.kept), max(whole.kept - own.kept, 0)
+                working = max(cost.working_bytes, whole.kept + whole.working - kept - loss)
+                cost = replace(
+                    cost, activation_bytes=kept, working_bytes=working, loss_bytes=max(cost.loss_bytes, loss)
+                )
+            found[index] = replace(cost, weight_gradient_bytes=waiting[first])
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from penstock._base.compat import cpu_allocations, size_of, storage_of
 from penstock._base.errors import PartitionError
 from penstock.costs import SPLIT_SECONDS, UnitCost
-from penstock.partition.measure.clock import Clock
+from penstock.partition.measure.clock import Clock, settle
 from penstock.partition.measure.footprint import Footprint, ends_of, usual_loss
 from penstock.partition.stages.stage import Stage
 
@@ -62,52 +62,34 @@ PARTS = 3
 
 
 class RunningUnit:
-    """A unit that can be run again and again.
+    """A unit that can be run again and again. `begin` comes first.
 
     Args:
         stage: the unit as a stage.
         inputs: what it takes, in the order of the stage's meta.
-        held: every parameter of the model; those of other units, to which attributes may lead, are not copied.
-        written: those that the forward updates, which are copied wherever they are.
+        shared: parameters of other units, to which attributes may lead: they are not copied.
         splits: makes what splits its backward; None: that is not measured.
 
     Attributes:
         inputs: what it runs on by itself.
-        outputs: what the first run returned.
-        saved: what autograd kept of the first run for its backward, besides parameters and buffers.
-        held_bytes: its parameters and their gradients.
         runs: the seconds of the parts of each run, by how the backward ran.
-        clock: of its device.
+        saved: what autograd kept of the first run for its backward, besides parameters and buffers.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        inputs: Sequence[Tensor],
-        held: Collection[nn.Parameter],
-        written: Collection[int],
-        device: torch.device,
-        splits: Splits | None = None,
+        self, stage: Stage, inputs: Sequence[Tensor], shared: Iterable[nn.Parameter] = (), splits: Splits | None = None
     ) -> None:
         self.inputs, self._needs = inputs, [i.meta.requires_grad for i in stage.meta.inputs]
-        mine = {id(parameter) for parameter in stage.parameters.values()}
-        memo: dict[int, Any] = {
-            id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad)
-            for p in held
-            if id(p) not in written and id(p) not in mine
-        }
-        self._module = copy.deepcopy(stage.module, memo).to(device)
-        parameters = list(self._module.parameters())
-        self._trains, self._passes_on = any(p.requires_grad for p in parameters), any(self._needs)
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in shared}
+        module = self._module = copy.deepcopy(stage.module, memo).to(stage.device)
+        self._trains, self._passes_on = any(p.requires_grad for p in module.parameters()), any(self._needs)
         self._splits = splits is not None
         self._splitting: Splitting | None = None
         if splits is not None and self._trains:
-            self._splitting = splits(lambda: dict(self._module.named_parameters()), self._module, device)
+            self._splitting = splits(lambda: dict(module.named_parameters()), module, stage.device)
         self.runs: dict[Backward, list[tuple[float, ...]]] = defaultdict(list)
-        self.clock, self._device = Clock(device), device
-        self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in parameters)
+        self._clock, self._device = Clock(stage.device), stage.device
         self.saved = Footprint(0, 0)
-        self.outputs: Sequence[Tensor] = ()
 
     def step(self, inputs: Sequence[Tensor], backward: Backward = Backward.WHOLE, *, with_loss: bool = False) -> Step:
         """A microbatch: its forward, which gives the results without their graph; its backward, of a split one the
@@ -118,41 +100,42 @@ class RunningUnit:
         if splitting is None and not (backward is Backward.INPUTS and self._trains and self._passes_on):
             backward = Backward.WHOLE
         leaves, given = self._entering(inputs)
-        marks = [self.clock.mark()]
+        marks = [self._clock.mark()]
         with nullcontext() if splitting is None else splitting.forward(0):
             made = list(self._module(*given))
         if splitting is not None:
             splitting.learn(ends_of(made)[0])
-        marks.append(self.clock.mark())
+        marks.append(self._clock.mark())
         edges, ones = ends_of(usual_loss(made) if with_loss else made)
         given.clear()
         yield [made.pop(0).detach() for _ in range(len(made))]  # and keeps none itself
         gradients = ones()
-        marks.append(self.clock.mark())
+        marks.append(self._clock.mark())
         if backward is Backward.INPUTS:
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             torch.autograd.grad(edges, wanted, gradients, allow_unused=True)
         elif edges:
             with nullcontext() if splitting is None else splitting.input_gradients(0):
                 torch.autograd.backward(edges, gradients)
-        marks.append(self.clock.mark())
+        marks.append(self._clock.mark())
         del leaves, edges, gradients
         yield ()
         if splitting is not None:
-            marks.append(self.clock.mark())
+            marks.append(self._clock.mark())
             splitting.weight_gradients(0)
-            marks.append(self.clock.mark())
+            marks.append(self._clock.mark())
         yield ()
         pairs = zip(marks[::2], marks[1::2], strict=True)
-        self.runs[backward].append(tuple(self.clock.seconds(start, end) for start, end in pairs))
+        self.runs[backward].append(tuple(self._clock.seconds(start, end) for start, end in pairs))
 
     def _entering(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Fresh leaves of these values, and copies of them, which a forward may update in place."""
         leaves = [value.detach().requires_grad_(needs) for value, needs in zip(inputs, self._needs, strict=True)]
         return leaves, [leaf.clone() for leaf in leaves]
 
-    def first(self) -> None:
-        """The run that is not timed: memory is allocated, kernels are chosen."""
+    def begin(self) -> Sequence[Tensor]:
+        """The runs that are not timed: memory is allocated, kernels are chosen, and a split backward shows what can be
+        put off. Returns the results."""
         sizes: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -166,26 +149,23 @@ class RunningUnit:
             sizes.pop(storage_of(tensor), None)
         of_inputs, of_outputs = (tuple(sizes.get(storage_of(each), 0) for each in values) for values in (given, made))
         self.saved = Footprint(sum(sizes.values()), 0, of_inputs, of_outputs)
-        self.outputs = [value.detach() for value in made]
+        outputs = [value.detach() for value in made]
         edges, ones = ends_of(made)
         if edges:
             torch.autograd.backward(edges, ones())
-        self.learn()
-        self.clock.settle()
-
-    def learn(self) -> None:
-        """Runs a first split backward, which shows what can be put off. Comes before any that is timed."""
         if self._splitting is not None:
             try:
                 _go_on(self.step(self.inputs, Backward.SPLIT), PARTS)
             except PartitionError:  # its backward is not split in a pipeline either
                 self._splitting = None
+        settle(self._device)
+        return outputs
 
     def run(self, backward: Backward = Backward.WHOLE) -> None:
         """Times the forward and such a backward."""
         step = self.step(self.inputs, backward)
         _go_on(step, PARTS)
-        self.clock.settle()
+        settle(self._device)
         next(step, None)
 
     def taken(self, *, with_loss: bool = False) -> Footprint | None:
@@ -204,13 +184,13 @@ class RunningUnit:
         """The last forward and whole backward."""
         return sum(self.runs[Backward.WHOLE][-1])
 
-    def medians(self, backward: Backward) -> list[float]:
+    def medians(self, backward: Backward = Backward.WHOLE) -> list[float]:
         """The seconds of each part of a run; none if no backward ran so."""
         return [*map(median, zip(*self.runs[backward], strict=True))]
 
     def timed(self, cost: UnitCost) -> UnitCost:
         """The cost with the medians of its times. I of a unit that has no W is its whole backward."""
-        forward, whole = self.medians(Backward.WHOLE)
+        forward, whole = self.medians()
         again, inputs = self.medians(Backward.INPUTS) or (None, whole / 2)
         if not (self._trains and self._passes_on):
             inputs = whole if self._passes_on else 0.0
@@ -224,7 +204,6 @@ class RunningUnit:
             weight_gradient_seconds=whole - min(inputs, whole),
             spread=(high - low) / (forward + whole) if forward + whole else 0.0,
             recompute_seconds=again,
-            activation_bytes=self.saved.kept,
             **apart,
         )
 

@@ -1,17 +1,17 @@
-"""A recording cut at every unit: what each one holds, sends and keeps, and the profile of all."""
+"""A recording cut at every unit: which are alike, what each one holds, sends and keeps, and the profile of all."""
 
 from __future__ import annotations
 
 import platform
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, TensorMeta
@@ -19,13 +19,22 @@ from penstock._base.trees import flatten
 from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, Tied, UnitCost
 from penstock.partition.cut.balance import Candidate, cut_at, joined, spans
 from penstock.partition.measure.footprint import Footprint, footprint, on_fakes
-from penstock.partition.measure.kinds import kind_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.units.chain import public_names
 from penstock.partition.values.memory import meta_bytes
 from penstock.partition.values.objects import input_path
+
+NUMBERS_OF_PLACES = ("idx", "index", "id", "number", "layer_num", "depth")
+"""Attributes whose names end like this say which of several blocks a module is, not what it does."""
+
+
+WITH_LOSS = -1
+"""Stands for the last unit, with a loss after it."""
+
+Footprints = dict[int, Footprint | Exception]
+"""What the first unit of each kind takes, by its number, or why it does not run on fake tensors."""
 
 
 class UnmeasurableError(Exception):
@@ -61,22 +70,21 @@ class Units:
         units cannot be run alone."""
         kept = joined(candidates, spans(recording, model))
 
-        def cut_before(units: Sequence[Candidate]) -> CutRecording:
-            return cut_at(recording, model, [unit.name for unit in units])
+        def cut(units: Sequence[Candidate]) -> Units:
+            return cls(model, units, cut_at(recording, model, [unit.name for unit in units[1:]]))
 
         def can_be_cut_before(unit: Candidate) -> bool:
             try:
-                cut_before([unit])
+                cut([kept[0], unit])
             except PartitionError:
                 return False
             return True
 
         try:
             try:
-                return cls(model, kept, cut_before(kept[1:]))
+                return cut(kept)
             except PartitionError:
-                kept = [kept[0], *filter(can_be_cut_before, kept[1:])]
-                return cls(model, kept, cut_before(kept[1:]))
+                return cut([kept[0], *filter(can_be_cut_before, kept[1:])])
         except PartitionError as error:
             raise UnmeasurableError(f"it cannot be cut at every unit: {error}") from error
 
@@ -90,32 +98,6 @@ class Units:
         """A unit as a stage."""
         return build_stage(self.split, self.split.plans[index], index, NoStreams())
 
-    @cached_property
-    def costs(self) -> list[UnitCost]:
-        """What is known without running anything: what crosses before each unit, its parameters, buffers and inputs of
-        the model, and the former that others hold, too."""
-        held, found, crossing = self.split.recording.held, [], self._crossing()
-        names = [dict.fromkeys(n for node in plan.run for n in self.split.held_by(node)) for plan in self.split.plans]
-        count = Counter(name for each in names for name in each)
-        columns = zip(self.places, self.split.plans, names, self.first_of_kind, strict=True)
-        for index, (place, plan, own, first) in enumerate(columns):
-            sizes = {name: held[name].numel() * held[name].element_size() for name in own}
-            trained = {name: size if held[name].requires_grad else 0 for name, size in sizes.items()}
-            cost = UnitCost(
-                place.name,
-                *(0.0, 0.0, 0.0),
-                parameter_bytes=sum(sizes.values()),
-                gradient_bytes=sum(trained.values()),
-                optimizer_bytes=OPTIMIZER_VALUES * sum(trained.values()),
-                boundary_bytes=crossing[index][0],
-                boundary_gradient_bytes=crossing[index][1],
-                like="" if first == index else self.places[first].name,
-                input_bytes=sum(meta_bytes(i.meta) for i in plan.inputs if i.source == MODEL_INPUT),
-                tied=tuple(Tied(name, sizes[name], trained[name]) for name in own if count[name] > 1),
-            )
-            found.append(cost)
-        return found
-
     def _crossing(self) -> list[tuple[int, int]]:
         """For a cut before each unit: the bytes that cross it, and those of the gradients that come back."""
         last: dict[tuple[int, str], tuple[int, TensorMeta]] = {}
@@ -128,62 +110,70 @@ class Units:
                 totals[end + 1] -= meta_bytes(meta)
         return list(zip(accumulate(sent[:-1]), accumulate(back[:-1]), strict=True))
 
-    def with_memory(self, *, counts: bool = False) -> tuple[list[UnitCost], dict[str, Exception]]:
-        """The costs with what units keep and take on fake tensors, and with `counts` what they do, too. Also, by name,
-        why that is not known of some: they do not run on fake tensors, so that it counts as nothing."""
-        found, unknown = list[UnitCost](), dict[str, Exception]()
-        seen = {first: self._on_fakes(first, counts=counts) for first in {*self.first_of_kind}}
-        known = {first: Footprint(0, 0) if isinstance(own, Exception) else own for first, own in seen.items()}
-        columns = zip(self.costs, self.first_of_kind, self.shared_bytes(known), strict=True)
-        for index, (cost, first, shared) in enumerate(columns):
-            own, error = known[first], seen[first]
-            if isinstance(error, Exception):
-                unknown[cost.name] = error
-            whole = own
-            if index == self.split.count - 1:
-                metas = [value.meta for value in self.split.plans[index].inputs]
-                whole = footprint(self.stage(index).module, metas, with_loss=True) or own
-            found.append(
-                replace(
-                    cost,
-                    activation_bytes=own.kept,
-                    working_bytes=whole.working,
-                    loss_bytes=max(whole.kept - own.kept, 0),
-                    shared_bytes=shared,
-                    operations=None if cost.like else own.operations,
-                )
-            )
-        return found, unknown
-
-    def shared_bytes(self, of_kinds: Mapping[int, Footprint]) -> list[int]:
-        """For each unit, the bytes of what it and the one before it both keep: its inputs. `of_kinds`: what the first
-        unit of each kind keeps."""
-        found, before = [], dict[tuple[int, str], int]()
-        for index, (plan, first) in enumerate(zip(self.split.plans, self.first_of_kind, strict=True)):
-            own = of_kinds[first]
-            inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, own.inputs, strict=False)}
-            found.append(sum(min(size, before.get(key, 0)) for key, size in inputs.items()))
-            before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, own.outputs, strict=False)}
+    def footprints(self, *, counts: bool = False) -> Footprints:
+        """What the first unit of each kind keeps and takes on fake tensors; with `counts` what they do, too."""
+        found: Footprints = {}
+        for index in {*self.first_of_kind}:
+            try:
+                found[index] = on_fakes(self.stage(index).module, self._inputs(index), counts=counts)
+            except Exception as error:  # a model's own code may raise anything there
+                found[index] = error
+        last = self.split.count - 1
+        if (with_loss := footprint(self.stage(last).module, self._inputs(last), with_loss=True)) is not None:
+            found[WITH_LOSS] = with_loss
         return found
 
-    def _on_fakes(self, index: int, *, counts: bool) -> Footprint | Exception:
-        try:
-            return on_fakes(
-                self.stage(index).module, [value.meta for value in self.split.plans[index].inputs], counts=counts
+    def _inputs(self, index: int) -> list[TensorMeta]:
+        return [value.meta for value in self.split.plans[index].inputs]
+
+    def costs(self, seen: Footprints) -> list[UnitCost]:
+        """What is known without the time: what crosses before each unit, its parameters, buffers and inputs of the
+        model, those of the former that others hold, too, and what it keeps and takes."""
+        held, found, crossing = self.split.recording.held, list[UnitCost](), self._crossing()
+        names = [dict.fromkeys(n for node in plan.run for n in self.split.held_by(node)) for plan in self.split.plans]
+        count, before = Counter(name for each in names for name in each), dict[tuple[int, str], int]()
+        columns = zip(self.places, self.split.plans, names, self.first_of_kind, strict=True)
+        for index, (place, plan, own, first) in enumerate(columns):
+            sizes = {name: held[name].numel() * held[name].element_size() for name in own}
+            trained = {name: size if held[name].requires_grad else 0 for name, size in sizes.items()}
+            alone = _known(seen[first])
+            whole = _known(seen.get(WITH_LOSS, alone)) if index == self.split.count - 1 else alone
+            inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, alone.inputs, strict=False)}
+            cost = UnitCost(
+                place.name,
+                *(0.0, 0.0, 0.0),
+                activation_bytes=alone.kept,
+                parameter_bytes=sum(sizes.values()),
+                gradient_bytes=sum(trained.values()),
+                optimizer_bytes=OPTIMIZER_VALUES * sum(trained.values()),
+                boundary_bytes=crossing[index][0],
+                boundary_gradient_bytes=crossing[index][1],
+                like="" if first == index else self.places[first].name,
+                operations=alone.operations if first == index else None,
+                working_bytes=whole.working,
+                input_bytes=sum(meta_bytes(i.meta) for i in plan.inputs if i.source == MODEL_INPUT),
+                loss_bytes=max(whole.kept - alone.kept, 0),
+                tied=tuple(Tied(name, sizes[name], trained[name]) for name in own if count[name] > 1),
+                shared_bytes=sum(min(size, before.get(key, 0)) for key, size in inputs.items()),
             )
-        except Exception as error:  # a model's own code may raise anything there
-            return error
+            found.append(cost)
+            before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, alone.outputs, strict=False)}
+        return found
 
     def profile(self, costs: Sequence[UnitCost], args: Sequence[Any], kwargs: Mapping[str, Any], runs: int) -> Profile:
         """The profile with these costs."""
         flat, recording = flatten((tuple(args), dict(kwargs))), self.split.recording
-        made_for = identity(self.model, recording.device.type)
+        made_for, name = identity(self.model, recording.device.type), recording.device.type
+        if name == "cuda":
+            name = torch.cuda.get_device_name(recording.device)
+        elif name == "cpu":
+            name = platform.processor() or platform.machine()
         return Profile(
             tuple(costs),
             device=made_for.device,
             dtype=made_for.dtype,
             parameters=made_for.parameters,
-            device_name=_name_of(recording.device),
+            device_name=name,
             inputs={
                 input_path(path): f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
                 for leaf, path in zip(flat.leaves, flat.paths, strict=True)
@@ -194,6 +184,10 @@ class Units:
             opened=tuple(sorted(recording.opening.names)),
             runs=runs,
         )
+
+
+def _known(seen: Footprint | Exception) -> Footprint:
+    return Footprint(0, 0) if isinstance(seen, Exception) else seen
 
 
 def identity(model: nn.Module, device: str) -> MadeFor:
@@ -207,7 +201,76 @@ def identity(model: nn.Module, device: str) -> MadeFor:
     return MadeFor({public[name]: tuple(p.shape) for name, p in parameters.items()}, device, dtype)
 
 
-def _name_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine() if device.type == "cpu" else device.type
+def kind_of(split: CutRecording, stage: int) -> Hashable:
+    """A value that is equal for two units only if they run the same: the recorded calls, the work of each, the modules
+    that they call, with all their settings, and the shapes of everything."""
+    plan = split.plans[stage]
+    numbers = {node: number for number, node in enumerate(plan.received)}
+    calls = []
+    for node in plan.run:
+        numbers[node] = len(numbers)
+        fact = split.facts[node]
+        target = tuple(_module(split.model.get_submodule(name)) for name in fact.units) or _target(split, node)
+        calls.append((target, _plain((node.args, node.kwargs), numbers), fact.work, fact.meta, fact.modes))
+    received = tuple(value.meta for value in plan.inputs)
+    returned = tuple((numbers[node], value.meta) for node, value in zip(plan.returned, plan.outputs, strict=True))
+    return tuple(calls), received, returned
+
+
+def _target(split: CutRecording, node: fx.Node) -> Hashable:
+    fact = split.facts[node]
+    if fact.kind in ("parameter", "buffer", "constant"):
+        tensor = split.recording.held.get(str(node.target))
+        return (fact.kind, str(node.target)) if tensor is None else (fact.kind, *_tensor(tensor))
+    return node.op, str(node.target)
+
+
+def _module(module: nn.Module) -> Hashable:
+    """What a module does: the classes, settings and shapes of all modules in it. Of a fraction only whether it is 0
+    matters: a dropout's rate costs nothing."""
+    return tuple(
+        (
+            name,
+            type(inner),
+            tuple(
+                (key, value != 0 if isinstance(value, float) else value)
+                for key, value in sorted(vars(inner).items())  # plain attributes, `training` among them
+                if _is_plain(value) and not key.endswith(NUMBERS_OF_PLACES)
+            ),
+            tuple(
+                (k, _tensor(t))
+                for held in (inner._parameters, inner._buffers)
+                for k, t in held.items()
+                if t is not None
+            ),
+        )
+        for name, inner in module.named_modules()
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def _tensor(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
+
+
+def _plain(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
+    """Arguments as a hashable value: nodes by their numbers; what cannot be hashed is itself only."""
+    match value:
+        case fx.Node():
+            return "node", numbers[value]
+        case tuple() | list():
+            return isinstance(value, tuple), tuple(_plain(item, numbers) for item in value)
+        case dict():
+            return "dict", tuple((key, _plain(item, numbers)) for key, item in value.items())
+        case slice():
+            return "slice", _plain((value.start, value.stop, value.step), numbers)
+    try:
+        hash(value)
+    except TypeError:
+        return "object", id(value)
+    return type(value), value

@@ -25,13 +25,12 @@ from penstock._base.trees import Flat, flatten, unflatten
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Attempt, Recorder
-from penstock.partition.recording.guards import is_readable
-from penstock.partition.recording.recording import Constant, Recording
+from penstock.partition.recording.recording import Constant, Recording, is_readable
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.source import raising_line
 from penstock.partition.state.left_behind import Left
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.remembered import draws_alone
+from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.chain import Chain
 from penstock.partition.units.units import Grain, Learned, intercepted
 from penstock.partition.values.objects import OfNode, hides_tensors, holds_tensors, input_path, leaves_of
@@ -57,7 +56,9 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[in
     snapshot, reach = Snapshot(model), None
     try:
         with untouched_generators(), ExitStack() as stack:
-            device = _device_of(given, model)
+            held = (parameter for parameter in model.parameters() if not parameter.is_meta)
+            tensors = (*(leaf for leaf in given.leaves if isinstance(leaf, Tensor)), *held)
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
             for generator in (torch.default_generator, generator_of(device)):
                 generator.manual_seed(SEED)
             _refuse_backward_hooks(model, attempt.units)
@@ -79,20 +80,13 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[in
         snapshot.restore()
 
 
-def _device_of(given: Flat, model: nn.Module) -> torch.device:
-    """The device to record for: that of the first input, or of the model if it takes no tensors."""
-    inputs = (leaf for leaf in given.leaves if isinstance(leaf, Tensor))
-    held = (parameter for parameter in model.parameters() if not parameter.is_meta)
-    return next((tensor.device for tensor in (*inputs, *held)), torch.device("cpu"))
-
-
 def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, grain: Grain) -> Any:
     """Runs the forward, and checks that no block read or changed anything behind the recording's back."""
     try:
         with recorder.chance.replaced(grain.functions):
             result = _run(recorder, inputs, structure)
     except Learned as learned:
-        if learned.opened or learned.whole or learned.exposed is not None:
+        if learned.more.opened or learned.more.whole or learned.more.exposed:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         raise
     except PartitionError:
@@ -141,8 +135,8 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
     mode, observer = recorder.loan.mode, recorder.observer
     modules = [u.module for u in recorder.units.values()]
     try:
-        with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
-            with _without_validation(), intercepted(modules, recorder.call_unit), recorder:
+        with mode, observer, observer.following_modules(), autograd_functions(recorder), quiet():
+            with _without_complaints(), intercepted(modules, recorder.call_unit), recorder:
                 with mapped_functions(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -158,14 +152,6 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
         raise
 
 
-@contextmanager
-def _quiet_about_hooks() -> Iterator[None]:
-    """Silences compiled blocks, which warn about the global hooks that follow modules."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-        yield
-
-
 def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
     where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
     return Obstacle(f"{where}, which a recording cannot follow", recorder.scope)
@@ -177,8 +163,8 @@ def _module(recorder: Recorder) -> str:
 
 def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
     """Refuses buffers that were replaced; notes tensors and numbers that the forward leaves in attributes."""
-    for name, new in recorder.loan.rebound():
-        if _is_cache(recorder, name, new):
+    for slots, key, fake, name in recorder.loan.installed:
+        if (new := slots.get(key)) is fake or _is_cache(recorder, name, new):
             continue
         raise PartitionError(
             f"the forward replaces {name!r} by a new tensor, which a stage cannot replay. Update it in place: "
@@ -246,7 +232,7 @@ def _finish(recorder: Recorder, result: Any, left: Collection[Left], grain: Grai
     carried = [entry.recorded(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
     texts = frozenset(entry.text for entry in left if entry.small)
-    alone = [draws_alone(unit) for _, unit in recorder.observer.generators.values()]
+    alone = [Remembered(f"a torch.Generator in {u!r}", u) for _, u in recorder.observer.generators.values()]
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     return Recording(
         graph=recorder.graph,
@@ -287,12 +273,15 @@ def _input_name(model: nn.Module, path: str) -> str:
 
 
 @contextmanager
-def _without_validation() -> Iterator[None]:
-    """Keeps distributions from checking arguments, which reads values, unless told to."""
+def _without_complaints() -> Iterator[None]:
+    """Keeps distributions from checking arguments, which reads values, unless told to; and compiled blocks from warning
+    about the global hooks that follow modules."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+            yield
     finally:
         Distribution.set_default_validate_args(checks)
 

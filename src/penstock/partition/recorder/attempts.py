@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from penstock._base.errors import PartitionError
-from penstock.partition.chance.branches import with_branches
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempt import record_path
+from penstock.partition.recorder.branches import with_branches
 from penstock.partition.recorder.recorder import Attempt
 from penstock.partition.recording.recording import Recording
 from penstock.partition.state.left_behind import EVERY
@@ -52,13 +52,11 @@ def record(
         except Learned as learned:
             if learned.stays is not None:
                 opening = opening.without(_alike(model, learned.stays, opening.tried))
-            elif learned.function is not None:
-                if learned.function in grain.functions:
-                    raise PartitionError(learned.refusal) from None
-                grain = replace(grain, functions=grain.functions | {learned.function})
+            elif learned.more.functions:
+                grain = _regrouped(grain, learned, leaves)
             elif opening.names == opening.asked:
                 if not learned.needed:
-                    without = replace(without or grain, shut=grain.shut | learned.opened)
+                    without = replace(without or grain, shut=grain.shut | learned.more.opened)
                 try:
                     reason, grain = learned.refusal, _regrouped(grain, learned, leaves)
                 except PartitionError:
@@ -83,20 +81,16 @@ def record(
 
 
 def _regrouped(grain: Grain, learned: Learned, leaves: Sequence[str]) -> Grain:
-    """The grain with more modules opened or kept whole. Raises PartitionError if the user asked for the opposite."""
-    if learned.exposed is not None:
-        if learned.exposed in grain.exposed:
-            raise PartitionError(learned.refusal)
-        return replace(grain, exposed=grain.exposed | {learned.exposed})
-    opened, whole = grain.opened | learned.opened, grain.whole | learned.whole
-    kept = sorted(learned.opened & {*leaves})
-    if kept:
+    """The grain with what was learned. Raises PartitionError if that is nothing new, or the opposite of what is known
+    or the user asked for."""
+    found = grain | learned.more
+    if kept := sorted(learned.more.opened & {*leaves}):
         raise PartitionError(
             f"{learned.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call"
         )
-    if opened & whole or (whole <= grain.whole and opened <= grain.opened):
-        raise PartitionError(f"{learned.refusal}{_NOT_ENOUGH if learned.whole else ''}")
-    return replace(grain, opened=opened, whole=whole)
+    if found == grain or found.opened & found.whole:
+        raise PartitionError(f"{learned.refusal}{_NOT_ENOUGH if learned.more.whole else ''}")
+    return found
 
 
 _NOT_ENOUGH = (

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -23,8 +23,7 @@ from torch import fx
 from penstock._base.compat import FakeTensor, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.chance import foreign
-from penstock.partition.chance.foreign import States
+from penstock.partition.recorder import foreign
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording.recording import Ask
 from penstock.partition.run.known_values import KnownValues
@@ -89,28 +88,19 @@ class DrawnNumber(Drawn):
             always = function(self.low, other)
             if always == function(self.high, other):
                 return always
-        return self._calculate(function, self, other)
+        return self._calculate(function, other)
 
-    def _calculate(self, function: Callable[..., Any], *args: Any) -> Any:
-        if not all(isinstance(a, (bool, int, float, DrawnNumber)) for a in args):
+    def _calculate(self, function: Callable[..., Any], *others: Any, reflected: bool = False) -> Any:
+        if not all(isinstance(other, (bool, int, float, DrawnNumber)) for other in others):
             return NotImplemented
-        return self.chance.calculate(function, *args)
+        return self.chance.calculate(function, *((*others, self) if reflected else (self, *others)))
 
 
-def _define_operators() -> None:
-    for name in COMPARING:
-        function = getattr(operator, name)
-        setattr(DrawnNumber, f"__{name}__", lambda self, other, f=function: self._compare(f, other))
-    for name in CALCULATING:
-        function = getattr(operator, name)
-        setattr(DrawnNumber, f"__{name}__", lambda self, other, f=function: self._calculate(f, self, other))
-        setattr(DrawnNumber, f"__r{name}__", lambda self, other, f=function: self._calculate(f, other, self))
-    for name in ALONE:
-        function = getattr(operator, name)
-        setattr(DrawnNumber, f"__{name}__", lambda self, f=function: self._calculate(f, self))
-
-
-_define_operators()
+for _name in (*COMPARING, *CALCULATING, *ALONE):
+    _function, _does = getattr(operator, _name), DrawnNumber._compare if _name in COMPARING else DrawnNumber._calculate
+    setattr(DrawnNumber, f"__{_name}__", partialmethod(_does, _function))
+    if _name in CALCULATING:
+        setattr(DrawnNumber, f"__r{_name}__", partialmethod(DrawnNumber._calculate, _function, reflected=True))
 
 
 class DrawnArray(Drawn):
@@ -146,7 +136,7 @@ class Chance:
     ) -> None:
         self._book, self._known, self._call, self._choices = book, known, call, choices
         self._thread = threading.get_ident()
-        self._generators = States()
+        self._generators = foreign.states()
         self._noted = False
         self._answers: dict[fx.Node, bool] = {}
         self.asks: list[Ask] = []
@@ -220,7 +210,7 @@ class Chance:
 
     def check_generators(self) -> None:
         """Refuses unrecorded draws outside the units: a recording would freeze them."""
-        if self._generators.moved():
+        if self._generators != foreign.states():
             raise PartitionError(
                 f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "
                 f"before {self._book.here()} which a recording would freeze. Draw them as random.f or "
@@ -229,13 +219,12 @@ class Chance:
 
     def after_unit(self) -> bool:
         """Whether the unit that just ran drew from Python's or numpy's generators; which part of it did is unknown."""
-        moved, noted, self._noted = self._generators.moved(), self._noted, False
-        if moved:
-            self._generators.accept()
+        before, self._generators = self._generators, foreign.states()
+        moved, noted, self._noted = before != self._generators, self._noted, False
         self.is_foreign |= moved
         return moved and not noted
 
-    def _draw(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _draw(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return function(*args, **kwargs)
         given = (*args, *kwargs.values())
@@ -275,14 +264,14 @@ class Chance:
         self, value: Any, target: Any, args: Any, kwargs: Any, low: float | None = None, high: float | None = None
     ) -> Any:
         """A stand-in for a drawn number or array, of which only the kind is used."""
-        self._generators.accept()
+        self._generators = foreign.states()
         numpy = sys.modules.get("numpy")
         self.is_foreign = self.held = True
         is_array = numpy is not None and isinstance(value, numpy.ndarray)
         if is_array and value.dtype.kind not in "biufc":
             self.refuse("a random choice among objects")
         if is_array and target is foreign.draw and (function := foreign.enclosing_function()) is not None:
-            raise Learned(f"{self._book.here()} draws an array", function=function)
+            raise Learned(f"{self._book.here()} draws an array", functions=[function])
         if not is_array and not isinstance(value, (bool, int, float, *((numpy.generic,) if numpy else ()))):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
         node = self._book.write_number("call_function", target, args, kwargs, draws=True)
@@ -291,7 +280,7 @@ class Chance:
     def refuse(self, what: str) -> NoReturn:
         refusal = f"{self._book.here()} uses {what}, which a recording cannot follow. {REMEDY}"
         if (function := foreign.enclosing_function()) is not None and not self._book.is_paused:
-            raise Learned(refusal, function=function)
+            raise Learned(refusal, functions=[function])
         raise PartitionError(refusal)
 
 

@@ -30,7 +30,7 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
-from penstock.partition.recording.guards import Guard, ancestors, make_guard
+from penstock.partition.recording.recording import Guard, ancestors, make_guard
 from penstock.partition.recording.result_checks import Returned
 from penstock.partition.run.known_values import CallResult, KnownValues
 from penstock.partition.run.loan import Loan

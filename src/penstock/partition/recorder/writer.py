@@ -20,8 +20,7 @@ from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
 from penstock.partition import source
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
-from penstock.partition.recording.calls import EntryModes
-from penstock.partition.recording.facts import Fact, Kind, tensor_meta
+from penstock.partition.recording.recording import EntryModes, Fact, Kind, tensor_meta
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.state.reach import Reach
@@ -268,7 +267,7 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise Learned(refusal, exposed=type(self.observer.returned[id(tensor)][1]))
+                raise Learned(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
             if made is not None and made.call.unit:
                 raise Learned(f"{refusal}. It was made in {made}", opened=[made.call.unit])
             raise Obstacle(refusal, self.scope)

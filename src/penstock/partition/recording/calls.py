@@ -1,7 +1,4 @@
-"""Converts a torch call, as a mode receives it, to a form that a graph node can print and run.
-
-Last come the calls that stages add to the recorded ones, to enter and leave the modes in which a recorded call ran.
-"""
+"""Converts a torch call, as a mode receives it, to a form that a graph node can print and run."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
 
-from penstock._base.compat import autocast_state
 from penstock._base.trees import flatten, unflatten
-from penstock.partition.recording.facts import Modes
 
 BINARY = (
     "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne".split()  # noqa: SIM905
@@ -108,30 +103,3 @@ def target_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
             return Target("call_function", REFLECTED[name], (args[1], args[0]), {})
         return Target("call_method", name, args, kwargs)
     return Target("call_function", function, args, kwargs)
-
-
-def enter_autocast(device: torch.device, dtype: torch.dtype, enabled: bool, caches: bool = True) -> torch.autocast:
-    """Turns autocast on or off for the device's type. Pass the result to `leave_autocast`."""
-    context = torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=caches)
-    context.__enter__()  # type: ignore[no-untyped-call]
-    return context
-
-
-def leave_autocast(context: torch.autocast) -> None:
-    context.__exit__(None, None, None)
-
-
-class EntryModes:
-    """The modes at the forward's entry, with which each call's are compared."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.grad_enabled = torch.is_grad_enabled()
-        self.autocast = autocast_state(device)
-
-    def difference(self) -> Modes:
-        """The present modes, if they differ from those at entry."""
-        grad = torch.is_grad_enabled()
-        autocast = autocast_state(self.device)
-        enabled_differs = autocast[0] != self.autocast[0] or (autocast[0] and autocast != self.autocast)
-        return Modes(grad if grad != self.grad_enabled else None, autocast if enabled_differs else None)

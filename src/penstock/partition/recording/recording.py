@@ -1,22 +1,258 @@
-"""What a recording holds: the model's forward as one graph, and what was observed of each node when it ran.
+"""What a recording holds: the model's forward as one graph, what was observed of each node when it ran, and what the
+forward read from its inputs' values, since it holds only for inputs that give the same readings.
 
 `recorder/` writes it, `cut/` finds positions in it, `stages/` turns it into stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
-from penstock.partition.recording.facts import Fact
-from penstock.partition.recording.guards import Guard
+from penstock._base.compat import autocast_state
+from penstock._base.stages import TensorMeta
+from penstock.partition.recording.calls import Target
 from penstock.partition.state.left_behind import Left
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Opening
+
+Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
+
+Pattern = tuple[tuple[str, str, Any], ...]
+"""Of each leaf of a result: its path, and `"tensor", shape or None`, `"value", v`, `"text", text of a value` or
+`"any", None`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes that a call ran in. None means the same as at the forward's entry."""
+
+    grad_enabled: bool | None = None
+    autocast: tuple[bool, torch.dtype, bool] | None = None
+
+
+class EntryModes:
+    """The modes at the forward's entry, with which each call's are compared."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.grad_enabled = torch.is_grad_enabled()
+        self.autocast = autocast_state(device)
+
+    def difference(self) -> Modes:
+        """The present modes, if they differ from those at entry."""
+        grad = torch.is_grad_enabled()
+        autocast = autocast_state(self.device)
+        enabled_differs = autocast[0] != self.autocast[0] or (autocast[0] and autocast != self.autocast)
+        return Modes(grad if grad != self.grad_enabled else None, autocast if enabled_differs else None)
+
+
+@dataclass(slots=True)
+class Fact:
+    """What was observed of one node.
+
+    Attributes:
+        index: its position in program order.
+        kind: an input of the model, something that the model holds, an object built for a call, a torch call, or a
+            module that ran as a unit.
+        scope: the qualified name of the innermost module that it ran in; for a unit, the unit's own name.
+        meta: the result's, if that is one tensor.
+        storages: the memory behind its result's tensors. Equal numbers mean shared memory.
+        writes: the memory that it updated in place.
+        takes_gradient: whether any tensor of its result requires a gradient.
+        draws: whether it is a torch call outside the units that draws random numbers.
+        stream: the name of the stream that it draws from.
+        modes: see `Modes`.
+        source_line: `file:line` of the call in the user's code, for messages.
+        is_anywhere: whether it is a random number, or leads to a decision: every stage that needs it computes it.
+        branch: what runs only if a decision says so; see `Branch`.
+        work: how much work it is, including its backward; see `work_of`.
+        runs_again: whether it is a unit that a checkpoint around it would rerun in backward, which a stage does not.
+        updates: the index of each node that updated the result in place, and the result's meta from then on.
+        depends_on_values: whether it is a unit that ran for real: what it writes and draws may differ in other calls.
+        returned: for a unit, what its results must look like; None if there is nothing to check.
+        read_at: for such a unit, the line that depends on a shape of its results, and that line's module.
+    """
+
+    index: int
+    kind: Kind
+    scope: str
+    meta: TensorMeta | None = None
+    storages: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    takes_gradient: bool = False
+    draws: bool = False
+    stream: str = ""
+    modes: Modes = Modes()
+    source_line: str = ""
+    is_anywhere: bool = False
+    branch: Branch | None = None
+    work: int = 0
+    runs_again: bool = False
+    updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
+    depends_on_values: bool = False
+    returned: Pattern | None = None
+    read_at: tuple[str, str] = ("", "")
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules in it that run as a whole."""
+        if self.branch is not None:
+            return self.branch.units
+        return (self.scope,) if self.kind == "unit" else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Part of a recording that is run or skipped at random, such as a layer with drop. One node stands for all of it.
+
+    The node's arguments: the decision, then for each output the value to pass on if the branch does not run, then what
+    the branch needs. Its result is the tuple of the outputs.
+
+    Attributes:
+        nodes: what runs, in program order.
+        facts: what was observed of each of these nodes.
+        inputs, outputs: values that it needs, and values that are used after it.
+        runs_if: the decision for which it runs.
+        units: names of the units among the nodes.
+        calls: how often it calls each module that draws.
+        source_line: the line at which the forward asks for the decision.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    facts: Mapping[fx.Node, Fact]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    runs_if: bool
+    units: tuple[str, ...]
+    calls: Mapping[str, int]
+    source_line: str
+
+
+def tensor_meta(tensor: Tensor) -> TensorMeta:
+    """The meta of a tensor, fake or real."""
+    return TensorMeta(
+        tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+    )
+
+
+@dataclass(frozen=True)
+class Guard:
+    """`module`, given the leaves of (args, kwargs) at `inputs` and their device, returned `expected` when the forward
+    asked for it."""
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    expected: object
+    source_line: str
+    device: torch.device
+    """Where the forward was recorded."""
+    is_free: bool = False
+    """Whether it is a shape that no code reads: it matters only for values that enter or leave a stage."""
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether these leaves, on any device, give the same reading. Does not write to them.
+
+        They are read where they are, which does not wait for a device. If that fails, since they are on several devices
+        or the forward names one, they are read where the forward was recorded.
+        """
+        if self.expected is None:  # anything will do
+            return True
+        given = [leaves[i] for i in self.inputs]
+        here = given[0].device if given else self.device
+        try:
+            found = self._found(given, here)
+        except (RuntimeError, IndexError):
+            if here == self.device and all(leaf.device == here for leaf in given):
+                if isinstance(self.expected, torch.Size):  # a mask for other rows, say
+                    return False
+                raise
+            found = self._found([leaf.to(self.device) for leaf in given], self.device)
+        return type(found) is type(self.expected) and found == self.expected
+
+    def _found(self, leaves: Sequence[Tensor], device: torch.device) -> object:
+        with torch.no_grad():
+            return self.module.forward(device, *(leaf.clone() for leaf in leaves))
+
+
+def make_guard(
+    target: Target,
+    result: object,
+    facts: Mapping[fx.Node, Fact],
+    inputs: Mapping[fx.Node, int],
+    source_line: str,
+    device: torch.device,
+    blanks: Mapping[fx.Node, Sequence[fx.Node]],
+    held: Mapping[str, object] = MappingProxyType({}),
+) -> Guard:
+    """Makes a guard for a call that the graph will leave out because its result is not a tensor.
+
+    `blanks`: nodes whose values do not matter, only their shapes; and an earlier value with as many rows, if any.
+    `held`: the buffers and constants that it reads.
+    `device`: where the forward was recorded. A guard makes its constants where its inputs are: values on the host can
+    be read before they travel, without waiting for a device.
+    """
+    needed = ancestors(target, facts, blanks)
+    graph = fx.Graph()
+    used = [node for node in inputs if node in needed and node not in blanks]
+    here = graph.placeholder("device")
+    new = {node: graph.placeholder(node.name) for node in used}
+
+    def of_inputs(value: Any) -> Any:
+        return here if isinstance(value, torch.device) and value == device else value
+
+    for node, fact in facts.items():
+        if node in needed and node in blanks and fact.meta is not None:
+            dtype, like = getattr(torch, fact.meta.dtype), [new[other] for other in blanks[node]]
+            new[node] = graph.call_function(_blank, (fact.meta.shape[len(like) :], dtype, here, *like))
+        elif node in needed and node not in new:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].args, new[node].kwargs = map_aggregate((new[node].args, new[node].kwargs), of_inputs)
+    args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), of_inputs)
+    graph.output(graph.create_node(target.op, target.function, args, kwargs))
+    module = fx.GraphModule(dict(held), graph, "guard")
+    return Guard(module, tuple(inputs[node] for node in used), result, source_line, device)
+
+
+def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *like: Tensor) -> Tensor:
+    """Zeros that take no memory, with as many rows as `like`."""
+    return torch.zeros((), dtype=dtype, device=device).expand(*map(len, like), *shape)
+
+
+def ancestors(
+    target: Target, facts: Mapping[fx.Node, Fact], blanks: Mapping[fx.Node, Sequence[fx.Node]]
+) -> set[fx.Node]:
+    """The nodes that the call's arguments depend on, including those that update them in place."""
+    needed: set[fx.Node] = set()
+    stack: list[fx.Node] = []
+    fx.map_arg((target.args, target.kwargs), stack.append)
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if node in blanks:
+            stack += blanks[node]
+            continue
+        stack += node.all_input_nodes
+        stack += [writer for writer, fact in facts.items() if fact.writes & facts[node].storages]
+    return needed
+
+
+def is_readable(leaf: object) -> bool:
+    """Whether an input's values count as known: integers, and masks of booleans or of 0 and -inf, that are here."""
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_meta or leaf.is_complex():
+        return False
+    if not leaf.is_floating_point():
+        return True
+    blocked = leaf.detach() == -torch.inf
+    return not leaf.requires_grad and bool(blocked.any() and (blocked | (leaf == 0)).all())
 
 
 class RandomSource(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten
-from penstock.partition.recording.facts import Fact, Pattern
+from penstock.partition.recording.recording import Fact, Pattern
 from penstock.partition.units.units import Learned, Opening
 
 LITERALS = (bool, int, float, str, type(None))

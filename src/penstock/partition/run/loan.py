@@ -51,6 +51,7 @@ class Loan:
         fakes: canonical name -> the fake, for parameters and then buffers.
         names: a fake's `id` -> its canonical name.
         originals: a fake's `id` -> the model's own tensor.
+        installed: where each fake is: the dict, its key there, the fake, and its name.
     """
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
@@ -58,7 +59,7 @@ class Loan:
         self.fakes: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
         self.originals: dict[int, Tensor] = {}
-        self._installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
+        self.installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
         by_original: dict[int, Tensor] = {}
         with mode:  # entered only once: that takes as long as making a fake
             for path, module in model.named_modules(remove_duplicate=False):
@@ -75,16 +76,10 @@ class Loan:
                     fake = by_original[id(tensor)] = fake_like(tensor, self.mode, self.device)
                     full = f"{path}.{name}" if path else name
                     self.fakes[full], self.names[id(fake)], self.originals[id(fake)] = fake, full, tensor
-                self._installed.append((slots, name, fake, f"{path}.{name}" if path else name))
+                self.installed.append((slots, name, fake, f"{path}.{name}" if path else name))
                 slots[name] = fake
         if isinstance(module, nn.RNNBase):  # it keeps a second list of its parameters
             module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-
-    def rebound(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Each parameter and buffer that the forward replaced: its name, and the new tensor."""
-        for slots, name, fake, full in self._installed:
-            if slots.get(name) is not fake:
-                yield full, slots.get(name)
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:

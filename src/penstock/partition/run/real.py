@@ -44,15 +44,23 @@ def run_for_real(
     Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
     Attributes in `taken` keep what the unit leaves there, even without a gradient.
     """
-    device, stand_ins = loan.device, _StandIns(loan)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # id of a fake -> the fake, and the real tensor that stands in for it
+
+    def real(fake: Tensor) -> Tensor:
+        if id(fake) not in made:
+            known = not isinstance(fake, FakeTensor)
+            stand_in = fake.clone() if known else _make(fake, loan.originals.get(id(fake)), loan.device)
+            made[id(fake)] = fake, stand_in
+        return made[id(fake)][1]
+
     snapshot = Snapshot(unit.module)
     with unset_fake_temporarily() as mode:
         try:
             with observer.trial():  # making up tensors writes to them
-                real_args, real_kwargs = map_tensors(stand_ins.real, (args, kwargs))
-                stand_ins.fill(unit.module)
+                real_args, real_kwargs = map_tensors(real, (args, kwargs))
+                _fill(unit.module, real)
                 given = Passed(real_args, real_kwargs)
-                stand_ins.remember()
+                before = [stand_in._version for _, stand_in in made.values()]
             result = original(unit.module, *real_args, **real_kwargs)
         except PartitionError:
             raise
@@ -64,59 +72,29 @@ def run_for_real(
         finally:
             wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
             snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in wanted or _learns(value))
-    drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
-    written = stand_ins.written(observer, seen)
-    back = _back_to_fakes(stand_ins.pairs, mode, device)
+    drew, seen = observer.take(keep=False)
+    written = set[int]()
+    for (stand_for, stand_in), version in zip(made.values(), before, strict=True):
+        if stand_in._version != version:
+            torch.autograd.graph.increment_version(stand_for)
+        if stand_in._version != version or storage_of(stand_in) in seen:  # batch norm does not count as a new version
+            written.add(observer.root(stand_for))  # the run on fakes may have given it other memory
+    back = _back_to_fakes(list(made.values()), mode, loan.device)
     left = map_tensors(back, (result, given.containers))
     for module, name, value in list(snapshot.changed()):
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             vars(module)[name] = back(value)
     Passed(args, kwargs).write_back(given.changed(), left[1])
-    return left[0], drew, written
+    return left[0], drew, frozenset(written)
 
 
-class _StandIns:
-    """Real tensors that stand in for fake ones, each made on first use."""
-
-    def __init__(self, loan: Loan) -> None:
-        self._loan = loan
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
-        self._before: dict[int, int] = {}  # id of the fake -> the real one's version
-
-    @property
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each fake and its real one."""
-        return list(self._made.values())
-
-    def real(self, fake: Tensor) -> Tensor:
-        if id(fake) not in self._made:
-            known = not isinstance(fake, FakeTensor)
-            real = fake.clone() if known else _make(fake, self._loan.originals.get(id(fake)), self._loan.device)
-            self._made[id(fake)] = fake, real
-        return self._made[id(fake)][1]
-
-    def fill(self, unit: nn.Module) -> None:
-        """Puts them in place of the unit's parameters and buffers."""
-        for module in list(unit.modules()):
-            for slots in (module._parameters, module._buffers):
-                slots.update({k: self.real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
-            if isinstance(module, nn.RNNBase):
-                module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-
-    def remember(self) -> None:
-        """Remembers the present versions, to see later what the unit wrote."""
-        self._before = {key: real._version for key, (_, real) in self._made.items()}
-
-    def written(self, observer: Observer, seen: Collection[int]) -> frozenset[int]:
-        """The memory of the fakes whose real tensors the unit wrote to. `seen`: the memory that operators wrote."""
-        written, root = set[int](), observer.root  # the run on fakes may have given it other memory
-        for key, (fake, real) in self._made.items():
-            if key in self._before and real._version != self._before[key]:
-                torch.autograd.graph.increment_version(fake)
-                written.add(root(fake))
-            elif storage_of(real) in seen:
-                written.add(root(fake))
-        return frozenset(written)
+def _fill(unit: nn.Module, real: Callable[[Tensor], Tensor]) -> None:
+    """Puts real tensors in place of the unit's parameters and buffers."""
+    for module in list(unit.modules()):
+        for slots in (module._parameters, module._buffers):
+            slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
 
 def _learns(value: Any) -> bool:

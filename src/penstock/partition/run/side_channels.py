@@ -22,10 +22,9 @@ from penstock._base.words import shortened
 from penstock.partition import source
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.state.assumptions import words_of_class
-from penstock.partition.state.carried_over import carried
 from penstock.partition.state.left_behind import EVERY, SCALARS, SMALL, Absent, Left
 from penstock.partition.state.reach import Holder, Reach, in_context, is_below
-from penstock.partition.state.remembered import Remembered
+from penstock.partition.state.remembered import Remembered, carried
 from penstock.partition.units.units import Grain, Learned, Unit
 from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
@@ -101,7 +100,8 @@ class SideChannels:
             if names := [place.name(key) for place, key, value in found if self._reads(unit, place, key, value)]:
                 self._swayed[unit.name] = shortened(names)
             result = run(args, kwargs)
-            changes = [(p, k, v) for p, then in now if p.differs(then) for k, v in p.changes() if _differs(then, k, v)]
+            every = ((p, then, k, v) for p, then in now if p.differs(then) for k, v in p.changes())
+            changes = [(p, k, v) for p, then, k, v in every if k is None or k not in then or then[k] is not v]
             self._setters |= {(id(place), key): unit.name for place, key, _ in changes}
             if not all(self._reach.belongs_to(place, unit.name) for place, *_ in changes):
                 self._writers.add(unit.name)
@@ -234,11 +234,6 @@ class SideChannels:
             texts = ", ".join(sorted(to_open)[:4])
             raise Learned(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
         return found
-
-
-def _differs(before: Any, key: Any, value: Any) -> bool:
-    """Whether an entry is another object than in a copy of the entries."""
-    return key is None or key not in before or before[key] is not value
 
 
 def _refusal(read: Foreign) -> str:

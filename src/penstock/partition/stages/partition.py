@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from penstock._base.errors import ShapeError
+from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.trees import unflatten
-from penstock.partition.chance.gate import Gate
-from penstock.partition.recording.guards import Guard
-from penstock.partition.recording.recording import Constant
-from penstock.partition.stages.stage import Stage
+from penstock._base.words import shortened
+from penstock.partition.recording.recording import Constant, Guard, Recording
+from penstock.partition.stages.stage import Gate, Stage
 from penstock.partition.state.assumptions import contents_of
 from penstock.partition.state.left_behind import Left, in_place
+from penstock.partition.units.units import has_forward
 from penstock.simulate.costs import LinkCost, StageCost
 
 Leaf = tuple[object, ...]
@@ -173,3 +173,75 @@ def _gate(stage: Stage, node: object) -> Gate | None:
         return None
     module = stage.module.get_submodule(str(node.target))
     return module if isinstance(module, Gate) else None
+
+
+def not_on_the_last(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """The parameters and updated buffers that are not on the last of several stages."""
+    last = {id(t) for t in (*stages[-1].parameters.values(), *stages[-1].buffers.values())}
+    updated = {id(stage.buffers[name]) for stage in stages for name in stage.meta.updated if name in stage.buffers}
+    every = recording.held.items() if len(stages) > 1 else ()
+    return {
+        name: tensor
+        for name, tensor in every
+        if id(tensor) not in last and (isinstance(tensor, nn.Parameter) or id(tensor) in updated)
+    }
+
+
+def origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
+    """Where the values that cross between stages, or enter or leave the model, were made."""
+    metas = [stage.meta for stage in stages]
+    names = {value.name for meta in metas for value in meta.inputs} | {v.name for meta in metas for v in meta.outputs}
+    return {node.name: _origin(recording, node) for node in recording.facts if node.name in names}
+
+
+def _origin(recording: Recording, node: fx.Node) -> Origin:
+    fact = recording.facts[node]
+    if node.target is operator.getitem:  # a part of a result was made by the call that returned it
+        made = node.args[0]
+        if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
+            fact = recording.facts[made]
+    return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
+
+
+def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Raises PartitionError if a parameter or buffer that training needs is on no stage. Names it."""
+    on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
+    lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
+    used = _used(recording, model)
+    lost += [name for name in recording.held if name in recording.touched - used and name not in lost]
+    if lost:
+        raise PartitionError(
+            f"the forward uses {shortened(lost)}, but no recorded call does, so that no stage would have "
+            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(model, lost)}"
+        )
+
+
+def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
+    around = lost[0].rpartition(".")[0]
+    while around and not (has_forward(model.get_submodule(around)) and all(n.startswith(f"{around}.") for n in lost)):
+        around = around.rpartition(".")[0]
+    if not around:  # the model's own forward uses them, and it cannot run as a whole
+        return (
+            "Give the part of the model that uses them a module of its own, with the layers that they are for in it, "
+            "and name it in leaves=[...]: it runs as a whole then"
+        )
+    return f"Pass leaves={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
+
+
+def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
+    """Notes on parameters that no stage holds because the forward does not use them."""
+    on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
+    unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
+    if not unused:
+        return ()
+    return (f"the forward does not use {shortened(unused)}: on no stage",)
+
+
+def _used(recording: Recording, model: nn.Module) -> set[str]:
+    """The parameters and buffers that any recorded call uses."""
+    canonical = {id(tensor): name for name, tensor in recording.held.items()}
+    used = {str(node.target) for node, fact in recording.facts.items() if fact.kind in ("parameter", "buffer")}
+    for name in {name for fact in recording.facts.values() for name in fact.units}:
+        unit = model.get_submodule(name)
+        used |= {canonical[id(t)] for t in (*unit.parameters(), *unit.buffers())}
+    return used

@@ -15,8 +15,7 @@ from torch import fx, nn
 
 from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, Input, Output, TensorMeta
-from penstock.partition.recording.facts import Fact
-from penstock.partition.recording.recording import Recording
+from penstock.partition.recording.recording import Fact, Recording
 from penstock.partition.state.remembered import Remembered, refuse_apart
 
 HELD = ("parameter", "buffer", "constant")
@@ -60,7 +59,8 @@ class CutRecording:
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
         self._check_held(received, run)
         self._check_views()
-        self._check_remembered(run)
+        for each in self.recording.remembered:
+            refuse_apart(each, {stage for stage, nodes in enumerate(run) if any(self.uses(n, each) for n in nodes)})
         later: list[set[fx.Node]] = [set() for _ in range(self.count)]
         for stage in range(1, self.count):
             for node in received[stage]:
@@ -231,12 +231,6 @@ class CutRecording:
                     f"{sorted(stages[storage])}: copies on several stages would differ. Update it next to where it is "
                     "used, or move the cut so that all its uses are on one stage"
                 )
-
-    def _check_remembered(self, run: Sequence[set[fx.Node]]) -> None:
-        """Refuses cuts between calls of a unit that finds in one what it has left in another."""
-        for each in self.recording.remembered:
-            stages = {stage for stage in range(self.count) if any(self.uses(node, each) for node in run[stage])}
-            refuse_apart(each, stages)
 
     def uses(self, node: fx.Node, remembered: Remembered) -> bool:
         """Whether a node calls the unit that something carries over in."""

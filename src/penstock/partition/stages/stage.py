@@ -15,10 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from penstock._base.stages import StageMeta
-from penstock.partition.chance.gate import Gate
-from penstock.partition.recording.calls import enter_autocast, leave_autocast
-from penstock.partition.recording.facts import Branch, Fact, Modes
-from penstock.partition.recording.recording import RandomSource
+from penstock.partition.recording.recording import Branch, Fact, Modes, RandomSource
 from penstock.partition.recording.result_checks import check_returned
 from penstock.partition.stages.split import CutRecording, StagePlan
 from penstock.partition.state.remembered import Remembered
@@ -123,6 +120,47 @@ class Stage:
                 owner, _, field = name.rpartition(".")
                 module.get_submodule(owner)._buffers[field] = tensor.to(device)
         return replace(self, module=module, device=device)
+
+
+class Gate(nn.Module):
+    """A branch of a recorded forward.
+
+    Args:
+        inside: what runs; returns the tuple of the branch's outputs.
+        outputs: how many there are.
+        runs_if: the decision for which it runs.
+        calls: how often it calls each drawing module, so that later calls draw the same whether it ran or not.
+
+    Attributes:
+        has_run: whether it ran when it was last called.
+    """
+
+    def __init__(
+        self, inside: fx.GraphModule, outputs: int, runs_if: bool, streams: RandomSource, calls: Mapping[str, int]
+    ) -> None:
+        super().__init__()
+        self.inside = inside
+        self.outputs, self.runs_if = outputs, runs_if
+        self.streams, self.calls = streams, dict(calls)
+        self.has_run = True
+
+    def forward(self, decision: Any, *values: Any) -> tuple[Tensor, ...]:
+        """Runs the branch or skips it. `values`: what to pass on for each output if skipped, then what it needs."""
+        self.has_run = bool(decision) == self.runs_if
+        if self.has_run:
+            outputs: tuple[Tensor, ...] = self.inside(*values[self.outputs :])
+            return outputs
+        self.streams.pass_by(self.calls)
+        return values[: self.outputs]
+
+    def with_inside(self, inside: fx.GraphModule) -> Gate:
+        """The same around other code."""
+        return Gate(inside, self.outputs, self.runs_if, self.streams, self.calls)
+
+
+def gates_of(module: nn.Module) -> list[Gate]:
+    """The gates in a stage's code."""
+    return [part for part in module.modules() if isinstance(part, Gate)]
 
 
 def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModule:
@@ -276,3 +314,14 @@ def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tupl
         arguments = (device, dtype, enabled) if caches else (device, dtype, enabled, caches)
         context = graph.call_function(enter_autocast, arguments)
         yield leave_autocast, (context,)
+
+
+def enter_autocast(device: torch.device, dtype: torch.dtype, enabled: bool, caches: bool = True) -> torch.autocast:
+    """Turns autocast on or off for the device's type. Pass the result to `leave_autocast`."""
+    context = torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=caches)
+    context.__enter__()  # type: ignore[no-untyped-call]
+    return context
+
+
+def leave_autocast(context: torch.autocast) -> None:
+    context.__exit__(None, None, None)

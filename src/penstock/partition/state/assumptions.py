@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.trees import fields
-from penstock.partition.state.library import OF_TORCH, functions_of, package_of
+from penstock.partition.source import OF_TORCH, functions_of, package_of
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4

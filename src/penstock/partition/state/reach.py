@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock._base.closures import contents
-from penstock.partition.state.library import OF_TORCH, is_library, package_of
+from penstock.partition.source import OF_TORCH, is_library, package_of
 from penstock.partition.values.objects import CONSTANTS, hides_tensors
 
 LARGEST = 1000

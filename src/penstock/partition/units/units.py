@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any
@@ -68,6 +68,9 @@ class Grain:
     taken: frozenset[str] = frozenset()
     functions: frozenset[FunctionType] = frozenset()
 
+    def __or__(self, other: Grain) -> Grain:
+        return Grain(*(getattr(self, each.name) | getattr(other, each.name) for each in fields(self)))
+
 
 NO_GRAIN = Grain()
 
@@ -79,31 +82,25 @@ class Learned(BaseException):
 
     Args:
         refusal: what to say if that is impossible.
-        opened, whole: their names.
-        exposed: a class whose modules' results are used outside the units that they are in.
-        function: a function that can only be recorded as one call.
+        needed: whether the model is then refused; otherwise it is recorded with the opened modules shut.
         stays: the name of a module that was opened for balance, but cannot be recorded call by call; empty for all.
-        needed: whether the model is then refused; otherwise it is recorded with these modules shut.
         unknown: the numbers of all calls on this path whose results must count as unknown, since unknown values are
             written into them later; negative ones are inputs.
+        more: what to add to the `Grain`.
     """
 
     def __init__(
         self,
         refusal: str = "",
-        opened: Iterable[str] = (),
-        whole: Iterable[str] = (),
         *,
-        exposed: type[nn.Module] | None = None,
-        function: FunctionType | None = None,
-        stays: str | None = None,
         needed: bool = True,
+        stays: str | None = None,
         unknown: frozenset[int] | None = None,
+        **more: Iterable[Any],
     ) -> None:
         super().__init__(refusal)
-        self.refusal, self.exposed, self.function, self.stays, self.needed = refusal, exposed, function, stays, needed
-        self.unknown = unknown
-        self.opened, self.whole = frozenset(opened), frozenset(whole)
+        self.refusal, self.needed, self.stays, self.unknown = refusal, needed, stays, unknown
+        self.more = Grain(**{name: frozenset(added) for name, added in more.items()})
 
 
 def find_units(
@@ -132,7 +129,8 @@ def find_units(
             seen.add(id(child))
             of_torch = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             whole = (in_block or container or of_torch) and not _is_opened(child, parent)
-            opened = id(child) in opens or name in grain.opened or _encloses(child, grain.exposed)
+            opened = id(child) in opens or name in grain.opened
+            opened |= any(type(inner) in grain.exposed for inner in child.modules() if inner is not child)
             if id(child) in named or (whole and not opened):
                 units[id(child)] = Unit(name, child, block=container)
             else:
@@ -142,10 +140,6 @@ def find_units(
     return units
 
 
-def _encloses(module: nn.Module, kinds: Collection[type[nn.Module]]) -> bool:
-    return any(type(inner) in kinds for inner in module.modules() if inner is not module)
-
-
 def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
     """Whether to open a child that would otherwise be a unit, because it only wraps repeated blocks."""
     if not has_forward(child):
@@ -153,7 +147,9 @@ def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
     if isinstance(child, nn.Sequential):
         return not isinstance(parent, (nn.ModuleList, Chain))
     alone = sum(type(sibling) is type(child) for sibling in parent.children()) == 1
-    return isinstance(parent, (nn.Sequential, nn.ModuleDict)) and alone and _has_repeated_blocks(child)
+    if not (isinstance(parent, (nn.Sequential, nn.ModuleDict)) and alone):
+        return False
+    return any(repeats(inner) for inner in child.modules() if not isinstance(inner, nn.ModuleDict))
 
 
 def refuse_compiled(model: nn.Module) -> None:
@@ -183,10 +179,6 @@ def has_forward(module: nn.Module) -> bool:
         return True
     held = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be read from its class
     return next((names["forward"] for names in held if "forward" in names), None) is not nn.Module.forward
-
-
-def _has_repeated_blocks(module: nn.Module) -> bool:
-    return any(repeats(inner) for inner in module.modules() if not isinstance(inner, nn.ModuleDict))
 
 
 def repeats(module: nn.Module) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import median
@@ -17,9 +16,8 @@ from penstock.plan.explain.factors import PLACE
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
-from penstock.simulate.computations import COMPUTE, Columns, Floats, column
-from penstock.simulate.simulator import timed_columns
-from penstock.simulate.work import CostColumns
+from penstock.simulate.computations import COMPUTE, Columns, Floats, Ints, column
+from penstock.simulate.simulator import CostColumns, timed_columns
 from penstock.trace.around import PIPELINE, Around, around, done
 from penstock.trace.measured import Replica, Step
 
@@ -52,6 +50,14 @@ class Case:
     def work_seconds(self) -> float:
         """What all actions take in sum."""
         return float(np.nansum(self.seconds))
+
+    @property
+    def busiest_seconds(self) -> float:
+        """What all actions of one rank take in sum, of that with most."""
+        by_stage = np.nansum(self.seconds, axis=(1, 3))  # [R, S]
+        placements = (schedule.placement.by_rank for schedule in self.schedules)
+        pairs = zip(by_stage, placements, strict=True)
+        return max(float(own[list(stages)].sum()) for own, ranks in pairs for stages in ranks)
 
     def with_seconds(self, seconds: Floats) -> Case:
         return replace(self, seconds=seconds)
@@ -206,24 +212,44 @@ def _costs(seconds: Floats, host: Floats) -> CostColumns:
 
 def case_of(step: Step, seconds: Floats) -> Case:
     """The replay of a step: its own order and durations, with the typical time between actions and of messages."""
-    gaps = [_Gaps.of(replica) for replica in step.replicas]
-    usual = median(flights) if (flights := [value for one in gaps for *_, value in one.flights()]) else 0.0
-    stages = step.replicas[0].schedule.stages
-    host = _host([entry for one in gaps for entry in one.host(usual)], stages)
-    by_pair: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for one in gaps:
-        for source, target, op, stage, flight in one.flights():
-            by_pair[source, target].append(max(0.0, flight - float(host[op, stage])))
-    every = [value for values in by_pair.values() for value in values]
-    latency = {pair: median(values if len(values) >= _FEW else every) for pair, values in by_pair.items()}
-    return Case(
-        tuple(one.schedule for one in step.replicas),
-        tuple(one.begin_seconds for one in step.replicas),
-        seconds,
-        host,
-        latency,
-        around_of(step),
-    )
+    columns = zip(*map(_gaps, step.replicas), strict=True)
+    source, target, maker, made, op, stage, before, starts = [np.concatenate(one) for one in columns]
+    waited = (source >= 0) & ~(before > made)  # for a message: what tells how long it took
+    usual = float(np.median(starts[waited] - made[waited])) if waited.any() else 0.0
+    free = before >= np.where(np.isnan(made), -np.inf, made + usual)  # waited for nobody
+    lost = np.maximum(0.0, starts[free] - before[free])
+    host = _host(op[free], stage[free], lost, step.replicas[0].schedule.stages)
+    pairs = np.stack([source, target], axis=1)[waited]
+    took = np.maximum(0.0, (starts - made)[waited] - host.ravel()[maker[waited]])
+    latency = {}
+    for one, two in np.unique(pairs, axis=0).tolist():
+        own = took[(pairs == (one, two)).all(axis=1)]
+        latency[one, two] = float(np.median(own if len(own) >= _FEW else took))
+    schedules = tuple(one.schedule for one in step.replicas)
+    begins = tuple(one.begin_seconds for one in step.replicas)
+    return Case(schedules, begins, seconds, host, latency, around_of(step))
+
+
+def _gaps(replica: Replica) -> tuple[NDArray[Any], ...]:
+    """For each action: the rank from which it needs something (-1: none) and its own; where in [O, S] that was made,
+    and when; the op and stage that its rank ran before, and their end; and its own start."""
+    columns = Columns.of(replica.schedule)
+    starts, ends = times_of(replica.timeline)
+    need, rank, op, stage = columns.need, columns.rank, PLACE[columns.op], columns.stage
+    source, made = np.where(need >= 0, rank[need], -1), np.where(need >= 0, ends[need], np.nan)
+    maker = op[need] * replica.schedule.stages + stage[need]
+    return source, rank, maker, made, np.roll(op, 1), np.roll(stage, 1), columns.before(ends), starts
+
+
+def _host(op: Ints, stage: Ints, lost: Floats, stages: int) -> Floats:
+    """The median of what follows each op on each stage; of the op on any stage, or of any op, where there is none."""
+    found = np.zeros((len(COMPUTE), stages))
+    for row in range(len(COMPUTE)):
+        of_op, on = lost[op == row], stage[op == row]
+        for place in range(stages):
+            samples = next((one for one in (of_op[on == place], of_op, lost) if len(one)), np.zeros(1))
+            found[row, place] = np.median(samples)
+    return found
 
 
 def case_of_traced(schedule: Schedule, given: Around) -> Case:
@@ -247,61 +273,3 @@ def times_of(timeline: Timeline) -> tuple[Floats, Floats]:
     """Starts and ends of all computations."""
     tracks = timeline.tracks
     return np.concatenate([column(one.start) for one in tracks]), np.concatenate([column(one.end) for one in tracks])
-
-
-def _host(samples: Sequence[tuple[int, int, float]], stages: int) -> Floats:
-    """The median of what follows each op on each stage; of the op on any stage, or of any op, where there is none."""
-    by_stage: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    by_op: defaultdict[int, list[float]] = defaultdict(list)
-    for op, stage, seconds in samples:
-        by_stage[op, stage].append(seconds)
-        by_op[op].append(seconds)
-    every = [seconds for *_, seconds in samples] or [0.0]
-    return np.array(
-        [
-            [median(by_stage.get((op, stage)) or by_op.get(op) or every) for stage in range(stages)]
-            for op in range(len(COMPUTE))
-        ]
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Gaps:
-    """Between what an action needs, what its rank did before, and its start: one entry for each action.
-
-    Attributes:
-        ready: when what it needs from another rank was made; NaN if it needs nothing.
-        before: when its rank's previous action ended; NaN for the first.
-    """
-
-    columns: Columns
-    starts: Floats
-    ready: Floats
-    before: Floats
-
-    @classmethod
-    def of(cls, replica: Replica) -> _Gaps:
-        columns = Columns.of(replica.schedule)
-        starts, ends = times_of(replica.timeline)
-        ready = np.where(columns.need >= 0, ends[columns.need], np.nan)
-        return cls(columns, starts, ready, columns.before(ends))
-
-    def flights(self) -> Iterator[tuple[int, int, int, int, float]]:
-        """For each message that was waited for: source and target rank, op and stage that made it, and its seconds."""
-        rank, stage, made = self.columns.rank, self.columns.stage, self.columns.op
-        waited = np.flatnonzero((self.columns.need >= 0) & ~(self.before > self.ready))
-        for node in waited.tolist():
-            need = int(self.columns.need[node])
-            op = int(PLACE[made[need]])
-            yield int(rank[need]), int(rank[node]), op, int(stage[need]), float(self.starts[node] - self.ready[node])
-
-    def host(self, flight: float) -> Iterator[tuple[int, int, float]]:
-        """For each action that waited for nobody: op and stage of the one before, and the seconds between."""
-        stage = self.columns.stage
-        arrived = np.where(np.isnan(self.ready), -np.inf, self.ready + flight)
-        for node in np.flatnonzero(self.before >= arrived).tolist():
-            yield (
-                int(PLACE[self.columns.op[node - 1]]),
-                int(stage[node - 1]),
-                max(0.0, float(self.starts[node] - self.before[node])),
-            )

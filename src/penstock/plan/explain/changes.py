@@ -45,14 +45,29 @@ class Trial:
     shared: bool = False
 
     @classmethod
-    def of(cls, step: Step, predicted: Predicted | None = None, *, shared: bool = False) -> Trial:
-        """The step as it was."""
+    def of(
+        cls,
+        step: Step,
+        predicted: Predicted | None = None,
+        *,
+        shared: bool = False,
+        rolled: int = 0,
+        usual: bool = False,
+    ) -> Trial:
+        """The step as it was. `rolled`: as if its microbatches had come so many places later; `usual`: as if none of
+        its actions had been slow or fast by itself."""
         factors = factors_of(step.replicas)
-        return cls(step, factors, case_of(step, factors.seconds), predicted, shared)
+        seconds = np.roll(factors.by_microbatch if usual else factors.seconds, rolled, axis=3)
+        factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
+        return cls(step, factors, case_of(step, seconds), predicted, shared)
 
     @property
     def slowest(self) -> Replica:
         return self.step.slowest
+
+    def of_replica(self, place: int) -> str:
+        """Which replica it is, in words, if there are several."""
+        return f" of replica {self.step.replicas[place].number}" if len(self.step.replicas) > 1 else ""
 
     def gains(self, change: Change) -> tuple[float, ...]:
         """What a change brings, as shares of the step: as usual, and at the ends of what it assumes. One of these is,
@@ -71,13 +86,16 @@ class Trial:
 
     def tried(self, change: Change, error: float, elsewhere: Sequence[float] = ()) -> Change:
         """What is claimed of a change: that it brings what it usually does, as wrong as the replay, what is assumed,
-        and what it brings in other steps; or, of what nobody measured, at most what it can bring."""
+        and what it brings in other steps; or, of what nobody measured, or what is assumed leaves little certain of, at
+        most what it can bring: no step is shorter than the work of its busiest rank."""
         gains, measured = self.gains(change), change.measured and not self.shared
-        gain, width = (
-            (gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere)))
-            if measured
-            else (min(1.0, max((*gains, *elsewhere)) + error), 0.0)  # a step takes some time, whatever is assumed
-        )
+        gain, width = gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere))
+        if measured and len(change.cases) > 1 and width > (1 - _LEAST_SHARE) * abs(gain):
+            change, measured = change.assuming(change.cases, "little of it is certain", measured=False), False
+        if not measured:
+            least = min(case.busiest_seconds for case in change.cases)
+            most = 1 - least / self.step.seconds if self.step.seconds else 1.0
+            gain, width = min(most, max((*gains, *elsewhere)) + error), 0.0
         seconds = self.step.seconds * (1 - gain)
         return replace(change, step_seconds=seconds, gain=gain, error=width, measured=measured)
 
@@ -94,11 +112,34 @@ class Trial:
     @property
     def excess(self) -> Floats:
         """What actions that are slow by themselves take beyond what is usual, in seconds; 0 for all others."""
-        return np.asarray(np.nan_to_num(self.factors.seconds) * (1 - 1 / _own(self)))
+        return np.asarray(np.nan_to_num(self.factors.seconds) * (1 - 1 / self.own))
+
+    @property
+    def own(self) -> Floats:
+        """By how much each action that is slow by itself is slower than is usual; 1 for all others."""
+        own = np.nan_to_num(self.factors.own, nan=1.0)
+        return np.where(own >= _OWN, own, 1.0)
 
     def scaled(self, case: Case, scale: Floats) -> Case:
         """What work usually takes so many times as long. An action's excess has other causes, and so stays."""
         return case.with_seconds((case.seconds - self.excess) * scale + self.excess)
+
+    def moved(self, case: Case, totals: Floats, before: Floats) -> Case:
+        """Each stage takes as much of one total as it took of the other, each op its share of that."""
+        scale = np.where(before > 0, totals / np.where(before > 0, before, 1.0), 1.0)
+        return self.scaled(case, scale[None, None, :, None])
+
+    def even(self, case: Case) -> Case:
+        """All stages as long as their mean."""
+        return self.moved(case, np.full_like(self.totals, self.totals.mean()), self.totals)
+
+    def equal(self, case: Case) -> Case:
+        """All microbatches alike."""
+        return self.scaled(case, 1 / self.factors.microbatch[:, None, None, :])
+
+    def usual(self, case: Case) -> Case:
+        """No action slow by itself."""
+        return case.with_seconds(case.seconds - self.excess)
 
 
 def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
@@ -106,7 +147,7 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
 
     A gain counts as far as every one of the steps shows it, and the replay's error leaves it: what may be nothing is no
     advice. What nobody measured, or what assumptions leave little of, is advice only if it usually brings something,
-    and comes after what is certain.
+    and comes after what is certain, last if it may be a loss.
 
     Args:
         trials: the step that is explained, and others of its run.
@@ -126,19 +167,17 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
             if key in wanted
         ]
         change, usual = first.tried(one, error, elsewhere), first.expected_gain(one)
-        if change.certain < _LEAST_SHARE * change.gain and len(one.cases) > 1:
-            change = first.tried(one.assuming(one.cases, "little of it is certain", measured=False), error, elsewhere)
         least = max(LEAST_GAIN, error, 0.0 if change.measured else _LEAST_SHARE * (change.gain - error))
         if (change.certain >= LEAST_GAIN or not change.measured) and usual >= least:
-            found.append((not change.measured, -change.certain, -usual, change))
-    found.sort(key=lambda entry: entry[:3])
-    best = [change for *_, change in found]
-    return tuple(change for place, change in enumerate(best) if not _beaten(change, best[:place]))
-
-
-def _beaten(change: Change, before: Sequence[Change]) -> bool:
-    """Whether another schedule, which needs no more memory, comes before this one."""
-    return change.kind == "schedule" and any(one.kind == "schedule" and change.memory >= one.memory for one in before)
+            loses = min(first.gains(one)) - error < 0
+            found.append((not change.measured, not change.measured and loses, -change.certain, -usual, change))
+    found.sort(key=lambda entry: entry[:4])
+    best: list[Change] = []
+    for *_, change in found:  # of schedules, one that needs no more memory than those before
+        before = (one.memory for one in best if one.kind == "schedule")
+        if change.kind != "schedule" or all(change.memory < memory for memory in before):
+            best.append(change)
+    return tuple(best)
 
 
 def _changes(trial: Trial) -> Iterator[Change]:
@@ -162,7 +201,7 @@ def _cut(trial: Trial) -> Iterator[Change]:
     if known is None or not known.units or known.unlikely(list(totals)):
         needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
         note = _doubted(trial, f"if stages were even; {needed} which cuts there are")
-        yield Change("cut", f"{is_so}: move work off it", (_even(trial, trial.replay),), note, measured=False)
+        yield Change("cut", f"{is_so}: move work off it", (trial.even(trial.replay),), note, measured=False)
         return
     starts, *ends = known.recut([float(total) for total in totals])
     moves = [
@@ -171,7 +210,7 @@ def _cut(trial: Trial) -> Iterator[Change]:
         if old != new_one
     ]
     if moves:
-        cases = tuple(trial.scaled(trial.replay, (np.array(new) / totals)[None, None, :, None]) for new in ends)
+        cases = tuple(trial.moved(trial.replay, np.array(new), totals) for new in ends)
         note = _doubted(trial, "units as profiled, scaled to what was measured")
         yield Change("cut", f"{is_so}: {'; '.join(moves)}", cases, note)
 
@@ -180,13 +219,6 @@ def _doubted(trial: Trial, note: str) -> str:
     """A note that says if a single interruption explains as much: each op of a stage ran once."""
     once = trial.slowest.schedule.microbatches == 1
     return "; ".join(filter(None, [note, "of one microbatch, a single interruption looks the same" if once else ""]))
-
-
-def _even(trial: Trial, case: Case) -> Case:
-    """All stages as long as their mean, each op's share of its stage as it is."""
-    totals = trial.totals
-    scale = np.where(totals > 0, totals.mean() / np.where(totals > 0, totals, 1.0), 1.0)
-    return trial.scaled(case, scale[None, None, :, None])
 
 
 def _ranks(trial: Trial) -> Iterator[Change]:
@@ -210,43 +242,28 @@ def _microbatches(trial: Trial) -> Iterator[Change]:
     if factor.max() == 1.0:
         return
     place, microbatch = np.unravel_index(int(np.argmax(factor)), factor.shape)
-    of = f" of replica {trial.step.replicas[int(place)].number}" if len(trial.step.replicas) > 1 else ""
+    of = trial.of_replica(int(place))
     text = (
         f"microbatches are unequal (microbatch {microbatch}{of} takes {factor.max():.2f} times the mean): give each as "
         "much work, such as sequences of the same length in sum"
     )
-    yield Change("microbatches", text, (_equal(trial, trial.replay),), _SAME_WORK)
-
-
-def _equal(trial: Trial, case: Case) -> Case:
-    return trial.scaled(case, 1 / trial.factors.microbatch[:, None, None, :])
+    yield Change("microbatches", text, (trial.equal(trial.replay),), _SAME_WORK)
 
 
 def _actions(trial: Trial) -> Iterator[Change]:
-    own = _own(trial)
+    own = trial.own
     slow = own > 1.0
     if not slow.any():
         return
     excess = trial.excess
     place, op, stage, microbatch = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
-    of = f" of replica {trial.step.replicas[place].number}" if len(trial.step.replicas) > 1 else ""
-    name = f"{stage}{COMPUTE[op].value}{microbatch}"
+    name = f"{stage}{COMPUTE[op].value}{microbatch}{trial.of_replica(place)}"
     text = (
-        f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name}{of} most "
+        f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name} most "
         f"({own[place, op, stage, microbatch]:.1f}x): look for what else ran then"
     )
     note = "none slower than is usual there"
-    yield Change("actions", text, (_usual(trial, trial.replay),), note, measured=False)
-
-
-def _usual(trial: Trial, case: Case) -> Case:
-    return case.with_seconds(case.seconds - trial.excess)
-
-
-def _own(trial: Trial) -> Floats:
-    """By how much each action that is slow by itself is slower than is usual; 1 for all others."""
-    own = np.nan_to_num(trial.factors.own, nan=1.0)
-    return np.where(own >= _OWN, own, 1.0)
+    yield Change("actions", text, (trial.usual(trial.replay),), note, measured=False)
 
 
 # -- what if ----------------------------------------------------------------------------------------------------------
@@ -286,7 +303,7 @@ def _changed(trial: Trial, change: Change, name: str, value: str) -> Change:
             found = another(case, value, slow, trial.price)
             return change.assuming(found.cases, found.note, measured=found.measured)
         case "cut", "even":
-            made, measured = _even(trial, case), False
+            made, measured = trial.even(case), False
         case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < placement.depth:
             made, note = _recut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
         case "stragglers", "none":
@@ -297,16 +314,22 @@ def _changed(trial: Trial, change: Change, name: str, value: str) -> Change:
             of_rank[:, :, stages] = slow[:, :, stages]
             made = trial.scaled(case, 1 / of_rank[..., None])
         case "microbatches", "equal":
-            made, note = _equal(trial, case), _SAME_WORK
+            made, note = trial.equal(case), _SAME_WORK
         case "actions", "usual":
-            made, measured = _usual(trial, case), False
+            made, measured = trial.usual(case), False
         case "link", _ if _is_factor(value):
             made, measured = case.with_links(float(value)), False
         case "host", "none":
             made, measured = case.without_host(), False
         case _:
+            forms = {
+                "cut": f"cut=even, or cut=2:0.1 with a stage of 1 to {placement.depth - 1} and a share of -1 to 1",
+                "rank": f"a rank of 0 to {placement.ranks - 1}",
+                "link": "how many times the transfer, 0 or more",
+            }
             size = f"this step has {counted(placement.depth, 'stage')} on {counted(placement.ranks, 'rank')}"
-            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}; {size}")
+            expected = f"{forms[name]}; {size}" if value and name in forms else WHAT_IFS
+            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {expected}")
     return change.assuming((made,), note, measured=measured)
 
 
@@ -323,8 +346,7 @@ def _recut(trial: Trial, case: Case, stage: int, share: float) -> Case:
         amount = share * totals[upper if share > 0 else upper - 1]
         moved[upper - 1] += amount
         moved[upper] -= amount
-    scale = np.where(totals > 0, moved / np.where(totals > 0, totals, 1.0), 1.0)
-    return trial.scaled(case, scale[None, None, :, None])
+    return trial.moved(case, moved, totals)
 
 
 def _is_factor(text: str) -> bool:

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain.case import Case, Change, case_of
+from penstock.plan.explain.case import Change, case_of
 from penstock.plan.explain.changes import LEAST_GAIN, Trial, suggestions, what_if
-from penstock.plan.explain.factors import factors_of, seconds_of
+from penstock.plan.explain.factors import seconds_of
 from penstock.plan.explain.predicted import Predicted
 from penstock.plan.explain.schedules import MAX_ACTIONS
 from penstock.plan.explain.stragglers import Slowdowns, StepSummary, in_words, slowdowns_of, summaries
@@ -124,7 +122,14 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        slowest = self.step.slowest
+        slowest, bubble = self.step.slowest, None if self.bubble is None else asdict(self.bubble)
+        if self.bubble is not None and bubble is not None:
+            culprit = self.bubble.culprit
+            bubble |= {"before": str(self.bubble.before), "culprit": None if culprit is None else str(culprit)}
+        each = [asdict(replace(one, slowest=None)) for one in self.steps]
+        for one, slow in zip(each, (one.slowest for one in self.steps), strict=True):
+            if slow is not None:
+                one["slowest"] = {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
         schedule = slowest.schedule
         return {
             "schedule": schedule.name,
@@ -145,27 +150,16 @@ class Explanation:
             "added_seconds": dict(self.where.added_seconds),
             "slowest_replica": slowest.number,
             "by_rank": [asdict(one) for one in self.where.ranks],
-            "largest_bubble": None if self.bubble is None else _bubble(self.bubble),
+            "largest_bubble": bubble,
             "changes": [one.to_dict() for one in self.advice],
             "what_ifs": [one.to_dict() for one in self.what_ifs],
             "whole_replay_error": self.whole_error,
             "slowdowns": None if self.slowdowns is None else asdict(self.slowdowns),
             "steps_in_words": list(in_words(self.steps)),
-            "each_step": [_step(one) for one in self.steps],
+            "each_step": each,
             "nothing": "" if self.advice else self.nothing,
             "notes": list(self.run.notes),
         }
-
-
-def _step(one: StepSummary) -> dict[str, Any]:
-    slow = one.slowest
-    who = None if slow is None else {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
-    return asdict(replace(one, slowest=None)) | {"slowest": who}
-
-
-def _bubble(bubble: Bubble) -> dict[str, Any]:
-    culprit = None if bubble.culprit is None else str(bubble.culprit)
-    return asdict(bubble) | {"before": str(bubble.before), "culprit": culprit}
 
 
 def explain(
@@ -187,124 +181,84 @@ def explain(
         ArgumentError: the trace has no complete step (says what is missing), not this one, or a what-if is unknown.
     """
     run = run_of(recording) if isinstance(recording, Recording) else recording
-    chosen = _chosen(run, step)
+    chosen = run.typical if step is None else next((one for one in run.steps if one.number == step), None)
+    if chosen is None:
+        known = ", ".join(str(one.number) for one in run.steps)
+        raise ArgumentError(f"step={step}: the trace has complete steps {known}")
     if predicted is not None and len(predicted.stage_seconds) != chosen.slowest.schedule.placement.depth:
         raise ArgumentError(
             f"the prediction is for {len(predicted.stage_seconds)} stages, and the run has "
             f"{chosen.slowest.schedule.placement.depth}"
         )
-    trial = _trial(run, chosen, predicted)
-    factors, replay = trial.factors, trial.replay
-    place = chosen.replicas.index(chosen.slowest)
-    even = factors.even[place]
-    even_timeline = replay.free.timeline(chosen.slowest.schedule, even)
+    trial = Trial.of(chosen, predicted)
+    factors, replay, slowest = trial.factors, trial.replay, chosen.slowest
+    # Whether no two ranks compute at once, though their order would let them.
+    in_turns = chosen.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * chosen.pipeline_seconds
+    trial = replace(trial, shared=in_turns if run.crowded is None else run.crowded)
+    even = replay.free.timeline(slowest.schedule, factors.even[chosen.replicas.index(slowest)])
     planned = None if predicted is None else predicted.timeline(replay.schedules[0])
     ahead = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
-    like = _like(run, chosen)
-    worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
+    alike = [one for one in run.steps if one is not chosen and one.slowest.schedule == slowest.schedule]
+    like = sorted(alike, key=lambda one: abs(one.seconds - chosen.seconds))[: _STEPS - 1]
+    worst = 0.0
+    for one in (chosen, *like):
+        pairs = zip(case_of(one, seconds_of(one.replicas)).spans, one.replicas, strict=True)
+        worst = max([worst, *(abs(span - own.span_seconds) / one.seconds for span, own in pairs if one.seconds)])
     outside = 0.0 if replay.around is None else abs(replay.step_seconds - chosen.seconds) / chosen.seconds
     error = max(abs(replay_error), worst, outside)
-    notes = [*run.notes]
-    if predicted is not None and ahead is not None:
-        notes = [*_doubts(predicted, trial, ahead), *notes]
-    if run.crowded:
-        notes.insert(0, _CROWDED)
-    elif trial.shared:
-        notes.insert(0, _TURNS)
-    if chosen.unknown:
-        notes.append(_UNKNOWN.format(chosen.unknown[0]))
-    run = replace(run, notes=tuple(notes))
+    shared = _CROWDED if run.crowded else _TURNS if trial.shared else ""
+    doubts = [] if predicted is None or ahead is None else _doubts(predicted, trial, ahead)
+    unknown = _UNKNOWN.format(chosen.unknown[0]) if chosen.unknown else ""
     return Explanation(
-        run,
+        replace(run, notes=tuple(filter(None, [shared, *doubts, *run.notes, unknown]))),
         chosen,
         replay_error,
         worst,
         _stages(trial),
         ahead,
         where_of(chosen, factors, replay),
-        bubble_of(chosen.slowest, even_timeline),
-        suggestions([trial, *_others(run, trial, like)], error),
+        bubble_of(slowest, even),
+        suggestions([trial, *_others(trial, like)], error),
         tuple(what_if(trial, text, error) for text in what_ifs),
         outside,
         slowdowns_of(run, chosen),
         summaries(run),
-        even_timeline,
+        even,
         planned,
     )
 
 
-def _trial(run: Run, step: Step, predicted: Predicted | None, rolled: int = 0, *, usual: bool = False) -> Trial:
-    """A step to try changes on; `rolled`: as if its microbatches had come so many places later; `usual`: as if none of
-    its actions had been slow or fast by itself."""
-    factors = factors_of(step.replicas)
-    seconds = np.roll(factors.by_microbatch if usual else factors.seconds, rolled, axis=3)
-    factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
-    replay = case_of(step, seconds)
-    shared = _in_turns(step, replay) if run.crowded is None else run.crowded
-    return Trial(step, factors, replay, predicted, shared)
-
-
-def _in_turns(step: Step, replay: Case) -> bool:
-    """Whether no two ranks compute at once, though their order would let them."""
-    return step.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * step.pipeline_seconds
-
-
-def _like(run: Run, step: Step) -> list[Step]:
-    """The other steps that took most nearly as long."""
-    alike = [one for one in run.steps if one is not step and one.slowest.schedule == step.slowest.schedule]
-    return sorted(alike, key=lambda one: abs(one.seconds - step.seconds))[: _STEPS - 1]
-
-
-def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
+def _others(trial: Trial, like: Sequence[Step]) -> list[Trial]:
     """The step without what is an action's own, the steps like it, or if there are none its own microbatches in other
     orders: what a change brings there, too, is certain."""
-    step, schedule = trial.step, trial.slowest.schedule
+    step, schedule, predicted = trial.step, trial.slowest.schedule, trial.predicted
     if sum(map(len, schedule.rows)) * len(step.replicas) > MAX_ACTIONS // _STEPS:
         return []
-    rolls = [schedule.microbatches * part // _STEPS for part in range(1, 1 if like else _STEPS)]
+    rolls = [] if like else [schedule.microbatches * part // _STEPS for part in range(1, _STEPS)]
     return [
-        _trial(run, step, trial.predicted, usual=True),
-        *(_trial(run, one, trial.predicted) for one in like),
-        *(_trial(run, step, trial.predicted, rolled) for rolled in rolls),
+        Trial.of(step, predicted, usual=True),
+        *(Trial.of(one, predicted) for one in like),
+        *(Trial.of(step, predicted, rolled=rolled) for rolled in rolls),
     ]
 
 
 def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
     """How far off the prediction is, or why it is not of this run: what is said first."""
-    measured, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
-    if seconds and measured and abs(seconds / measured - 1) >= _FAR:
+    took, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
+    if seconds and took and abs(seconds / took - 1) >= _FAR:
         why = "" if found else ": it was made with other threads, rows or devices, or other work ran on the machine"
-        found.insert(0, f"the pipeline took {measured / seconds:.2f} times what was predicted{why}")
-    return [*found, _guess(predicted, trial)] if predicted.guessed else found
-
-
-def _guess(predicted: Predicted, trial: Trial) -> str:
-    """What was taken for the run's cuts, and whether that can be."""
+        found.insert(0, f"the pipeline took {took / seconds:.2f} times what was predicted{why}")
+    if not predicted.guessed:
+        return found
     names = ", ".join(predicted.units[start].name for start in predicted.starts[1:])
-    taken = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
+    guess = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
     measured = [float(total) for total in trial.totals]
-    if not predicted.unlikely(measured):
-        return taken
-    ratios = [took / was for took, was in zip(measured, predicted.stage_seconds, strict=False) if was]
-    wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
-    return f"{taken}. They were probably others: stages take {wrong}, so the prediction below is not of this run"
-
-
-def _chosen(run: Run, number: int | None) -> Step:
-    if number is None:
-        return run.typical
-    for step in run.steps:
-        if step.number == number:
-            return step
-    known = ", ".join(str(step.number) for step in run.steps)
-    raise ArgumentError(f"step={number}: the trace has complete steps {known}")
-
-
-def _worst_error(step: Step, replay: Case) -> float:
-    """Of any replica, as a share of the step."""
-    pairs = zip(replay.spans, step.replicas, strict=True)
-    return max(abs(span - one.span_seconds) / step.seconds for span, one in pairs) if step.seconds else 0.0
+    if predicted.unlikely(measured):
+        ratios = [real / was for real, was in zip(measured, predicted.stage_seconds, strict=False) if was]
+        wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
+        guess += f". They were probably others: stages take {wrong}, so the prediction below is not of this run"
+    return [*found, guess]
 
 
 def _stages(trial: Trial) -> tuple[StageTime, ...]:

@@ -19,6 +19,7 @@ from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
 from penstock.simulate.computations import Floats
 
 _LEAST = 1e-12
+_TIMES = "forward_seconds", "input_gradient_seconds", "weight_gradient_seconds"
 _ALIKE = 1.5
 """By how much more one stage may differ from what was predicted than another, if the cuts are those of the run."""
 
@@ -125,7 +126,7 @@ class Predicted:
         ends = [*self.starts[1:], len(self.units)]
         times = [took / was if was else 1.0 for took, was in zip(measured, self.stage_seconds, strict=True)]
         scaled = [
-            _slower(unit, by)
+            replace(unit, **{name: getattr(unit, name) * by for name in _TIMES})
             for by, start, end in zip(times, self.starts, ends, strict=True)
             for unit in self.units[start:end]
         ]
@@ -135,15 +136,6 @@ class Predicted:
         stages = _seconds(priced(self.units, starts, self.action_seconds))
         by_unit = tuple(seconds + of_rank * by for seconds, by in zip(units, times, strict=True))
         return tuple(starts), by_unit, tuple(seconds * by for seconds, by in zip(stages, times, strict=True))
-
-
-def _slower(unit: UnitCost, times: float) -> UnitCost:
-    return replace(
-        unit,
-        forward_seconds=unit.forward_seconds * times,
-        input_gradient_seconds=unit.input_gradient_seconds * times,
-        weight_gradient_seconds=unit.weight_gradient_seconds * times,
-    )
 
 
 def _seconds(costs: Sequence[StageCost]) -> tuple[float, ...]:

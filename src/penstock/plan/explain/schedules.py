@@ -42,6 +42,7 @@ class Price:
 FREE, USUAL, DEAR = Price(), Price(1.05, 0.575, 0.575, 3e-4, 5e-4), Price(1.5, 0.75, 0.75, 0.0, np.inf)
 """If pieces cost nothing; as usual, and in small stages, by benchmarks/split_backward: the latter with all that the
 shortest action of an op takes as its fixed cost."""
+_JOINED = "if splitting a backward costs up to half of the work; a profile (--profile) tells"
 _SPLIT = "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages: a profile (--profile) tells"
 
 
@@ -72,8 +73,8 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
     notes = []
     if factor > 1:
         notes.append(f"{asked} stages a rank, each 1/{factor} of what it was")
-    if splits and not split and price is None:
-        notes.append(_SPLIT)
+    if splits != split and price is None:
+        notes.append(_SPLIT if splits else _JOINED)
     held, holds = memory_of(now), memory_of(made)
     if holds > held * _ROUNDING:
         notes.append(f"a rank holds up to {holds:g} microbatches instead of {held:g}")
@@ -92,7 +93,7 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
         prices = price if price is not None and factor == 1 else (USUAL, FREE, DEAR)
     name = entry.name + (f"/{asked}" if factor > 1 else "")
     text, cases = f"schedule {name} instead of {now.name}", tuple(map(priced, prices))
-    measured = factor == 1 and (split or not splits or price is not None)
+    measured = factor == 1 and (split == splits or price is not None)
     return Change("schedule", text, cases, "; ".join(notes), measured, name, max(held, holds))
 
 
@@ -123,8 +124,9 @@ def _for(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
         found[:, _F] = seconds[:, _F] * forward + price.split_seconds
         found[:, _I], found[:, _W] = whole * inputs + price.split_seconds, whole * weights
     elif splits:
+        both = np.nansum(seconds[:, _I]) + np.nansum(seconds[:, _W])
         for part in (_I, _W):
-            usual = _share(seconds, part) * whole
+            usual = (np.nansum(seconds[:, part]) / both if both else 0.5) * whole
             found[:, part] = np.where(np.isnan(seconds[:, part]), usual, seconds[:, part])
     elif split:
         found[:, _F] = np.maximum(seconds[:, _F] - price.split_seconds, 0.0) / forward
@@ -133,12 +135,6 @@ def _for(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
     for row in schedule.rows:
         used[PLACE[column(row.op)], column(row.stage), column(row.microbatch)] = True
     return np.where(used, found, np.nan)
-
-
-def _share(seconds: Floats, part: int) -> float:
-    """The share of a backward that is I (or W), where any is split."""
-    both = np.nansum(seconds[:, _I]) + np.nansum(seconds[:, _W])
-    return float(np.nansum(seconds[:, part]) / both) if both else 0.5
 
 
 def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Change]:

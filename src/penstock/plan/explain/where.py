@@ -71,18 +71,15 @@ def where_of(step: Step, factors: Factors, replay: Case) -> Where:
     added = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
     place = step.replicas.index(step.slowest)
     busy = [step.slowest.timeline.busy_seconds(rank) for rank in range(step.slowest.timeline.ranks)]
-    idle = [_idle(case, place) for case in cases.values()] + [[step.slowest.span_seconds - one for one in busy]]
+    by_rank, idle = step.slowest.schedule.placement.by_rank, []  # of each rank: its pipeline's span less its own work
+    for case in cases.values():
+        work = np.nansum(case.seconds[place], axis=(0, 2))  # by stage
+        idle.append([case.spans[place] - float(work[list(stages)].sum()) for stages in by_rank])
+    idle += [[step.slowest.span_seconds - one for one in busy]]
     ranks = tuple(
         RankTime(rank, busy[rank], _shares([*Reason], [one[rank] for one in idle])) for rank in range(len(busy))
     )
     return Where(times[0], added, ranks)
-
-
-def _idle(case: Case, place: int) -> list[float]:
-    """Of each rank of a replica: its pipeline's span less its own work."""
-    schedule, seconds = case.schedules[place], case.seconds[place]
-    work = np.nansum(seconds, axis=(0, 2))  # by stage
-    return [case.spans[place] - float(work[list(stages)].sum()) for stages in schedule.placement.by_rank]
 
 
 def _shares(reasons: Sequence[Reason], idle: Sequence[float]) -> dict[Reason, float]:

@@ -6,12 +6,9 @@
 Pure values and functions without torch: jobs can be planned that no machine at hand could hold.
 """
 
-from penstock.plan.transformer.job import Job
-from penstock.plan.transformer.machine import Machine
-from penstock.plan.transformer.model import Transformer
-from penstock.plan.transformer.named import NAMED, transformer
-from penstock.plan.transformer.step import Layout, Step, predict_step
-from penstock.plan.transformer.units import profile_of, units_of
+from penstock.plan.transformer.job import Job, Machine
+from penstock.plan.transformer.model import NAMED, Transformer, transformer
+from penstock.plan.transformer.step import Layout, Step, predict_step, profile_of, units_of
 
 __all__ = [
     "NAMED",

@@ -1,11 +1,12 @@
-"""A transformer by its numbers, and the parameters that follow from them."""
+"""A transformer by its numbers, those that have a name, and the parameters that follow from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from penstock._base.errors import ArgumentError
+from penstock._base.words import did_you_mean
 
 Style = Literal["gpt", "llama"]
 """What the numbers leave open: "gpt" has biases, LayerNorm, learned positions, dropout, GELU and an output layer that
@@ -121,3 +122,54 @@ class Transformer:
         """
         attention = 4 * sequence * self.hidden
         return 3.0 * tokens * (self.layers * (2 * self.layer_matrices + attention) + 2 * self.output)
+
+
+NAMED = {
+    # Radford et al. 2019, and the checkpoint's configuration.
+    "gpt2": Transformer(12, 768, 12, 50257, positions=1024),
+    # Brown et al. 2020, table 2.1.
+    "gpt3-175b": Transformer(96, 12288, 96, 50257),
+    # Grattafiori et al. 2024 (Llama 3), table 3.
+    "llama3-8b": Transformer(32, 4096, 32, 128256, 8, 14336, style="llama"),
+    "llama3-70b": Transformer(80, 8192, 64, 128256, 8, 28672, style="llama"),
+    "llama3-405b": Transformer(126, 16384, 128, 128256, 8, 53248, style="llama"),
+}
+"""Each with its source."""
+
+_KEYS = {
+    **{name: name for name in ("layers", "hidden", "heads", "vocabulary", "feedforward", "positions", "style")},
+    "vocab": "vocabulary",
+    "kv-heads": "kv_heads",
+    "ffn": "feedforward",
+}
+
+
+def transformer(text: str) -> Transformer:
+    """The model of that name, or with these numbers: "layers=96,hidden=12288,heads=96,vocabulary=50257".
+
+    A name may come first, and numbers replace its own: "llama3-70b,layers=12".
+
+    Raises:
+        ArgumentError: the name or a key is unknown, a value is no number, or one that is needed is missing.
+    """
+    values: dict[str, Any] = {}
+    for place, part in enumerate(filter(None, (part.strip() for part in text.split(",")))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals and place == 0:
+            if part not in NAMED:
+                raise ArgumentError(
+                    f"transformer {part!r}: not known; {did_you_mean(part, NAMED)}expected one of {', '.join(NAMED)}; "
+                    "or pass its numbers: layers=96,hidden=12288,heads=96,vocabulary=50257"
+                )
+            values = asdict(NAMED[part])
+            continue
+        name = _KEYS.get(key.replace("_", "-"))
+        if name is None or not equals:
+            raise ArgumentError(f"transformer {text!r}: {part!r} is none of {'=, '.join(_KEYS)}=")
+        try:
+            values[name] = value if name == "style" else int(value.replace("_", ""))
+        except ValueError:
+            raise ArgumentError(f"transformer {text!r}: {part!r}: expected an integer") from None
+    if missing := [name for name in ("layers", "hidden", "heads", "vocabulary") if name not in values]:
+        raise ArgumentError(f"transformer {text!r}: {missing[0]}= is missing; or pass one of {', '.join(NAMED)}")
+    return Transformer(**values)

@@ -22,32 +22,21 @@ ATTENTION_AGAIN = 2.5
 """A fused backward does five products where the forward did two (Dao 2023, FlashAttention-2, section 3)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """How a device divides a matrix product: in tiles, of which each processor computes one at a time.
+_TILE = 256, 128
+"""Rows and columns of a device's usual tile; either may lie along the rows."""
 
-    The last wave of tiles takes as long as a full one, which costs products of a few hundred tiles up to a tenth
-    (NVIDIA, "Matrix Multiplication Background", on wave quantization).
 
-    Attributes:
-        processors: how many the device has; 0: not known, and nothing is rounded.
-        tile: rows and columns of its usual tile; either may lie along the rows.
+def waste(processors: int, rows: float, columns: float) -> float:
+    """The time of a product with a result of that size, as a multiple of what its flops alone take.
+
+    A device divides it in tiles, of which each processor computes one at a time. The last wave of tiles takes as long
+    as a full one, which costs products of a few hundred tiles up to a tenth (NVIDIA, "Matrix Multiplication
+    Background", on wave quantization). `processors`: 0: not known, and nothing is rounded.
     """
-
-    processors: int = 0
-    tile: tuple[int, int] = (256, 128)
-
-    def waste(self, rows: float, columns: float) -> float:
-        """The time of a product with a result of that size, as a multiple of what its flops alone take."""
-        if not self.processors:
-            return 1.0
-        high, wide = self.tile
-        return min(self._waste(rows, columns, high, wide), self._waste(rows, columns, wide, high))
-
-    def _waste(self, rows: float, columns: float, high: int, wide: int) -> float:
-        tiles = math.ceil(rows / high) * math.ceil(columns / wide)
-        waves = math.ceil(tiles / self.processors)
-        return waves * self.processors * high * wide / (rows * columns)
+    if not processors:
+        return 1.0
+    tiles = (math.ceil(rows / high) * math.ceil(columns / wide) for high, wide in (_TILE, _TILE[::-1]))
+    return math.ceil(min(tiles) / processors) * processors * math.prod(_TILE) / (rows * columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +62,21 @@ class Work:
         return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def layer_work(job: Job, rows: int, grid: Grid) -> Work:
+def layer_work(job: Job, rows: int, processors: int) -> Work:
     """One layer. With t = 1 nothing is sent."""
     model, t = job.model, job.tensor_parallel
     n = rows * job.sequence
     whole = n / t if job.sequence_parallel else n
     parts = (
         _moved(whole * model.hidden, 2, 3),  # norm
-        _product(job, grid, n, model.hidden, (model.hidden + 2 * model.kv_width) / t),
+        _product(job, processors, n, model.hidden, (model.hidden + 2 * model.kv_width) / t),
         _attention(job, rows),
-        _product(job, grid, n, model.hidden / t, model.hidden),
+        _product(job, processors, n, model.hidden / t, model.hidden),
         _added(job, whole),
         _moved(whole * model.hidden, 2, 3),
-        _product(job, grid, n, model.hidden, (2 if model.gated else 1) * model.inner / t),
+        _product(job, processors, n, model.hidden, (2 if model.gated else 1) * model.inner / t),
         _moved(n * model.inner / t, 3, 5) if model.gated else _moved(n * model.inner / t, 2, 3),
-        _product(job, grid, n, model.inner / t, model.hidden),
+        _product(job, processors, n, model.inner / t, model.hidden),
         _added(job, whole),
     )
     sums = _sums(job, rows)
@@ -105,16 +94,15 @@ def embedding_work(job: Job, rows: int) -> Work:
     return Work((forward,), (), (backward,), forward_sums=_sums(job, rows))
 
 
-def head_work(job: Job, rows: int, grid: Grid) -> Work:
+def head_work(job: Job, rows: int, processors: int) -> Work:
     """After the last layer: norm, logits, and a loss that takes them divided among the devices."""
     model, t = job.model, job.tensor_parallel
     n = rows * job.sequence
     whole = n / t if job.sequence_parallel else n
     logits = n * model.vocabulary / t
     loss = Work((_kernel((VALUE + 3 * SUM) * logits),), (_kernel((SUM + VALUE) * logits),))
-    found = (
-        _moved(whole * model.hidden, 2, 3).then(_product(job, grid, n, model.hidden, model.vocabulary / t)).then(loss)
-    )
+    product = _product(job, processors, n, model.hidden, model.vocabulary / t)
+    found = _moved(whole * model.hidden, 2, 3).then(product).then(loss)
     return found.then(Work(backward_sums=_sums(job, rows)))
 
 
@@ -146,12 +134,12 @@ def _attention(job: Job, rows: int) -> Work:
     return Work(forward_all, backward, (), forward_all)
 
 
-def _product(job: Job, grid: Grid, n: float, k: float, m: float) -> Work:
+def _product(job: Job, processors: int, n: float, k: float, m: float) -> Work:
     """n tokens by a weight of k x m."""
     flops, moved = 2.0 * n * k * m, VALUE * (n * k + k * m + n * m)
-    forward = Operation(flops * grid.waste(n, m), moved, job.dtype)
-    inputs = Operation(flops * grid.waste(n, k), moved, job.dtype)
-    weights = Operation(flops * grid.waste(k, m), VALUE * (n * k + n * m) + 2 * SUM * k * m, job.dtype)
+    forward = Operation(flops * waste(processors, n, m), moved, job.dtype)
+    inputs = Operation(flops * waste(processors, n, k), moved, job.dtype)
+    weights = Operation(flops * waste(processors, k, m), VALUE * (n * k + n * m) + 2 * SUM * k * m, job.dtype)
     return Work((forward,), (inputs,), (weights,))
 
 

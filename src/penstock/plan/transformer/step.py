@@ -1,19 +1,88 @@
-"""A whole step of training: the pipeline by the simulator, the sums over replicas, the optimizer."""
+"""A job on paper: its units as `penstock.plan` cuts them, a whole step of a known layout, and a job to be planned."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from penstock._base.errors import ArgumentError
+from penstock._base.words import counted
+from penstock.costs import Profile, UnitCost
+from penstock.costs.hardware import seconds_of
 from penstock.costs.stage_costs import priced
-from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job
-from penstock.plan.transformer.machine import Machine
-from penstock.plan.transformer.memory import dummies
-from penstock.plan.transformer.units import units_of
-from penstock.plan.transient import Transient, transient_of_ranks
+from penstock.plan import Cluster, Plan, Sizes
+from penstock.plan.keeping import Transient, transient_of_ranks
+from penstock.plan.transformer import memory, operations
+from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job, Machine
+from penstock.plan.transformer.memory import Held
+from penstock.plan.transformer.operations import Work
 from penstock.schedule import generate
-from penstock.simulate import LinkCost, peaks, simulate
+from penstock.simulate import peaks, simulate
+
+EMBEDDING, _LAYER, HEAD = "embedding", "layers.{}", "head"
+
+
+def units_of(job: Job, machine: Machine, rows: int) -> tuple[UnitCost, ...]:
+    """What each unit costs one device of a tensor-parallel group, for a microbatch of so many rows."""
+    boundary, processors = round(memory.boundary_bytes(job, rows)), machine.device.processors
+    first = _unit(job, machine, EMBEDDING, operations.embedding_work(job, rows), memory.embedding_held(job, rows), 0)
+    layer = operations.layer_work(job, rows, processors), memory.layer_held(job, rows), boundary
+    head = operations.head_work(job, rows, processors), memory.head_held(job, rows), boundary
+    layers = (_unit(job, machine, _LAYER.format(number), *layer) for number in range(job.model.layers))
+    return (first, *layers, _unit(job, machine, HEAD, *head))
+
+
+def profile_of(job: Job, machine: Machine, rows: int) -> Profile:
+    """The estimate as a profile. A "device" of it is a whole tensor-parallel group, whose members do the same."""
+    model, efficiency = job.model, machine.efficiency
+    shapes = {EMBEDDING: (model.embedding,), HEAD: (model.output + model.last_norm,)}
+    shapes |= {_LAYER.format(number): (model.layer_matrices + model.layer_vectors,) for number in range(model.layers)}
+    return Profile(
+        units_of(job, machine, rows),
+        device=machine.device.key,
+        dtype=job.dtype,
+        parameters=shapes,
+        device_name=machine.device.name,
+        inputs={"tokens": f"int64[{rows}, {job.sequence}]"},
+        rows=rows,
+        source="estimate",
+        notes=(
+            f"from {machine.device.name}'s specifications: {efficiency.text}; {machine.link_fraction:.0%} of its "
+            f"links, {machine.network_fraction:.0%} of its network; each device is {job.tensor_parallel} that share "
+            "every layer",
+        ),
+    )
+
+
+def _unit(job: Job, machine: Machine, name: str, work: Work, held: Held, boundary: int) -> UnitCost:
+    """On each device of a tensor-parallel group. Collectives do not overlap with anything; if everything runs again
+    before the input's gradient, they do too."""
+    recompute = job.recompute if name not in (EMBEDDING, HEAD) else "none"
+    forward, inputs, weights, repeated = (
+        seconds_of(operations, machine.device, machine.efficiency)
+        for operations in (work.forward, work.input_gradient, work.weight_gradient, work.repeated)
+    )
+    sums, back = (
+        math.fsum(machine.all_reduce_seconds(size, job.tensor_parallel) for size in sizes)
+        for sizes in (work.forward_sums, work.backward_sums)
+    )
+    forward += sums
+    again = {"none": 0.0, "selective": repeated, "full": forward}[recompute]
+    return UnitCost(
+        name,
+        forward,
+        inputs + back + again,
+        weights,
+        round(held.activations),
+        round(held.parameters),
+        round(held.gradients),
+        round(held.optimizer),
+        boundary,
+        boundary,
+        recompute_seconds=forward - again,
+        working_bytes=held.working,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +143,15 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
     schedule = generate(
         "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
     )
-    timeline = simulate(schedule, stages, _neighbors(job, machine, layout))
+    # Replicas lie between two ranks, so that a host has one rank only, unless there is but one host.
+    inside = job.tensor_parallel * layout.replicas * layout.ranks <= machine.devices_per_host
+    timeline = simulate(schedule, stages, machine.link if inside else machine.network)
     held = peaks(schedule, stages, timeline)
     parameters = max(one.parameters for one in held) / PARAMETER_BYTES
     pieces = [units[start:end] for start, end in pairwise(bounds)]
     running = transient_of_ranks(schedule.placement, layout.microbatches, [Transient.of(piece) for piece in pieces])
     unread = [
-        dummies(job, layers=any(layers[stage] for stage in own), head=len(layers) - 1 in own)
+        memory.dummies(job, layers=any(layers[stage] for stage in own), head=len(layers) - 1 in own)
         for own in schedule.placement.by_rank
     ]
     return Step(
@@ -99,12 +170,6 @@ def optimizer_seconds(job: Job, machine: Machine, parameters: float) -> float:
     return parameters * moved / (machine.device.bytes_per_second * machine.efficiency.bandwidth_fraction)
 
 
-def _neighbors(job: Job, machine: Machine, layout: Layout) -> LinkCost:
-    """Between two ranks: replicas lie between them, so that a host has one rank only, unless there is but one host."""
-    devices = job.tensor_parallel * layout.replicas * layout.ranks
-    return machine.link if devices <= machine.devices_per_host else machine.network
-
-
 def _layers(job: Job, layout: Layout) -> tuple[int, ...]:
     stages, layers = layout.ranks * layout.chunks, job.model.layers
     if layout.layers:
@@ -114,3 +179,53 @@ def _layers(job: Job, layout: Layout) -> tuple[int, ...]:
     if stages > layers + 2:
         raise ArgumentError(f"{stages} stages for {layers} layers: pass fewer ranks or chunks")
     return tuple(layers * (k + 1) // stages - layers * k // stages for k in range(stages))
+
+
+ROWS = (1, 2, 4, 8)
+"""Of microbatches. Estimates cost nothing, so each size has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A job on paper."""
+
+    job: Job
+    machine: Machine
+    devices: int
+    memory_bytes: float
+    shares_optimizer: bool = False
+
+    def sizes(self) -> Sizes:
+        """What its layers cost, by the rows of a microbatch."""
+        return Sizes({rows: profile_of(self.job, self.machine, rows) for rows in ROWS}, self.shares_optimizer)
+
+    def cluster(self) -> Cluster:
+        """Groups of devices that share every layer, each as one device."""
+        machine, shared = self.machine, self.job.tensor_parallel
+        groups, in_host = self.devices // shared, max(1, machine.devices_per_host // shared)
+        memory = self.memory_bytes if self.memory_bytes < math.inf else machine.device.memory_bytes
+        link = machine.link if in_host > 1 else machine.network
+        update = optimizer_seconds(self.job, machine, 1.0) * self.job.optimizer_shards / OPTIMIZER_BYTES
+        if in_host == 1 or groups <= in_host:
+            return Cluster(groups, memory, link, optimizer_byte_seconds=update)
+        return Cluster(groups, memory, link, in_host, machine.network, optimizer_byte_seconds=update)
+
+    def told(self, best: Plan) -> str:
+        """What the numbers of a table of plans mean here, and what each device computes."""
+        job, choice = self.job, best.choice
+        rows = choice.replicas * choice.microbatches * choice.rows
+        flops = job.model.flops(rows * job.sequence, job.sequence) / best.step_seconds / self.devices
+        share = flops / self.machine.device.peak(job.dtype)
+        origin = profile_of(job, self.machine, 1).notes[0]
+        said: tuple[str, ...] = (
+            f"An estimate {origin}.",
+            f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
+            f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak, of the model's own operations: "
+            "6 per parameter of a matrix and token and those of attention, none computed again.",
+        )
+        if job.optimizer_shards > choice.replicas:
+            said += (
+                f"Its memory is too low: {counted(choice.replicas, 'replica')} cannot share the optimizer's state "
+                f"{job.optimizer_shards} ways. Pass --optimizer-shards {choice.replicas} or fewer.",
+            )
+        return "\n".join(said)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock.report import Moment, panel_of, svg, to_perfetto, walkthrough
+from penstock.report import panel_of, svg, to_perfetto, walkthrough
 from penstock.report.studio.question import MAX_CELLS, MAX_SECONDS, MAX_TO_SEARCH, Question
 from penstock.report.web.timeline_data import Order, band, curve, timeline_data
 from penstock.schedule import Placement, Schedule, generate, generators, to_csv
@@ -166,6 +166,12 @@ def walk(question: Question) -> dict[str, Any]:
                 f"{entry.name} with {question.size} has {found.slots} slots, too many to go through; "
                 f"take fewer microbatches (up to {MAX_CELLS:,} cells are shown)"
             )
+        ranks: list[list[dict[str, Any]]] = []
+        for moments in found.ranks:
+            ranks.append([{"text": one.text, "needs": [[a.rank, a.slot] for a in one.needs]} for one in moments])
+            for cell, action in zip(ranks[-1], (one.action for one in moments), strict=True):
+                if action is not None:
+                    cell |= {"op": action.op.value, "label": f"{action.op.value}{action.microbatch or 0}"}
         longest = max(len(str(action.microbatch or 0)) for action in found.schedule.rows[0])
         walks.append(
             {
@@ -174,19 +180,10 @@ def walk(question: Question) -> dict[str, Any]:
                 "longest": 1 + longest,
                 "slots": found.slots,
                 "headlines": [found.headline(slot) for slot in range(found.slots)],
-                "ranks": [[_cell(moment) for moment in moments] for moments in found.ranks],
+                "ranks": ranks,
             }
         )
     return {"walks": walks}
-
-
-def _cell(moment: Moment) -> dict[str, Any]:
-    action = moment.action
-    doing = {}
-    if action is not None:
-        doing = {"op": action.op.value, "label": f"{action.op.value}{action.microbatch or 0}"}
-    needs = [[one.rank, one.slot] for one in moment.needs]
-    return {"text": moment.text, "needs": needs, **doing}
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Guard:
         if method not in ("GET", "HEAD"):
             return 405, f"{method[:20]}: the studio only reads; use GET"
         origin = headers.get("origin")
-        if origin is not None and not _same(origin, host):
+        if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
             return 403, f"requests from pages of {origin[:80]!r} are refused"
         navigates = (
             headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest", "document") == "document"
@@ -117,8 +117,3 @@ def _is_address(name: str) -> bool:
         return in_address(str(ipaddress.ip_address(name.strip("[]")))) == name
     except ValueError:
         return False
-
-
-def _same(origin: str, host: str) -> bool:
-    scheme, _, rest = origin.partition("://")
-    return scheme in ("http", "https") and rest.lower() == host.lower()

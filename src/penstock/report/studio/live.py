@@ -12,12 +12,12 @@ from penstock._base.errors import ScheduleError
 from penstock._base.words import counted
 from penstock.report.walkthrough import WORK
 from penstock.schedule import Action
-from penstock.trace.runs import About, RankState, read_run
+from penstock.trace.runs import RankState, read_run
 from penstock.trace.runs.folder import ABOUT, RANKS, STEPS
-from penstock.trace.runs.health import Health, health
 from penstock.trace.runs.progress import Progress
 from penstock.trace.runs.reader import joined
 from penstock.trace.runs.records import with_text_loss
+from penstock.trace.runs.summary import Health, health
 
 _MAX_STEPS = 5_000
 """In one answer."""
@@ -33,34 +33,29 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
     run, now = read_run(path), time.time()
     about = run.about
     added, end = run.steps_after(place)
+    several = f" in each of {counted(about.replicas, 'replica')}" if about.replicas > 1 else ""
+    counts = f"{counted(about.ranks, 'rank')}{several}", counted(about.microbatches, "microbatch")
+    headline = about.model, about.schedule, *counts, about.device
     progress = Progress.of(run.steps(_RECENT_BYTES), about.total_steps)
     return {
         "id": about.id,
-        "headline": _headline(about),
+        "headline": ", ".join(headline),
         "ranks": about.ranks,
         "alone": about.processes == about.replicas,
         "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MAX_STEPS:]],
         "place": end,
         "recorded": max(run.timeline_steps(), default=None),
         "progress": None if progress is None else progress.to_dict(),
-        "states": [_state(one, now) for one in run.ranks()],
-    }
-
-
-def _headline(about: About) -> str:
-    ranks = counted(about.ranks, "rank") + (
-        f" in each of {counted(about.replicas, 'replica')}" if about.replicas > 1 else ""
-    )
-    return ", ".join((about.model, about.schedule, ranks, counted(about.microbatches, "microbatch"), about.device))
-
-
-def _state(state: RankState, now: float) -> dict[str, Any]:
-    how = health(state, now)
-    return state.to_dict() | {
-        "health": how,
-        "doing": in_words(state, how),
-        "action_seconds": max(0.0, state.written - state.since) if state.action else 0.0,
-        "silent_seconds": max(0.0, now - state.written),
+        "states": [
+            one.to_dict()
+            | {
+                "health": (how := health(one, now)),
+                "doing": in_words(one, how),
+                "action_seconds": max(0.0, one.written - one.since) if one.action else 0.0,
+                "silent_seconds": max(0.0, now - one.written),
+            }
+            for one in run.ranks()
+        ],
     }
 
 

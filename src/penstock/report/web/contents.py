@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.plan import Plan
-from penstock.plan.explain import Change, Explanation
+from penstock.report.web.idle import Idle
 from penstock.trace.runs.about import moment
+
+if TYPE_CHECKING:
+    from penstock.plan import Plan
+    from penstock.plan.explain import Change, Explanation
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
@@ -19,41 +22,6 @@ class Figure(NamedTuple):
     name: str
     value: str
     of: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Why ranks are idle: for each rank how long it computes, and how long it idles for each cause, in seconds."""
-
-    computes: tuple[float, ...]
-    causes: tuple[Mapping[str, float], ...]
-    note: str = ""
-
-    @property
-    def names(self) -> list[str]:
-        """The causes that make any rank wait for a thousandth of its time or more."""
-        every = dict.fromkeys(name for one in self.causes for name in one)
-        return [name for name in every if any(one.get(name, 0.0) > 0.001 * self.longest for one in self.causes)]
-
-    def total(self, rank: int) -> float:
-        return self.computes[rank] + sum(self.causes[rank].values())
-
-    @property
-    def longest(self) -> float:
-        """The most time that a rank has."""
-        return max(map(self.total, range(len(self.computes))), default=0.0)
-
-    @property
-    def share(self) -> float:
-        """The share of all ranks' time in which they do not compute; 0 if nothing took any time."""
-        whole = sum(map(self.total, range(len(self.computes))))
-        return 1 - sum(self.computes) / whole if whole else 0.0
-
-    @property
-    def worst(self) -> str:
-        """The cause that costs most; empty if none costs anything."""
-        sums = {name: sum(one.get(name, 0.0) for one in self.causes) for name in self.names}
-        return max(sums, key=sums.__getitem__, default="")
 
 
 class Held(NamedTuple):

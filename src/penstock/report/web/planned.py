@@ -10,7 +10,8 @@ from penstock._base.words import counted, sized
 from penstock.plan import Plan
 from penstock.plan.explain import Predicted
 from penstock.plan.predict import order_of_plan
-from penstock.report.web.contents import Contents, Figure, Held, Idle, duration
+from penstock.report.web.contents import Contents, Figure, Held, duration
+from penstock.report.web.idle import Idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
@@ -45,6 +46,17 @@ def of_plan(plan: Plan, name: str) -> Contents:
     )
     fullest, limit = held[plan.fullest], limits[plan.fullest]
     of = f"of {sized(limit)}" if limit is not None else "no limit"
+    idle = None
+    if plan.idle:  # of all ranks together: a plan does not keep those of each
+        whole = plan.pipeline_seconds
+        causes = {cause: share * whole for cause, share in plan.idle.items()}
+        idle = Idle((whole * (1 - plan.bubble),), (causes,), "On average over all ranks.")
+    facts = [("microbatches", f"{choice.microbatches} of {counted(choice.rows, 'row')}, on each replica")]
+    if plan.cuts:
+        facts.append(("stages begin with", ", ".join(("the input", *plan.cuts))))
+    for what, stages in (("recomputed", plan.recompute), ("offloaded", plan.offload)):
+        if stages:
+            facts.append((f"{what} stages", ", ".join(map(str, stages))))
     worst = max(plan.idle, key=plan.idle.__getitem__, default="")
     return Contents(
         title=title(schedule),
@@ -57,34 +69,14 @@ def of_plan(plan: Plan, name: str) -> Contents:
         ),
         warnings=(_NOTE,),
         bands=(band("predicted", timeline, schedule, memory=curves, note="roughly, without messages"),),
-        idle=_idle(plan),
+        idle=idle,
         memory=held,
         memory_note=f"Predicted: the most that a rank needs at once.{_CURVE if curves else ''}",
         facts_head="What is planned",
-        facts=tuple(_facts(plan)),
+        facts=tuple(facts),
         numbers=plan.to_dict(),
         plan=plan,
     )
-
-
-def _idle(plan: Plan) -> Idle | None:
-    """Of all ranks together: a plan does not keep those of each."""
-    if not plan.idle:
-        return None
-    whole = plan.pipeline_seconds
-    causes = {cause: share * whole for cause, share in plan.idle.items()}
-    return Idle((whole * (1 - plan.bubble),), (causes,), "On average over all ranks.")
-
-
-def _facts(plan: Plan) -> list[tuple[str, str]]:
-    choice = plan.choice
-    found = [("microbatches", f"{choice.microbatches} of {counted(choice.rows, 'row')}, on each replica")]
-    if plan.cuts:
-        found.append(("stages begin with", ", ".join(("the input", *plan.cuts))))
-    for name, stages in (("recomputed", plan.recompute), ("offloaded", plan.offload)):
-        if stages:
-            found.append((f"{name} stages", ", ".join(map(str, stages))))
-    return found
 
 
 def _memory(plan: Plan, schedule: Schedule, timeline: Timeline) -> list[dict[str, Any] | None] | None:

@@ -13,13 +13,14 @@ from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.words import counted, sized
 from penstock.plan.explain import Explanation
 from penstock.report.web.contents import Contents, Course, Figure, Held, date_text, duration
-from penstock.report.web.measured import TURNS_NOTE, against, compared, idle_of, predicted_of, reasons
+from penstock.report.web.explained import TURNS_NOTE, against, compared, predicted_of, reasons
+from penstock.report.web.idle import idle_of
 from penstock.report.web.timeline_data import band
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Columns
 from penstock.trace.runs import Predicted, RunRead, StepRecord
-from penstock.trace.runs.health import health, troubles
 from penstock.trace.runs.progress import RECENT, Progress
+from penstock.trace.runs.summary import health, troubles
 
 _MEMORY_NOTES = {
     "measured": "Measured: what the rank's device had allocated after each action.",
@@ -65,13 +66,17 @@ def of_run(
         bands.append(band("predicted", predicted.timeline, _fitting(run, step), note=f"by {predicted.source}"))
     elif found is not None:
         bands += compared(found)
+    replicas = [counted(about.replicas, "replica")] if about.replicas > 1 else []
+    counts = counted(about.ranks, "rank"), counted(about.microbatches, "microbatch"), *replicas
+    started = f"started {date_text(about.started)}"
+    headings = about.model, about.schedule, *counts, counted(len(steps), "step"), started
     numbers = {"explained": found.to_dict() if found else None, "steps": len(steps)}
     return Contents(
         title=about.name,
-        headings=tuple(_headings(run, steps)),
+        headings=headings,
         troubles=tuple(troubles([(state, health(state)) for state in states])),
         warnings=tuple(warnings),
-        figures=(*_figures(run, steps, memory), *_of_prediction(predicted, found, steps)),
+        figures=(*_figures(steps, memory), *_of_prediction(predicted, found, steps)),
         bands=tuple(bands),
         idle=idle_of(found) if found else None,
         improvements=found.advice if found else (),
@@ -85,14 +90,7 @@ def of_run(
     )
 
 
-def _headings(run: RunRead, steps: Sequence[StepRecord]) -> list[str]:
-    about = run.about
-    replicas = [counted(about.replicas, "replica")] if about.replicas > 1 else []
-    counts = [counted(about.ranks, "rank"), counted(about.microbatches, "microbatch"), *replicas]
-    return [about.model, about.schedule, *counts, counted(len(steps), "step"), f"started {date_text(about.started)}"]
-
-
-def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) -> list[Figure]:
+def _figures(steps: Sequence[StepRecord], memory: Sequence[Held]) -> list[Figure]:
     figures = []
     known = Progress.of(steps)
     if known is not None and known.seconds and known.rows_per_second:
@@ -171,13 +169,14 @@ def _courses(steps: Sequence[StepRecord]) -> list[Course]:
 
 def _peaks(run: RunRead) -> list[Course]:
     """The most that a device had allocated in each step of which that was measured, if it was of several."""
-    steps = list(run.timelines()[0])
-    every = ([max(one.bytes, default=0) for one in run.memory(step) if one.measured] for step in steps)
-    found = [(step, max(peaks)) for step, peaks in zip(steps, every, strict=True) if peaks]
+    every = {
+        step: [max(one.bytes, default=0) for one in run.memory(step) if one.measured] for step in run.timelines()[0]
+    }
+    found = {step: max(peaks) for step, peaks in every.items() if peaks}
     if len(found) < 2:
         return []
-    size, unit = next(((size, unit) for size, unit in _SIZES if max(peak for _, peak in found) >= size), (1.0, "B"))
-    return [Course("peak memory", [step for step, _ in found], [peak / size for _, peak in found], unit)]
+    size, unit = next((one for one in _SIZES if max(found.values()) >= one[0]), (1.0, "B"))
+    return [Course("peak memory", [*found], [peak / size for peak in found.values()], unit)]
 
 
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -199,12 +198,8 @@ def _facts(run: RunRead) -> list[tuple[str, str]]:
     ]
     if about.resumed:
         found.append(("resumed", "; ".join(map(date_text, about.resumed))))
-    found += [(f"stage {stage}", _in_short(units)) for stage, units in enumerate(about.units)]
+    for stage, units in enumerate(about.units):  # of many modules the first and the last
+        many = len(units) > 3
+        said = f"{units[0]} to {units[-1]}, {counted(len(units), 'module')}" if many else ", ".join(units)
+        found.append((f"stage {stage}", said))
     return found
-
-
-def _in_short(units: Sequence[str]) -> str:
-    """The modules of a stage, or of many the first and the last."""
-    if len(units) <= 3:
-        return ", ".join(units)
-    return f"{units[0]} to {units[-1]}, {counted(len(units), 'module')}"

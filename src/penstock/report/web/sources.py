@@ -12,7 +12,7 @@ from penstock._base.files import json_or_none
 from penstock.plan import Plan
 from penstock.plan.explain import Explanation, Predicted, Run, explain, read_run, run_of
 from penstock.report.web.contents import Contents
-from penstock.report.web.measured import in_turns, of_explanation
+from penstock.report.web.explained import in_turns, of_explanation
 from penstock.report.web.planned import of_plan
 from penstock.report.web.run_folder import of_run
 from penstock.schedule.timeline import Timeline
@@ -57,8 +57,9 @@ def contents_of(
     if turns and not what_ifs:
         return in_turns(turns, first.name)
     names = ", ".join(path.name or str(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    predicted = None if prediction is None else prediction(_read(paths))
-    found = _explained(paths, step, predicted, what_ifs)
+    files = _files(paths)
+    predicted = None if prediction is None else prediction(_read(files))
+    found = _explained(files, step, predicted, tuple(what_ifs))
     known = predicted is not None and not predicted.unlikely([one.seconds for one in found.stages])
     return of_explanation(found, names, predicted.costs if predicted is not None and known else ())
 
@@ -72,56 +73,42 @@ def _of_folder(path: Path, step: int | None, prediction: Prediction | None, what
     if not what_ifs and (last is None or any(one.in_turns for one in timelines.values())):
         return of_run(run, None, last, damaged)
     try:
-        known = _read([path])
+        known = _read(files := _files([path]))
     except ArgumentError as error:  # a crash may have left no step whole
         if what_ifs:
             raise
         return of_run(run, None, last, (*damaged, str(error)))
     before = run.predicted()
     own = None if before is None else Predicted(before.stage_seconds, before.step_seconds)
-    found = _explained([path], step, prediction(known) if prediction else own, what_ifs)
+    found = _explained(files, step, prediction(known) if prediction else own, tuple(what_ifs))
     return of_run(run, found, found.step.number, other_prediction=prediction is not None)
 
 
-_Stamps = tuple[tuple[Path, int, int], ...]
-"""Files with their sizes and when they changed."""
+_Files = tuple[tuple[Path, ...], tuple[tuple[Path, int, int], ...]]
+"""What is read, and each file of it with its size and when it changed."""
 
 
-def _stamps(paths: Sequence[Path]) -> _Stamps:
+def _files(paths: Sequence[Path]) -> _Files:
     folders = [folder for path in paths for folder in (path, path / TIMELINES) if folder.is_dir()]
     files = [*paths, *(file for folder in folders for file in sorted(folder.iterdir()))]
     found = ((file, file.stat()) for file in files if file.exists())
-    return tuple((file, about.st_size, about.st_mtime_ns) for file, about in found)
-
-
-def _read(paths: Sequence[Path]) -> Run:
-    """The steps of files or a folder: read once for all what-ifs that are tried on them."""
-    return _read_once(tuple(paths), _stamps(paths))
+    return tuple(paths), tuple((file, about.st_size, about.st_mtime_ns) for file, about in found)
 
 
 @lru_cache(maxsize=4)
-def _read_once(paths: tuple[Path, ...], stamps: _Stamps) -> Run:
-    return run_of(read_run(paths))
-
-
-def _explained(
-    paths: Sequence[Path], step: int | None, predicted: Predicted | None, what_ifs: Sequence[str]
-) -> Explanation:
-    return _explained_once(tuple(paths), _stamps(paths), step, predicted, tuple(what_ifs))
+def _read(files: _Files) -> Run:
+    """The steps of files or a folder: read once for all what-ifs that are tried on them."""
+    return run_of(read_run(files[0]))
 
 
 @lru_cache(maxsize=32)
-def _explained_once(
-    paths: tuple[Path, ...], stamps: _Stamps, step: int | None, predicted: Predicted | None, what_ifs: tuple[str, ...]
-) -> Explanation:
-    return explain(_read_once(paths, stamps), step=step, predicted=predicted, what_ifs=what_ifs)
+def _explained(files: _Files, step: int | None, predicted: Predicted | None, what_ifs: tuple[str, ...]) -> Explanation:
+    return explain(_read(files), step=step, predicted=predicted, what_ifs=what_ifs)
 
 
 def _in_turns(given: Any) -> list[Timeline]:
     """The timelines of a file, if ranks took turns; none if it is something else."""
     several = given if isinstance(given, list) else [given]
-    if not all(isinstance(one, dict) and "ranks" in one for one in several):
-        return []
-    if not any(one.get("in_turns") for one in several):
-        return []
-    return [Timeline.from_dict(one) for one in several]
+    if all(isinstance(one, dict) and "ranks" in one for one in several) and any(one.get("in_turns") for one in several):
+        return [Timeline.from_dict(one) for one in several]
+    return []

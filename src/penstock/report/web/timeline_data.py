@@ -92,7 +92,11 @@ def band(
         path = critical_path(schedule, timeline)
     if order is None:
         order = Order.of([track.actions for track in timeline.tracks], schedule)
-    critical = _critical(timeline, path, order)
+    critical: Sequence[NDArray[Any] | None] = [None] * timeline.ranks
+    if path is not None:  # for each rank 1 where an action is on it
+        critical = marks = [np.zeros(len(track), np.int64) for track in timeline.tracks]
+        for span in path.spans:
+            marks[span.rank][order.places[span.rank][span.action]] = 1
     ranks = [
         {
             "name": f"rank {rank}",
@@ -139,16 +143,6 @@ def _needs(schedule: Schedule) -> list[dict[str, NDArray[Any]]]:
         at = np.cumsum([0, *map(len, each)])
         found.append({"at": at, "to": np.array([node for nodes in each for node in nodes], np.int64)})
     return found
-
-
-def _critical(timeline: Timeline, path: CriticalPath | None, order: Order) -> list[NDArray[Any] | None]:
-    """For each rank 1 where an action is on the critical path."""
-    if path is None:
-        return [None] * timeline.ranks
-    marks = [np.zeros(len(track), np.int64) for track in timeline.tracks]
-    for span in path.spans:
-        marks[span.rank][order.places[span.rank][span.action]] = 1
-    return [*marks]
 
 
 def packed(column: NDArray[Any]) -> dict[str, str]:

@@ -6,20 +6,15 @@ pipeline each has its own memory, often in another process, and would not see th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection
 
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
-from penstock._base.trees import flatten
 from penstock.partition.values.memory import overlap
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.cutting import Batch
-from penstock.runtime.batch.microbatches import Microbatches
-
-Named = tuple[str, Tensor]
-"""A tensor with its path, as a caller would write it."""
+from penstock.runtime.batch.microbatches import leaves_of
 
 
 def refuse_aliases(overwritten: Collection[str], batch: Batch) -> None:
@@ -31,11 +26,12 @@ def refuse_aliases(overwritten: Collection[str], batch: Batch) -> None:
     """
     if not overwritten:
         return
-    inputs: list[Named] = []
-    targets: list[Named] = []
+    inputs: list[tuple[str, Tensor]] = []  # by their paths, as a caller would write them
+    targets: list[tuple[str, Tensor]] = []
     for piece in batch.pieces or [batch]:
-        inputs += [(input_path(path), tensor) for path, tensor in _tensors((piece.args, dict(piece.kwargs)))]
-        targets += [(f"target{path}", tensor) for path, tensor in _tensors(piece.target)]
+        given = leaves_of((piece.args, dict(piece.kwargs)))
+        inputs += [(input_path(path), leaf) for path, leaf in given if isinstance(leaf, Tensor)]
+        targets += [(f"target{path}", leaf) for path, leaf in leaves_of(piece.target) if isinstance(leaf, Tensor)]
     for place, (path, tensor) in enumerate(inputs):
         if path not in overwritten:
             continue
@@ -48,14 +44,3 @@ def refuse_aliases(overwritten: Collection[str], batch: Batch) -> None:
                 "change as well, but in a pipeline each has memory of its own. Pass a clone as one of the two "
                 "(x.clone()), or have the model not update its input in place"
             )
-
-
-def _tensors(tree: Any) -> Iterator[Named]:
-    """The tensors of a batch, each with its path; those in pieces have their path within a microbatch."""
-    flat = flatten(tree)
-    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
-        if isinstance(leaf, Tensor):
-            yield path, leaf
-        elif isinstance(leaf, Microbatches):
-            for piece in leaf.pieces:
-                yield from ((path + inner, tensor) for inner, tensor in _tensors(piece))

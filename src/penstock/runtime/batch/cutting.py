@@ -285,12 +285,7 @@ _WHOLE = Dims("piece", (("", None),))
 
 def _paths(tree: Any) -> list[str]:
     """The paths of all leaves, including those within pieces that are already cut."""
-    found = []
-    flat = flatten(tree)
-    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
-        inner = flatten(leaf.pieces[0]).paths if isinstance(leaf, Microbatches) else [""]
-        found += [path + part for part in inner]
-    return found
+    return [*dict.fromkeys(path for path, _ in batches.leaves_of(tree))]
 
 
 _FIRST = Dims("output")

@@ -54,6 +54,17 @@ class Microbatches(Leaf):
         return f"Microbatches({list(self.pieces)!r})"
 
 
+def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a batch, each with its path; those in `Microbatches` with their path in a piece, for each piece."""
+    flat = flatten(tree)
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if isinstance(leaf, Microbatches):
+            for piece in leaf.pieces:
+                yield from ((path + inner, part) for inner, part in leaves_of(piece))
+        else:
+            yield path, leaf
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CutBatch:
     """The inputs of one batch as microbatches.

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock._base.errors import ArgumentError, PartitionError, PenstockError
 from penstock._base.trees import flatten, map_tensors, unflatten
 from penstock._base.words import counted
-from penstock.partition.recording.guards import is_readable
+from penstock.partition.recording.recording import is_readable
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import CutBatch
 

@@ -25,9 +25,9 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -85,10 +85,18 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Turns autocast off for part of a backward, in a step that runs under it."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOTHING
 
 
-_AS_IT_IS = nullcontext()
+class _Nothing:
+    """`nullcontext` without calls of Python: it enters and leaves by functions in C, which do nothing here."""
+
+    __enter__ = [].clear
+    __exit__ = "".format  # takes any arguments, and returns an empty text, so that exceptions pass
+
+
+NOTHING = cast(AbstractContextManager[Any], _Nothing())
+"""What wraps something that needs nothing around it; may be entered any number of times."""
 
 
 def computes_apart(device: torch.device) -> bool:
@@ -234,9 +242,12 @@ def copy_as(
     layout: Layout, tensor: Tensor, device: torch.device | None = None, *, non_blocking: bool = False
 ) -> Tensor:
     """A copy of `tensor` in fresh memory with this layout, on `device` (default: where it is)."""
-    buffer = allocate(layout, tensor.device if device is None else device)
-    if not buffer.packed and tensor.stride() == layout.stride and tensor.shape == layout.shape:
-        return buffer.tensor.copy_(tensor.detach(), non_blocking=non_blocking)
+    device = tensor.device if device is None else device
+    shape, stride, dtype, misalignment, _ = layout
+    if not misalignment and tensor.stride() == stride and tensor.shape == shape and is_dense(shape, stride):
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return made.copy_(tensor.detach(), non_blocking=non_blocking)
+    buffer = allocate(layout, device)
     buffer.flat.copy_(pack(tensor), non_blocking=non_blocking)
     return unpack(buffer)
 

@@ -139,19 +139,19 @@ class Control:
         return self._kept(all_reduce([value], self.groups["everyone"]), self.others)
 
     def send_late(
-        self, terms: Message, start: Callable[[Groups, Message], Pending], sources: tuple[int, ...]
+        self, terms: Message, start: Callable[[Groups, Message], Pending], peers: tuple[int, ...]
     ) -> Arriving:
         """Sends a loss from the device, for which the host does not wait: a thread does, and calls `start` with copies
         on the host.
 
         Args:
             start: starts what all ranks do together in the group "losses".
-            sources: the numbers of the others that the loss comes from.
+            peers: the numbers of the others in that group: a sum ends once all of them have come.
         """
         assert self.groups is not None
         assert self._departures is not None
         self._keep_few()
-        return self._kept(Departed(self._departures, terms, partial(start, self.groups)), sources)
+        return self._kept(Departed(self._departures, terms, partial(start, self.groups)), peers)
 
     def end_losses(self) -> None:
         """Waits for the losses that are under way."""

@@ -25,11 +25,10 @@ from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.assembly import assemble
 from penstock.runtime.execute.clock import Clock, Counter, Marks
-from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features.context import Binding, StageContext
-from penstock.runtime.features.feature import Features, Start, within
+from penstock.runtime.features.feature import Feature, Start, calls, contexts, within
 from penstock.runtime.gradients.replicas import Average
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.loss.loss import LossHead
@@ -146,12 +145,12 @@ class Program:
         row = binding.schedule.rows[rank]
         builder = RouteBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
-        self.runners: dict[int, StageRunner] = {}
+        self.stages: dict[int, BoundStage] = {}
         for index in placement.stages_on(rank):
             stages = [partition.stages[index] for partition in partitions]
             own_head = head if placement.is_last(index) else None
             context = StageContext(binding, world.numbers[rank], index, stages, row, device, own_head, streams)
-            self.runners[index] = assemble(context, builder)
+            self.stages[index] = BoundStage(context, builder)
         self._reducers = reducers
         self._averages = averages
         self._sharded = binding.sharded
@@ -167,112 +166,97 @@ class Program:
                 arriving.remove(action.stage)
                 bound = _after_unshard(bound, binding.sharded[action.stage], world.partners)
             actions.append(bound)
-        self.actions = with_neighbors(actions, {index: runner.features for index, runner in self.runners.items()})
+        self.actions = with_neighbors(actions, {index: stage.features for index, stage in self.stages.items()})
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
         start = Start(reduces, feed.loss_scale)
-        for index, runner in self.runners.items():
-            runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
+        for index, stage in self.stages.items():
+            stage.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 
     def _bind(self, rank: int, action: Action) -> BoundAction:
-        text = str(action)
-        running = Position(text)
-        if action.op is Op.REDUCE_GRAD:
-            return BoundAction(rank, action, None, self._reduction(action), running, running)
-        if action.op in (Op.UNSHARD, Op.RESHARD):
-            sharded = self._sharded[action.stage]
-            act = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
-            return BoundAction(rank, action, None, act, running, running)
-        runner = self.runners[action.stage]
-        microbatch = _number(action)
-        routes = runner.routes(microbatch)
-        match action.op:
-            case Op.F:
-                waiting = self._waiting("RECV_F", action, routes.values_in)
-                work = _around(runner.features, action, runner.forward)
-                return BoundAction(rank, action, partial(runner.await_inputs, microbatch), work, waiting, running)
-            case Op.B | Op.I:
-                waiting = self._waiting("RECV_B", action, routes.grads_in)
-                work = _around(runner.features, action, runner.backward)
-                return BoundAction(rank, action, partial(runner.await_grads, microbatch), work, waiting, running)
-            case Op.W:
-                work = _around(runner.features, action, runner.weight_backward)
-                return BoundAction(rank, action, None, work, running, running)
-            case Op.SEND_F | Op.SEND_B:
+        text, microbatch, stage = str(action), action.microbatch, self.stages.get(action.stage)
+        running = waiting = Position(text)
+        wait: Callable[[], Any] | None = None
+        work: Callable[..., None]
+        match action.op, stage, microbatch:
+            case Op.REDUCE_GRAD, _, None:
+                work = self._averages[action.stage].start
+            case Op.REDUCE_GRAD, _, int(group):
+                work = self._reducers[group].start
+            case Op.UNSHARD, _, _:
+                work = self._sharded[action.stage].unshard
+            case Op.RESHARD, _, _:
+                work = self._sharded[action.stage].reshard
+            case Op.F, BoundStage() as stage, int(k):
+                wait, work = stage.await_inputs(k), stage.forward(k)
+                waiting = Position(f"{action.stage}RECV_F{k}", self._peers(stage.routes(k).values_in))
+            case Op.B | Op.I, BoundStage() as stage, int(k):
+                wait, work = stage.await_grads(k), stage.backward(k)
+                waiting = Position(f"{action.stage}RECV_B{k}", self._peers(stage.routes(k).grads_in))
+            case Op.W, BoundStage() as stage, int(k):
+                work = stage.weight_backward(k)
+            case Op.SEND_F | Op.SEND_B, BoundStage() as stage, int(k):
+                routes = stage.routes(k)
                 route = route_of(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
-                blocked = Position(text, (self._numbers[self._placement.rank_of[route.stage]],))
-                return BoundAction(rank, action, None, partial(runner.send, microbatch, route), blocked, blocked)
-            case Op.RECV_F | Op.RECV_B:
+                work, running = stage.send(k, route), Position(text, self._peers([route]))
+            case Op.RECV_F | Op.RECV_B, BoundStage() as stage, int(k):
+                routes = stage.routes(k)
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
-                return BoundAction(rank, action, None, partial(route.channel.post, microbatch), running, running)
+                work = partial(route.channel.post, k)
             case _:
                 raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
+        if stage is not None and action.op.is_compute:
+            work = within(contexts(stage.features, "around", action), work)
+        return BoundAction(rank, action, wait, work, waiting, running)
 
-    def _reduction(self, action: Action) -> Callable[[], None]:
-        """Starts the sum over a group of tied stages, or over the replicas of one stage."""
-        if action.microbatch is None:
-            return self._averages[action.stage].start
-        return self._reducers[action.microbatch].start
-
-    def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
-        peers = sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote})
-        return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
-
-
-def _around(features: Features, action: Action, run: Callable[..., None]) -> Callable[..., None]:
-    """What runs a computation, with what features have around it."""
-    work = partial(run, _number(action))
-
-    def with_features(_: Action, *ready: Any) -> None:
-        work(*ready)
-
-    wrapped = within(features.around, with_features)
-    return work if wrapped is with_features else partial(wrapped, action)
-
-
-def _number(action: Action) -> int:
-    """A computation's microbatch."""
-    assert action.microbatch is not None
-    return action.microbatch
+    def _peers(self, routes: Sequence[Route]) -> tuple[int, ...]:
+        """The numbers of the other ranks at the ends of these routes."""
+        return tuple(sorted({self._numbers[self._placement.rank_of[one.stage]] for one in routes if one.remote}))
 
 
 def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
     """The first computation after a gather, which waits for the parameters too."""
-    receive = bound.wait
+    receive, work, waiting = bound.wait, bound.work, bound.waiting
 
     def wait() -> Any:
         sharded.wait()
         return None if receive is None else receive()
 
-    def work(_: None) -> None:
-        bound.work()
-
-    unshard, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
+    unshard = str(Action(bound.action.stage, Op.UNSHARD))
     words = f"{unshard} and {waiting.action}" if waiting.peers else unshard
-    peers = tuple(sorted({*waiting.peers, *partners}))
-    after = bound.work if receive is not None else work
-    return replace(bound, wait=wait, waiting=Position(words, peers), work=after)
+    position = Position(words, tuple(sorted({*waiting.peers, *partners})))
+    return replace(bound, wait=wait, waiting=position, work=work if receive is not None else lambda _: work())
 
 
-def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
+def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Sequence[Feature]]) -> list[BoundAction]:
     """A row in which each computation's features are called around its neighbors (`Feature.upcoming`, `Feature.past`).
 
     Args:
         actions: of one rank, in order.
         features: by stage.
     """
-    found, computing = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
-    first: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
-    last: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
-    for before, after in pairwise(computing):
+    found = list(actions)
+    for before, after in pairwise([place for place, each in enumerate(actions) if each.action.op.is_compute]):
         action, following = actions[before].action, actions[after].action
-        first[before] = [partial(call, following) for call in features[following.stage].upcoming]
-        last[after] = [partial(call, action) for call in features[action.stage].past]
-    for place in computing:
-        if first[place] or last[place]:
-            found[place] = replace(actions[place], work=_between(first[place], actions[place].work, last[place]))
+        found[before] = _between(calls(features[following.stage], "upcoming", following), found[before], ())
+        found[after] = _between((), found[after], calls(features[action.stage], "past", action))
     return found
+
+
+def _between(
+    first: Sequence[Callable[[], None]], bound: BoundAction, last: Sequence[Callable[[], None]]
+) -> BoundAction:
+    """An action with calls before and after its work."""
+
+    def accompanied(*ready: Any) -> None:
+        for call in first:
+            call()
+        bound.work(*ready)
+        for call in last:
+            call()
+
+    return replace(bound, work=accompanied) if first or last else bound
 
 
 def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[BoundAction]:
@@ -282,36 +266,14 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
     """
     if device.type in ("cpu", "meta"):
         return list(actions)
-
     index = device.index
     return [within_context(each, lambda _: torch.accelerator.device_index(index)) for each in actions]
 
 
 def within_context(each: BoundAction, context: Callable[[str], AbstractContextManager[Any]]) -> BoundAction:
     """An action whose wait and work each run in what `context` returns for its text, such as `2F3` and `2F3 waits`."""
-
-    def wrapped(call: Callable[..., Any], text: str) -> Callable[..., Any]:
-        def called(*args: Any) -> Any:
-            with context(text):
-                return call(*args)
-
-        return called
-
-    wait = None if each.wait is None else wrapped(each.wait, f"{each.action} waits")
-    return replace(each, wait=wait, work=wrapped(each.work, str(each.action)))
-
-
-def _between(
-    first: Sequence[Callable[[], None]], work: Callable[..., None], last: Sequence[Callable[[], None]]
-) -> Callable[..., None]:
-    def accompanied(*ready: Any) -> None:
-        for call in first:
-            call()
-        work(*ready)
-        for call in last:
-            call()
-
-    return accompanied
+    wait = None if each.wait is None else within(partial(context, f"{each.action} waits"), each.wait)
+    return replace(each, wait=wait, work=within(partial(context, str(each.action)), each.work))
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from penstock._base.compat_compiler import backend_named, compiled, inductor_options, noticing_hooks
 from penstock._base.errors import ArgumentError
-from penstock.partition.recording.calls import enter_autocast, leave_autocast
+from penstock.partition.stages.stage import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
 from penstock.runtime.front_end import Stage

@@ -6,16 +6,15 @@ first in the order of `registry.py` is the outermost.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from functools import reduce
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, fx
 
 from penstock._base.errors import ArgumentError
+from penstock.runtime.exact.rules import NOTHING as NOTHING
 from penstock.runtime.front_end import Stage
 from penstock.schedule import Action
 
@@ -25,17 +24,6 @@ Forward = Callable[..., Sequence[Tensor]]
 Context = AbstractContextManager[Any]
 
 T = TypeVar("T")
-
-
-class _Nothing:
-    """`nullcontext` without calls of Python: it enters and leaves by functions in C, which do nothing here."""
-
-    __enter__ = [].clear
-    __exit__ = "".format  # takes any arguments, and returns an empty text, so that exceptions pass
-
-
-NOTHING: Context = cast(Context, _Nothing())
-"""For a feature that has nothing to do; may be entered any number of times."""
 
 
 class Start(NamedTuple):
@@ -93,6 +81,10 @@ class Feature:
         """The function that runs the stage's code instead of `run`."""
         return run
 
+    def applies(self, hook: str, at: int | Action) -> bool:
+        """Whether a hook is called for a microbatch, or an action: asked once, when the stage's actions are bound."""
+        return True
+
     def begin_step(self, start: Start) -> None:
         """Called before a step's first action. Drops anything left by a step that raised."""
 
@@ -135,7 +127,7 @@ class Feature:
         return NOTHING
 
 
-HOOKS = tuple(name for name in vars(Feature) if not name.startswith("_"))
+HOOKS = tuple(name for name in vars(Feature) if name != "applies" and not name.startswith("_"))
 
 
 def overrides_a_hook(feature: Feature) -> bool:
@@ -143,100 +135,46 @@ def overrides_a_hook(feature: Feature) -> bool:
     return any(_has(feature, hook) for hook in HOOKS)
 
 
-class Features:
-    """The features of one stage. Each hook calls the features that have it."""
-
-    def __init__(self, features: Sequence[Feature] = ()) -> None:
-        self._features = tuple(features)
-        self.around = self._hook("around")
-        self.forward = self._hook("forward")
-        self.code = self._hook("code")
-        self.backward = self._hook("backward")
-        self.again = self._hook("again")
-        self.autograd = self._hook("autograd")
-        self.weights = self._hook("weights")
-        self.upcoming = [feature.upcoming for feature in self._features if _has(feature, "upcoming")]
-        self.past = [feature.past for feature in self._features if _has(feature, "past")]
-        self._keeping = [feature.keep for feature in self._features if _has(feature, "keep")]
-        self.keeps = bool(self._keeping)
-        """Whether any feature may have a forward run again."""
-
-    def __iter__(self) -> Iterator[Feature]:
-        """The features, the outermost first."""
-        return iter(self._features)
-
-    def begin_step(self, start: Start) -> None:
-        """Called before a step's first action."""
-        for feature in self._features:
-            feature.begin_step(start)
-
-    def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
-        """How to run a forward again in backward, if any feature asks for it."""
-        for keep in self._keeping:
-            rerun = keep(microbatch, args)
-            if rerun is not None:
-                return rerun
-        return None
-
-    def _hook(self, name: str) -> Callable[..., Context]:
-        hooks = [getattr(feature, name) for feature in self._features if _has(feature, name)]
-        if not hooks:
-            return _nothing
-        return hooks[0] if len(hooks) == 1 else _nested(hooks)
+def calls(features: Iterable[Feature], hook: str, at: int | Action, **options: bool) -> list[Callable[..., Any]]:
+    """A hook of the features that have it, for one microbatch or action, the outermost first."""
+    having = (feature for feature in features if _has(feature, hook) and feature.applies(hook, at))
+    return [partial(getattr(feature, hook), at, **options) for feature in having]
 
 
-class _Both:
-    """Two contexts, the second within the first. (An `ExitStack` takes longer than most features do.)"""
+def contexts(features: Iterable[Feature], hook: str, at: int | Action, **options: bool) -> Callable[[], Context] | None:
+    """Makes what a hook wraps one action in, each time that it runs; None if no feature has the hook."""
+    made = calls(features, hook, at, **options)
+    if len(made) < 2:
+        return made[0] if made else None
 
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, inner: Context, outer: Context) -> None:
-        self._inner, self._outer = inner, outer
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        try:
-            self._inner.__enter__()
-        except BaseException:
-            if not self._outer.__exit__(*sys.exc_info()):
-                raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        try:
-            if self._inner.__exit__(kind, error, trace):
-                kind = error = trace = None
-        except BaseException:
-            if self._outer.__exit__(*sys.exc_info()):
-                return True
-            raise
-        return self._outer.__exit__(kind, error, trace) or error is None  # the inner one has dealt with it
-
-
-def _nested(hooks: Sequence[Callable[..., Context]]) -> Callable[..., Context]:
-    def nested(*args: Any, **kwargs: Any) -> Context:
-        contexts = [context for hook in hooks if (context := hook(*args, **kwargs)) is not NOTHING]
-        return reduce(_Both, reversed(contexts)) if contexts else NOTHING
+    def nested() -> Context:
+        entered = [context for make in made if (context := make()) is not NOTHING]
+        if len(entered) < 2:
+            return entered[0] if entered else NOTHING
+        return _all(entered)
 
     return nested
 
 
-def within(hook: Callable[..., Context], work: Callable[..., T]) -> Callable[..., T]:
-    """`work`, run in what a hook of `Features` returns for its first argument; `work` itself if no feature has it."""
-    if hook is _nothing:
+@contextmanager
+def _all(entered: Sequence[Context]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in entered:
+            stack.enter_context(context)
+        yield
+
+
+def within(enter: Callable[[], Context] | None, work: Callable[..., T]) -> Callable[..., T]:
+    """`work`, run in a context that `enter` makes; `work` itself if there is none."""
+    if enter is None:
         return work
 
-    def wrapped(first: Any, *rest: Any) -> T:
-        with hook(first):
-            return work(first, *rest)
+    def wrapped(*args: Any) -> T:
+        with enter():
+            return work(*args)
 
     return wrapped
 
 
 def _has(feature: Feature, hook: str) -> bool:
     return getattr(type(feature), hook) is not getattr(Feature, hook)
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> Context:
-    return NOTHING

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.state.library import OF_TORCH
+from penstock.partition.source import OF_TORCH
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.schedule import Op

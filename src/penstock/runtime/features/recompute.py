@@ -23,7 +23,7 @@ from penstock.runtime.features.feature import Feature, Rerun
 from penstock.runtime.features.offload import Away, Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.kinds import any_use
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.activations import run_again
 
 Keeping = Callable[[Sequence[int]], Collection[int]]
@@ -153,10 +153,12 @@ class RecomputedStage(Feature):
         self._offload = offload
         self._buffers = Buffers(modules, updated_buffers(use))
 
+    def applies(self, hook: str, at: int | Action) -> bool:
+        """`keep` to the forwards that run again."""
+        return hook != "keep" or at in self._microbatches
+
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
         """Keeps the arguments, and the buffers that the forward updates."""
-        if microbatch not in self._microbatches:
-            return None
         kept = [self._keep(microbatch, *arg) for arg in enumerate(args)]
         return _Again(kept, self._buffers.copy())
 

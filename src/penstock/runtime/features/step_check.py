@@ -24,7 +24,7 @@ from penstock._base.errors import PartitionError
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.runtime.gradients.distribution import is_distributed
-from penstock.schedule import Op
+from penstock.schedule import Action, Op
 
 
 class StepCheck(Feature):
@@ -50,7 +50,11 @@ class StepCheck(Feature):
         self._index, self._copies, self._held = stage.index, stage.copies, held
         self._steady = {name: tensor for name, tensor in held.items() if name not in updated}
         self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(stage.device)]))
-        self._count, self._done = len(stage.microbatches(Op.B, Op.I, Op.W)), 0
+        own = [(a.op is Op.W, a.microbatch) for a in stage.row if a.stage == stage.index and a.op in (Op.B, Op.I, Op.W)]
+        reached = any(i.meta.requires_grad for each in stage.stages for i in each.meta.inputs)
+        # Where no input takes a gradient, layer drop may leave a microbatch without a backward: the first may be any.
+        self._looks_at = {*own[:1], *own[-1:]} if reached else {*own}
+        self._done = 0
         self._before: dict[str, int] = {}
         self._states: list[tuple[int, bytes]] = []
 
@@ -58,10 +62,14 @@ class StepCheck(Feature):
         """Notes the versions of what nothing may update until the last backward has ended."""
         self._done, self._before = 0, _versions(self._steady)
 
+    def applies(self, hook: str, at: int | Action) -> bool:
+        """To the first and the last of the stage's backwards, or to all, if those may not come."""
+        return (hook == "weights", at) in self._looks_at
+
     def autograd(self, microbatch: int) -> Context:
         """Wraps autograd's backward."""
         self._done += 1
-        return self if self._done in (1, self._count) else NOTHING
+        return self if self._done in (1, len(self._looks_at)) else NOTHING
 
     def weights(self, microbatch: int) -> Context:
         """Wraps the work that a split backward put off."""

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from penstock._base.closures import contents, globals_named
 from penstock._base.errors import ArgumentError
 from penstock.partition import leaves_of, tensors_in
-from penstock.partition.state.library import is_library
+from penstock.partition.source import is_library
 from penstock.runtime.front_end import Partition
 
 PREFIXES = ("loss.", "loss_fn.", "pipeline.loss.")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class SplitBackward:
             self._learning = True
             return self._uses.learning()
         if runs_again:
-            return nullcontext()
+            return exact.NOTHING
         waiting = self._waiting[microbatch] = []
         put = self._put[microbatch] = set()
         return self._uses.putting_off(waiting, put, self._anchor)
@@ -141,7 +141,7 @@ class SplitBackward:
             return self._kept_until_w(early, self._parameters)
         known = self._compiled if put is None else self._compiled | put
         missed = [p for p in self._deferred if id(p) not in known and not p._post_accumulate_grad_hooks]
-        return nullcontext() if put is None or not missed else self._kept_until_w(early, missed)
+        return exact.NOTHING if put is None or not missed else self._kept_until_w(early, missed)
 
     def weight_gradients(self, microbatch: int) -> None:
         """Runs W: sums each parameter's terms of a microbatch in autograd's order, and adds them to `.grad` once."""

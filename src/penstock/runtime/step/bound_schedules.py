@@ -168,8 +168,8 @@ class BoundSchedules:
 
     def backward_to_batch(self, cached: Cached, cut: CutBatch | None) -> None:
         """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
-        runners = [runner for program in cached.bound.programs for runner in program.runners.values()]
-        found = dict(ChainMap(*(runner.batch_gradients for runner in runners)))
+        stages = [stage for program in cached.bound.programs for stage in program.stages.values()]
+        found = dict(ChainMap(*(stage.batch_gradients for stage in stages)))
         firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
         copies = cached.bound.schedule.placement.pipelines > 1
         if copies and any(value.meta.requires_grad for meta in firsts for value in meta.inputs):

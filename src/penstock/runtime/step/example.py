@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
-from penstock._base.trees import flatten
-from penstock.runtime.batch.microbatches import Microbatches
+from penstock.runtime.batch.microbatches import leaves_of
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control
 
@@ -19,9 +18,7 @@ def is_whole(example: Example) -> bool:
 
 def tensors_of(example: Example) -> list[Tensor]:
     """The tensors of a batch, those in `Microbatches` included."""
-    leaves = flatten(example).leaves
-    pieces = [one for leaf in leaves if isinstance(leaf, Microbatches) for one in flatten(leaf.pieces).leaves]
-    return [leaf for leaf in (*leaves, *pieces) if isinstance(leaf, Tensor)]
+    return [leaf for _, leaf in leaves_of(example) if isinstance(leaf, Tensor)]
 
 
 def shared(control: Control, example: Example) -> Example:

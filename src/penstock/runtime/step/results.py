@@ -28,7 +28,7 @@ from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.control import Arriving
 from penstock.runtime.execute.engine import BoundSchedule, Engine
-from penstock.runtime.transport.distributed import all_reduce, broadcast_from
+from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
@@ -118,37 +118,34 @@ class SharedLoss:
     holds every smaller float exactly.
 
     Args:
-        parts: for each rank that terms come from, the terms; on other ranks, as many Nones. Not read before
-            they are sent or asked for: reading waits for their device.
+        terms: None where a term is on another rank. Not read before they are sent or asked for: reading waits for
+            their device.
         divisor: what the sum is divided by, term by term.
         names: the parts of the loss. Each term of the loss is followed by one of each part.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1, names: Sequence[str] = ()) -> None:
+    def __init__(self, terms: Message, divisor: int = 1, names: Sequence[str] = ()) -> None:
         self._divisor = divisor
         self._names = tuple(names)
-        self._lengths = [len(terms) for terms in parts]
-        self._buffers: list[Tensor] | None = None
-        self.terms: Message = [None if term is None else term.detach().clone() for terms in parts for term in terms]
-        """Those of all parts."""
+        self._rows: Tensor | None = None
+        self.terms: Message = [None if term is None else term.detach().clone() for term in terms]
         self.waits: list[Callable[[], None]] = []
-        """Each returns when one of the buffers is here; none is left once all are."""
+        """Each returns when some of the rows are here; none is left once all are."""
         self._arriving: list[Pending] = []
 
-    def fill(self, terms: Message) -> list[Tensor]:
-        """Makes the buffers that travel. For each part one row per term: the value, and 1 + the number of its dtype.
-        All zero on ranks without the term, so that a sum over ranks gives the term.
+    def fill(self, terms: Message) -> Tensor:
+        """Makes what travels: a row per term, of its value and 1 + the number of its dtype. All zero on ranks without
+        the term, so that a sum over ranks gives the term.
 
         Args:
-            terms: those of all parts, or copies of them on the host.
+            terms: those of this loss, or copies of them on the host.
         """
-        rows = torch.zeros((len(terms), 2), dtype=torch.float64)
-        for row, term in zip(rows, terms, strict=True):
+        self._rows = torch.zeros((len(terms), 2), dtype=torch.float64)
+        for row, term in zip(self._rows, terms, strict=True):
             if term is not None:
                 row[0] = term.cpu().double()
                 row[1] = float(1 + _DTYPES.index(term.dtype))
-        self._buffers = [part.clone() for part in torch.split(rows, self._lengths)]
-        return self._buffers
+        return self._rows
 
     def expect(self, arriving: Arriving) -> None:
         """Reading waits for this, too."""
@@ -159,7 +156,7 @@ class SharedLoss:
     def is_here(self) -> bool:
         """Whether `read` waits neither for another rank nor for a device."""
         on_host = all(term is None or term.device.type == "cpu" for term in self.terms)
-        return not self.waits and (self._buffers is not None or on_host)
+        return not self.waits and (self._rows is not None or on_host)
 
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""
@@ -186,12 +183,12 @@ class SharedLoss:
 
     def _totals(self) -> list[Tensor | None]:
         totals: list[Tensor | None] = [None] * (1 + len(self._names))
-        for buffer in self.fill(self.terms) if self._buffers is None else self._buffers:
-            for place, (value, dtype) in enumerate(buffer.tolist()):
-                if dtype:
-                    term = torch.tensor(value, dtype=_DTYPES[int(dtype) - 1]) / self._divisor
-                    total = totals[place % len(totals)]
-                    totals[place % len(totals)] = term if total is None else total + term
+        rows = self.fill(self.terms) if self._rows is None else self._rows
+        for index, (value, dtype) in enumerate(rows.tolist()):
+            if dtype:
+                term = torch.tensor(value, dtype=_DTYPES[int(dtype) - 1]) / self._divisor
+                total = totals[index % len(totals)]
+                totals[index % len(totals)] = term if total is None else total + term
         return totals
 
 
@@ -232,54 +229,36 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wante
         microbatches: of each replica.
         wanted: whether every rank is to have the loss; otherwise it stays where it was computed.
     """
-    if wanted and engine.world.data_parallel > 1:
-        return _summed(engine, bound, microbatches)
-    parts = _parts(engine, bound)
-    shared = SharedLoss(list(parts.values()), names=bound.head.names)
-    if not wanted or engine.world.is_local:
+    world, control, schedule, head = engine.world, engine.control, bound.schedule, bound.head
+    lasts = [stage for stage in range(schedule.placement.stages) if schedule.placement.is_last(stage)]
+    numbers = {schedule.placement.rank_of[stage]: schedule.numbers_on(stage) for stage in lasts}  # of microbatches
+    replicas, sums = world.data_parallel if wanted else 1, 1 + len(head.names)
+    terms: list[Tensor | None] = [None] * sums
+    lengths = [sums]
+    if replicas > 1:  # each microbatch has its own place in a sum over all processes
+        terms *= microbatches * replicas
+        for own in (own for rank, own in numbers.items() if rank in engine.ranks and world.tp_rank == 0):
+            start = (world.replica * microbatches + own.start) * sums
+            terms[start : start + len(own) * sums] = head.terms(own)
+    elif len(numbers) > 1 and not world.is_local:
+        terms = [term for own in numbers.values() for term in head.terms(own)]
+        lengths = [len(own) * sums for own in numbers.values()]
+    elif not numbers.keys().isdisjoint(engine.ranks):
+        terms = head.totals()
+    shared = SharedLoss(terms, replicas, head.names)
+    if not wanted or world.is_local:
         return shared
-    if engine.control.sends_late:
-        sources = tuple(engine.world.numbers[rank] for rank in parts if rank not in engine.ranks)
-
-        def begin(groups: Groups, terms: Message) -> Pending:
-            return broadcast_from(tuple(parts), shared.fill(terms), groups["losses"])
-
-        shared.expect(engine.control.send_late(shared.terms, begin, sources))
-    else:
-        for rank, buffer in zip(parts, shared.fill(shared.terms), strict=True):
-            shared.expect(engine.broadcast(buffer, rank))
-    return shared
-
-
-def _parts(engine: Engine, bound: BoundSchedule) -> Mapping[int, Sequence[Tensor | None]]:
-    """The terms of one pipeline's loss, by the rank that has them: each last stage's microbatches."""
-    placement, head = bound.schedule.placement, bound.head
-    sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
-    if len(sources) == 1 or engine.world.is_local:
-        none: list[Tensor | None] = [None] * (1 + len(head.names))
-        return {placement.rank_of[-1]: none if sources.keys().isdisjoint(engine.ranks) else head.totals()}
-    return {rank: head.terms(bound.schedule.numbers_on(stage)) for rank, stage in sources.items()}
-
-
-def _summed(engine: Engine, bound: BoundSchedule, microbatches: int) -> SharedLoss:
-    """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
-    world, placement = engine.world, bound.schedule.placement
-    sums = 1 + len(bound.head.names)
-    terms: list[Tensor | None] = [None] * (microbatches * world.data_parallel * sums)
-    for stage in range(placement.stages):
-        if placement.is_last(stage) and placement.rank_of[stage] in engine.ranks and world.tp_rank == 0:
-            numbers = bound.schedule.numbers_on(stage)
-            start = (world.replica * microbatches + numbers.start) * sums
-            terms[start : start + len(numbers) * sums] = bound.head.terms(numbers)
-    shared, control = SharedLoss([terms], world.data_parallel, bound.head.names), engine.control
     if control.sends_late:
 
         def begin(groups: Groups, terms: Message) -> Pending:
-            return all_reduce(shared.fill(terms), groups["losses"])
+            return all_reduce([shared.fill(terms)], groups["losses"])
 
-        shared.expect(control.send_late(shared.terms, begin, control.others))
+        shared.expect(control.send_late(shared.terms, begin, control.others if replicas > 1 else control.line))
+    elif replicas > 1:
+        shared.expect(control.broadcast_sum(shared.fill(shared.terms)))
     else:
-        shared.expect(control.broadcast_sum(shared.fill(shared.terms)[0]))
+        for rank, rows in zip(numbers, torch.split(shared.fill(shared.terms), lengths), strict=True):
+            shared.expect(engine.broadcast(rows, rank))
     return shared
 
 

@@ -10,9 +10,8 @@ In come a placement, costs and limits; out comes `Found`: a schedule, and a boun
 """
 
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.exact import exact
 from penstock.simulate.search.found import Found
 from penstock.simulate.search.problem import Objective, Problem, problem
 from penstock.simulate.search.search import search
 
-__all__ = ["Found", "Objective", "Problem", "exact", "lower_bound", "problem", "search"]
+__all__ = ["Found", "Objective", "Problem", "lower_bound", "problem", "search"]

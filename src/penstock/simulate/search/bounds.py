@@ -53,54 +53,45 @@ class _Chains:
         self.problem = problem
         stages = range(problem.stages)
         self.order = [3 * s for s in stages] + [3 * s + 1 for s in reversed(stages)] + [3 * s + 2 for s in stages]
-        self.waits: list[list[tuple[int, int]]] = [[] for _ in problem.seconds]
-        self.lets: list[list[tuple[int, int]]] = [[] for _ in problem.seconds]
+        self.before: list[list[_Wait]] = [[(lane - 1, 0, 0.0)] if lane % 3 else [] for lane in range(problem.lanes)]
         for lane, source, lead in memory_waits(problem):
             if 0 <= lead < problem.count[lane]:
-                self.waits[lane].append((source, lead))
-                self.lets[source].append((lane, lead))
+                self.before[lane].append((source, lead, 0.0))
+        for lane, source in enumerate(problem.need):
+            if source >= 0:
+                self.before[lane].append((source, 0, problem.lag[lane]))
+        self.after: list[list[_Wait]] = [[] for _ in self.before]
+        for lane, waits in enumerate(self.before):
+            for source, lead, lag in waits:
+                self.after[source].append((lane, lead, lag))
         self.rounds = max(problem.count) + 1 if problem.actions <= _FEW else _ROUNDS
 
     def heads(self, start: Sequence[float]) -> Heads:
         """The earliest start of each action, where lanes start at `start` (-inf: only after others)."""
-        problem = self.problem
-        found = [np.full(count, first) for count, first in zip(problem.count, start, strict=True)]
+        return self._longest(self.order, self.before, start)
+
+    def tails(self, end: Sequence[float]) -> Heads:
+        """The least time from each action's end to the end of the lanes that have an `end` of 0."""
+        return [lane[::-1] for lane in self._longest(self.order[::-1], self.after, end)]  # the same, backwards
+
+    def _longest(self, order: Sequence[int], waits: Sequence[Sequence[_Wait]], first: Sequence[float]) -> Heads:
+        seconds = self.problem.seconds
+        found = [np.full(count, one) for count, one in zip(self.problem.count, first, strict=True)]
         for _ in range(self.rounds):
             before = [lane.copy() for lane in found]
-            for lane in self.order:
+            for lane in order:
                 head = found[lane]
-                if lane % 3:
-                    np.maximum(head, found[lane - 1] + problem.seconds[lane - 1], out=head)
-                for source, lead in self.waits[lane]:
-                    np.maximum(
-                        head[lead:], found[source][: len(head) - lead] + problem.seconds[source], out=head[lead:]
-                    )
-                if (source := problem.need[lane]) >= 0:
-                    np.maximum(head, found[source] + problem.seconds[source] + problem.lag[lane], out=head)
-                found[lane] = _run(head, problem.seconds[lane])
+                for other, lead, lag in waits[lane]:
+                    arrived = found[other][: len(head) - lead] + seconds[other] + lag
+                    np.maximum(head[lead:], arrived, out=head[lead:])
+                found[lane] = _run(head, seconds[lane])
             if all(map(np.array_equal, before, found)):
                 break
         return found
 
-    def tails(self, end: Sequence[float]) -> Heads:
-        """The least time from each action's end to the end of the lanes that have an `end` of 0."""
-        problem = self.problem
-        found = [np.full(count, last) for count, last in zip(problem.count, end, strict=True)]
-        for _ in range(self.rounds):
-            before = [lane.copy() for lane in found]
-            for lane in reversed(self.order):
-                tail = found[lane]
-                if lane % 3 < 2:
-                    np.maximum(tail, found[lane + 1] + problem.seconds[lane + 1], out=tail)
-                for target, lead in self.lets[lane]:
-                    part = tail[: len(tail) - lead]
-                    np.maximum(part, found[target][lead:] + problem.seconds[target], out=part)
-                if (target := problem.feeds[lane]) >= 0:
-                    np.maximum(tail, found[target] + problem.seconds[target] + problem.lag[target], out=tail)
-                found[lane] = _run(tail[::-1], problem.seconds[lane])[::-1]
-            if all(map(np.array_equal, before, found)):
-                break
-        return found
+
+_Wait = tuple[int, int, float]
+"""A lane that another waits for, by how many microbatches it may lag, and the seconds from its end on."""
 
 
 def _run(head: Floats, seconds: float) -> Floats:

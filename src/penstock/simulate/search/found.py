@@ -1,16 +1,17 @@
-"""The result of a search, as checked and timed by the library itself."""
+"""The result of a search, as checked and timed by the library itself; and the answers that are known before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock._base.errors import ScheduleError
-from penstock.schedule import Schedule, check
+from penstock._base.errors import ArgumentError, ScheduleError
+from penstock.schedule import Schedule, check, generate, generators, split_backward
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, simulate
 from penstock.simulate.costs import StageCost
-from penstock.simulate.search.problem import Objective
+from penstock.simulate.search.problem import Objective, Problem, Rows, lanes_of
+from penstock.simulate.search.timing import fits, time_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,6 @@ class Found:
         known: the best generator that fits, by name; None if none does.
         known_seconds: its objective; infinite if there is none.
         search_seconds: how long the search took.
-        cut_off: of an exact search: whether the solver ended without a proof of the optimum.
     """
 
     schedule: Schedule
@@ -37,7 +37,6 @@ class Found:
     known: str | None
     known_seconds: float
     search_seconds: float
-    cut_off: bool = False
 
     @property
     def gap(self) -> float:
@@ -66,3 +65,61 @@ def timed(
     """The timeline and the objective of a schedule that is known to be legal."""
     timeline = simulate(schedule, costs, links)
     return timeline, timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSchedule:
+    """A generator's schedule that fits in memory: its objective, and its rows.
+
+    The rows are None if they cannot express it: it has whole backwards, overlaps, or microbatches that do not ascend.
+    """
+
+    schedule: Schedule
+    seconds: float
+    rows: Rows | None
+
+
+def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[KnownSchedule]:
+    """The schedules of all generators that have the problem's placement and fit in its memory: as they are, and with
+    their backwards split, which is never worse except for overlaps."""
+    found: list[KnownSchedule] = []
+    for generator in generators():
+        chunks = problem.placement.depth // problem.ranks or 1
+        try:
+            schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks)
+        except ArgumentError:  # does not work for these numbers
+            continue
+        split = split_backward(schedule)
+        if schedule.placement != problem.placement or not all(
+            fits(problem, rank, lanes_of(row)) for rank, row in enumerate(split.rows)
+        ):
+            continue
+        is_split = split.rows == schedule.rows and not any(any(row.joined) for row in schedule.rows)
+        if not is_split:
+            found.append(KnownSchedule(schedule, timed(schedule, costs, links, problem.objective)[1], None))
+        rows = problem.rows(split)
+        timing = None if rows is None else time_rows(problem, rows)
+        if rows is not None and timing is not None:
+            name = schedule.name if is_split else f"{schedule.name}, split"
+            found.append(KnownSchedule(problem.schedule(name, rows), timing.cost, rows))
+    return found
+
+
+def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
+    """One microbatch at a time, there and back: fits in memory if anything does.
+
+    Args:
+        problem: the question.
+        last_first: begin with the last pipeline. If memory is tight, no move leads from one order to the other.
+    """
+    placement = problem.placement
+    rows: Rows = [[] for _ in range(problem.ranks)]
+    firsts = range(0, problem.stages, placement.depth)
+    for first in reversed(firsts) if last_first else firsts:
+        stages = range(first, first + placement.depth)
+        for _ in range(problem.count[3 * first]):
+            for stage in stages:
+                rows[placement.rank_of[stage]].append(3 * stage)
+            for stage in reversed(stages):
+                rows[placement.rank_of[stage]] += [3 * stage + 1, 3 * stage + 2]
+    return rows

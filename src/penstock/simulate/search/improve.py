@@ -1,4 +1,5 @@
-"""Rows -> better rows, by moving single actions on the critical path along their rank's row.
+"""Rows -> better rows, by moving single actions on the critical path along their rank's row; and rows for more
+microbatches, by repeating the middle: where a schedule wins or loses is its beginning and its end.
 
 Simulated annealing (Kirkpatrick et al., Science 1983) over the moves of job-shop search: the objective can only fall if
 an action on the critical path changes places with others (van Laarhoven et al., Operations Research 1992).
@@ -10,7 +11,7 @@ import math
 from random import Random
 
 from penstock.simulate.search.problem import Problem, Rows
-from penstock.simulate.search.timing import Effort, Places, Timing, critical_path, fits, time_rows
+from penstock.simulate.search.timing import Effort, Timing, critical_path, fits, time_rows
 
 _MOVE_ACTIONS = 100  # the overhead of a move, in actions timed; and a little for all
 _FILLING = 0.25  # the share of moves that bring a W from anywhere
@@ -45,8 +46,7 @@ def improve(
     timing = time_rows(problem, rows)
     assert timing is not None
     best, kept = timing, rows[:]
-    places = Places(problem, rows)
-    path = critical_path(problem, rows, timing, places)
+    path = critical_path(problem, rows, timing)
     hot = heat * sum(problem.seconds) / problem.lanes
     effort = Effort()
     while effort.actions < min(actions, limit) and best.cost > enough:
@@ -62,8 +62,7 @@ def improve(
             rows[rank] = before
             continue
         timing = tried
-        places.update(rank, row)
-        path = critical_path(problem, rows, timing, places)
+        path = critical_path(problem, rows, timing)
         if (timing.cost, timing.score) < (best.cost, best.score):
             best, kept = timing, rows[:]
     return best.cost, kept
@@ -95,3 +94,45 @@ def _move(
             lane = row[same]
             return rank, made, timing.starts[lane][row[:same].count(lane)]
     return None
+
+
+_CUTS = 12  # moments to try
+
+
+def stretch(few: Problem, rows: Rows, many: Problem) -> tuple[float, Rows] | None:
+    """The best objective and the rows for `many`, whose middle repeats that of `rows`; None if no such rows can run.
+
+    Args:
+        few: the question that `rows` answer.
+        rows: of `few`; they can be run.
+        many: the same question for more microbatches.
+    """
+    timing = time_rows(few, rows)
+    assert timing is not None
+    more = [larger - less for larger, less in zip(many.count, few.count, strict=True)]
+    best: tuple[float, Rows] | None = None
+    end = max(ends[-1] for ends in timing.ends)
+    for cut in range(1, _CUTS):
+        moment = end * cut / _CUTS
+        made = [_repeated(few, row, timing, moment, more) for row in rows]
+        if not all(fits(many, rank, row) for rank, row in enumerate(made)):
+            continue
+        found = time_rows(many, made, best[0] if best else math.inf)
+        if found is not None and (best is None or found.cost < best[0]):
+            best = found.cost, made
+    return best
+
+
+def _repeated(problem: Problem, row: list[int], timing: Timing, moment: float, more: list[int]) -> list[int]:
+    """The row with more of each of its lanes, in the order in which they come next at a moment."""
+    taken = [0] * problem.lanes
+    at = len(row)
+    for i, lane in enumerate(row):
+        if timing.starts[lane][taken[lane]] >= moment:
+            at = i
+            break
+        taken[lane] += 1
+    order = list(dict.fromkeys(row[at:] + row))
+    rounds = max((more[lane] for lane in order), default=0)
+    between = [lane for k in range(rounds) for lane in order if k < more[lane]]
+    return row[:at] + between + row[at:]

@@ -1,16 +1,16 @@
-"""Patterns to start from, and changes to them: what a search over patterns tries."""
+"""Patterns to start from, and changes to them, in a small population of which the best are kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
 
-from penstock.simulate.search.dispatch import Pattern
-from penstock.simulate.search.problem import Problem
-from penstock.simulate.search.timing import Timing
+from penstock.simulate.search.dispatch import Pattern, dispatch
+from penstock.simulate.search.problem import Problem, Rows
+from penstock.simulate.search.timing import Timing, time_rows
 
 _PATIENCE = (0.0, 0.25, 0.5, 1.0)
 
@@ -78,14 +78,23 @@ def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
         caps[chunk] = (first, last) if random.random() < 0.8 else (1.0, 1.0)
         pattern = replace(pattern, caps=tuple(caps))
     elif kind < 0.75:
-        for _ in range(random.choice((1, 1, 2, 3))):
-            pattern = _stretch(problem, pattern, random)
+        for _ in range(random.choice((1, 1, 2, 3))):  # faster or slower through some stages
+            factor = 2 ** random.gauss(0, random.choice((0.05, 0.2, 0.6)))
+            stages = _stages(problem, random)
+            if random.random() < 0.5:
+                pattern = replace(pattern, forward=_scaled(pattern.forward, stages, factor))
+            else:
+                pattern = replace(pattern, backward=_scaled(pattern.backward, stages, factor))
     elif kind < 0.83:
         pattern = _shift(problem, pattern, random, period)
     elif kind < 0.87:
         pattern = replace(pattern, period=period * 2 ** random.gauss(0, 0.1))
     else:
-        pattern = replace(pattern, weight=_later(problem, pattern, random))
+        weight = _weights(problem, _late(problem, random))  # right after I, only in gaps, or in between
+        if random.random() >= 0.6:  # on some stages
+            stages = _stages(problem, random)
+            weight = tuple(weight[i] if i in stages else value for i, value in enumerate(pattern.weight))
+        pattern = replace(pattern, weight=weight)
     if random.random() < 0.15:
         pattern = replace(pattern, patience=random.choice(_PATIENCE))
     if random.random() < 0.15:
@@ -147,15 +156,6 @@ def _stages(problem: Problem, random: Random) -> range:
     return range(first, last + 1)
 
 
-def _stretch(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
-    """Makes the pattern faster or slower through some stages."""
-    factor = 2 ** random.gauss(0, random.choice((0.05, 0.2, 0.6)))
-    stages = _stages(problem, random)
-    if random.random() < 0.5:
-        return replace(pattern, forward=_scaled(pattern.forward, stages, factor))
-    return replace(pattern, backward=_scaled(pattern.backward, stages, factor))
-
-
 def _scaled(values: tuple[float, ...], where: range, factor: float) -> tuple[float, ...]:
     return tuple(value * factor if i in where else value for i, value in enumerate(values))
 
@@ -176,15 +176,6 @@ def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) ->
     return replace(pattern, backward=tuple(values))
 
 
-def _later(problem: Problem, pattern: Pattern, random: Random) -> tuple[float, ...]:
-    """Puts weight gradients right after I, only in gaps, or in between, on all stages or some."""
-    new = _weights(problem, _late(problem, random))
-    if random.random() < 0.6:
-        return new
-    stages = _stages(problem, random)
-    return tuple(new[i] if i in stages else value for i, value in enumerate(pattern.weight))
-
-
 def _late(problem: Problem, random: Random) -> float:
     """How long a W may wait after its I: not at all, until a gap, or some periods."""
     some = period_seconds(problem) * (2 ** random.uniform(-1.0, math.log2(2 * problem.ranks * problem.chunks)))
@@ -195,3 +186,64 @@ def _weights(problem: Problem, late: float) -> tuple[float, ...]:
     """For each stage, from I's start to W's."""
     late = min(late, horizon_seconds(problem))
     return tuple(problem.seconds[3 * stage + 1] + late for stage in range(problem.stages))
+
+
+_POPULATION = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Rows, how good they are, and the pattern that led to them. (Score and cost as in `Timing`.)"""
+
+    score: float
+    cost: float
+    rows: Rows
+    pattern: Pattern
+
+
+def climb(
+    problem: Problem,
+    patterns: Iterable[Pattern],
+    samples: int,
+    steps: int,
+    random: Random,
+    enough: float,
+) -> list[Candidate]:
+    """The best candidates, best first, from the given patterns, `samples` random ones, and changes to the best.
+
+    Args:
+        problem: the question.
+        patterns: to start from.
+        samples: how many random patterns are tried as well.
+        steps: how many changes are tried.
+        random: decides which.
+        enough: an objective with which it ends.
+    """
+    population: list[Candidate] = []
+    for pattern in patterns:
+        _offer(population, _candidate(problem, pattern))
+    for step in range(samples + steps):
+        if population and min(candidate.cost for candidate in population) <= enough:
+            break
+        if step < samples or not population:
+            pattern = sample(problem, random)
+        else:
+            # Better ones are chosen more often.
+            pattern = vary(problem, population[int(len(population) * random.random() ** 2)].pattern, random)
+        _offer(population, _candidate(problem, pattern))
+    return population
+
+
+def _candidate(problem: Problem, pattern: Pattern) -> Candidate | None:
+    rows = dispatch(problem, pattern)
+    timing = time_rows(problem, rows) if rows is not None else None
+    return Candidate(timing.score, timing.cost, rows, pattern) if rows is not None and timing is not None else None
+
+
+def _offer(population: list[Candidate], new: Candidate | None) -> None:
+    """Adds a candidate to the population if it beats one there and equals none: equals are taken to be the same."""
+    if new is None or any(abs(new.score - other.score) <= 1e-9 * other.score for other in population):
+        return
+    population.append(new)
+    population.sort(key=lambda candidate: candidate.score)
+    del population[_POPULATION:]

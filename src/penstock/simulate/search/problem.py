@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from penstock._base.errors import ArgumentError, check_counts
@@ -89,8 +89,7 @@ class Problem:
 
     def with_microbatches(self, microbatches: int) -> Problem:
         """The same question for another number of microbatches."""
-        parts = (self.placement, microbatches, self.objective, self.seconds, self.need, self.lag, self.feeds)
-        return Problem(*parts, _counts(self.placement, microbatches), self.held, self.kept, self.limit)
+        return replace(self, microbatches=microbatches, count=_counts(self.placement, microbatches))
 
     def schedule(self, name: str, rows: Rows) -> Schedule:
         """The schedule that runs these rows."""
@@ -110,18 +109,21 @@ class Problem:
 
     def rows(self, schedule: Schedule) -> Rows | None:
         """The rows of a schedule of F, I and W; None if it has other actions, or microbatches that do not ascend."""
-        rows = []
-        for row in schedule.rows:
-            if not set(row.op) <= _PLACE_OF_CODE.keys():
-                return None
-            lanes = [3 * stage + _PLACE_OF_CODE[op] for stage, op in zip(row.stage, row.op, strict=True)]
+        if not all(set(row.op) <= _PLACE_OF_CODE.keys() for row in schedule.rows):
+            return None
+        rows = [lanes_of(row) for row in schedule.rows]
+        for row, lanes in zip(schedule.rows, rows, strict=True):
             latest: dict[int, int] = {}
             for lane, k in zip(lanes, row.microbatch, strict=True):
                 if k <= latest.get(lane, -1):
                     return None
                 latest[lane] = k
-            rows.append(lanes)
         return rows
+
+
+def lanes_of(row: Row) -> list[int]:
+    """The lane of each action of a row of F, I and W."""
+    return [3 * stage + _PLACE_OF_CODE[op] for stage, op in zip(row.stage, row.op, strict=True)]
 
 
 def problem(
@@ -148,15 +150,12 @@ def problem(
     held = tuple(max(float(cost.activation_bytes), part) for cost, part in zip(by_stage, kept, strict=True))
     if not any(held):  # nothing is known about memory, so activations are counted
         held = kept = (1.0,) * len(held)
+    times = ((one.forward_seconds, one.backward_input_seconds, one.backward_weight_seconds) for one in by_stage)
     return Problem(
         placement,
         microbatches,
         objective,
-        tuple(
-            float(seconds)
-            for cost in by_stage
-            for seconds in (cost.forward_seconds, cost.backward_input_seconds, cost.backward_weight_seconds)
-        ),
+        tuple(float(seconds) for three in times for seconds in three),
         need,
         lag,
         feeds,

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from operator import attrgetter, itemgetter
 from random import Random
 
 from penstock._base.errors import ArgumentError
@@ -27,13 +28,10 @@ from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import units_of_memory, with_activations
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.climb import climb
-from penstock.simulate.search.found import Found, judged
-from penstock.simulate.search.improve import improve
-from penstock.simulate.search.known_schedules import KnownSchedule, known_schedules, one_by_one
-from penstock.simulate.search.pattern import HEURISTIC, pattern_of, regular
+from penstock.simulate.search.found import Found, KnownSchedule, judged, known_schedules, one_by_one
+from penstock.simulate.search.improve import improve, stretch
+from penstock.simulate.search.pattern import HEURISTIC, climb, pattern_of, regular
 from penstock.simulate.search.problem import Objective, Problem, Rows, problem
-from penstock.simulate.search.stretch import stretch
 from penstock.simulate.search.timing import time_rows
 
 _DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
@@ -100,9 +98,8 @@ def search(
     best = min(known, key=_seconds, default=None)
     names = {generator.name for generator in generators()}
     named = min((entry for entry in known if entry.schedule.name in names), key=_seconds, default=None)
-    budget = _Budget(seconds, seed)
-    question = _Question(asked, lower_bound(asked))
-    cost, rows = _best_rows(question, known, costs, links, budget)
+    question = _Question(asked, lower_bound(asked), _Budget(seconds, seed))
+    cost, rows = question.best(known, costs, links)
     overlapped = _overlapped(asked, costs)
     schedule = asked.schedule("search", rows)
     if best is not None and best.seconds <= cost:
@@ -205,100 +202,79 @@ def _pattern_seconds(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """The question, and the bound that no rows can beat."""
+    """The question, the bound that no rows can beat, and what there is time for."""
 
     problem: Problem
     bound: float
+    budget: _Budget
+
+    def best(self, known: list[KnownSchedule], costs: StageCost | Sequence[StageCost], links: Links) -> _Answer:
+        """The best objective, and its rows."""
+        asked, budget = self.problem, self.budget
+        first = self.timed(known)
+        answers = first[:]
+        if not self.is_met(first):
+            found = climb(asked, islice(regular(asked), budget.regular(asked)), 0, 0, budget.random, 0.0)
+            answers += [(candidate.cost, candidate.rows) for candidate in found]
+        few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
+        fewer = _Question(few, lower_bound(few), budget)
+        begin = [] if few == asked or self.is_met(first) else fewer.timed(known_schedules(few, costs, links))
+        for _ in budget.rounds(few, 1.0 if few == asked else _FEW_SHARE):
+            if self.is_met(answers):
+                break
+            answers += self.found(first, 1.0) if few == asked else self.stretched(fewer, begin, answers)
+        return min(answers, key=_objective)
 
     def is_met(self, answers: Sequence[_Answer]) -> bool:
         return min(answers, key=_objective)[0] <= self.bound * _MET
 
+    def timed(self, known: list[KnownSchedule]) -> list[_Answer]:
+        """The objectives of the known schedules that have rows, and of running one microbatch after another."""
+        rows = [entry.rows for entry in known if entry.rows is not None]
+        rows += [one_by_one(self.problem, last_first=last_first) for last_first in (False, True)]
+        return [(timing.cost, one) for one in rows if (timing := time_rows(self.problem, one)) is not None]
 
-def _best_rows(
-    question: _Question,
-    known: list[KnownSchedule],
-    costs: StageCost | Sequence[StageCost],
-    links: Links,
-    budget: _Budget,
-) -> _Answer:
-    """The best objective, and its rows."""
-    asked = question.problem
-    first = _timed(asked, known)
-    answers = first[:]
-    if not question.is_met(first):
-        found = climb(asked, islice(regular(asked), budget.regular(asked)), 0, 0, budget.random, 0.0)
-        answers += [(candidate.cost, candidate.rows) for candidate in found]
-    few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
-    fewer = _Question(few, lower_bound(few))
-    begin = [] if few == asked or question.is_met(first) else _timed(few, known_schedules(few, costs, links))
-    for _ in budget.rounds(few, 1.0 if few == asked else _FEW_SHARE):
-        if question.is_met(answers):
-            break
-        if few == asked:
-            answers += _found(question, first, budget, 1.0)
-        else:
-            answers += _stretched(question, fewer, begin, answers, budget)
-    return min(answers, key=_objective)
+    def stretched(self, fewer: _Question, begin: list[_Answer], answers: list[_Answer]) -> list[_Answer]:
+        """Answers of a round that are found with fewer microbatches, whose middle is then repeated more often."""
+        met = fewer.is_met(begin)  # if so, there is nothing to gain with fewer
+        found = begin if met else begin + fewer.found(begin, _FEW_SHARE)
+        if self.budget.is_over:  # what was cut short is not what more time would have stretched
+            return []
+        best = (rows for _, rows in sorted(found, key=_objective)[:_STRETCHED])
+        made = [one for rows in best if (one := stretch(fewer.problem, rows, self.problem)) is not None]
+        if met:
+            return made + self.found(answers + made, 1.0)
+        return [*made, self.improved(answers + made, 1.0 - _FEW_SHARE)]
 
+    def found(self, known: list[_Answer], share: float) -> list[_Answer]:
+        """Other answers, in a share of a round; none if the remaining time is not enough for its patterns."""
+        asked, patterns = self.problem, []
+        if self.is_met(known) or not (steps := self.budget.patterns(asked, share * _PATTERN_SHARE)):
+            return []
+        for _, rows in known:
+            timing = time_rows(asked, rows)
+            assert timing is not None
+            patterns.append(pattern_of(asked, timing))
+        samples = math.ceil(steps * _SAMPLES)
+        climbed = climb(asked, patterns, samples, steps - samples, self.budget.random, self.bound * _MET)
+        found = [(candidate.cost, candidate.rows) for candidate in climbed]
+        return [*found, self.improved(known + found, share * (1 - _PATTERN_SHARE))]
 
-def _stretched(
-    question: _Question, fewer: _Question, begin: list[_Answer], answers: list[_Answer], budget: _Budget
-) -> list[_Answer]:
-    """Answers of a round that are found with fewer microbatches, whose middle is then repeated more often."""
-    met = fewer.is_met(begin)  # if so, there is nothing to gain with fewer
-    found = begin if met else begin + _found(fewer, begin, budget, _FEW_SHARE)
-    if budget.is_over:  # what was cut short is not what more time would have stretched
-        return []
-    made = []
-    for _, rows in sorted(found, key=_objective)[:_STRETCHED]:
-        if (answer := stretch(fewer.problem, rows, question.problem)) is not None:
-            made.append(answer)
-    if met:
-        return made + _found(question, answers + made, budget, 1.0)
-    return [*made, _improved(question, answers + made, budget, 1.0 - _FEW_SHARE)]
-
-
-def _timed(asked: Problem, known: list[KnownSchedule]) -> list[_Answer]:
-    """The objectives of the known schedules that have rows, and of running one microbatch after another."""
-    rows = [entry.rows for entry in known if entry.rows is not None]
-    rows += [one_by_one(asked, last_first=last_first) for last_first in (False, True)]
-    return [(timing.cost, one) for one in rows if (timing := time_rows(asked, one)) is not None]
+    def improved(self, answers: list[_Answer], share: float) -> _Answer:
+        """The best that moves lead to: from different answers first, then from the best of what these became."""
+        asked, budget = self.problem, self.budget
+        best = min(answers, key=_objective)
+        starts = sorted({cost: (cost, rows) for cost, rows in answers}.values(), key=_objective)[:_STARTS]
+        for run, (heat, reach) in enumerate(_MOVES):
+            if self.is_met([best]) or budget.is_over:
+                break
+            planned, most = budget.actions(share / len(_MOVES))
+            _, rows = starts[run] if run < len(starts) else best
+            reach = max(_LEAST_REACH, reach * asked.actions / asked.ranks)
+            enough = self.bound * _MET
+            best = min(best, improve(asked, rows, budget.random, planned, most, enough, heat, reach), key=_objective)
+        return best
 
 
-def _found(question: _Question, known: list[_Answer], budget: _Budget, share: float) -> list[_Answer]:
-    """Other answers, in a share of a round; none if the remaining time is not enough for its patterns."""
-    asked, patterns = question.problem, []
-    if question.is_met(known) or not (steps := budget.patterns(asked, share * _PATTERN_SHARE)):
-        return []
-    for _, rows in known:
-        timing = time_rows(asked, rows)
-        assert timing is not None
-        patterns.append(pattern_of(asked, timing))
-    samples = math.ceil(steps * _SAMPLES)
-    climbed = climb(asked, patterns, samples, steps - samples, budget.random, question.bound * _MET)
-    found = [(candidate.cost, candidate.rows) for candidate in climbed]
-    return [*found, _improved(question, known + found, budget, share * (1 - _PATTERN_SHARE))]
-
-
-def _improved(question: _Question, answers: list[_Answer], budget: _Budget, share: float) -> _Answer:
-    """The best that moves lead to: from different answers first, then from the best of what these became."""
-    asked = question.problem
-    best = min(answers, key=_objective)
-    starts = sorted({cost: (cost, rows) for cost, rows in answers}.values(), key=_objective)[:_STARTS]
-    for run, (heat, reach) in enumerate(_MOVES):
-        if question.is_met([best]) or budget.is_over:
-            break
-        planned, most = budget.actions(share / len(_MOVES))
-        _, rows = starts[run] if run < len(starts) else best
-        reach = max(_LEAST_REACH, reach * asked.actions / asked.ranks)
-        enough = question.bound * _MET
-        best = min(best, improve(asked, rows, budget.random, planned, most, enough, heat, reach), key=_objective)
-    return best
-
-
-def _objective(answer: _Answer) -> float:
-    return answer[0]
-
-
-def _seconds(entry: KnownSchedule) -> float:
-    return entry.seconds
+_objective: Callable[[_Answer], float] = itemgetter(0)
+_seconds: Callable[[KnownSchedule], float] = attrgetter("seconds")

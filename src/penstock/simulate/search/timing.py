@@ -154,46 +154,30 @@ def fits(problem: Problem, rank: int, row: list[int]) -> bool:
     return True
 
 
-class Places:
-    """Which microbatch each place in a row is, and where in its row each microbatch of a lane is.
-
-    Attributes:
-        number: for each rank, the microbatches of its row in order.
-        index: for each lane, the places of its microbatches.
-    """
-
-    def __init__(self, problem: Problem, rows: Rows) -> None:
-        self.number: Rows = [[] for _ in rows]
-        self.index: Rows = [[] for _ in problem.seconds]
-        for rank, row in enumerate(rows):
-            self.update(rank, row)
-
-    def update(self, rank: int, row: list[int]) -> None:
-        """Records that the rank has a new row of the same actions."""
-        for lane in set(row):
-            self.index[lane] = []
-        numbers = []
-        for i, lane in enumerate(row):
-            places = self.index[lane]
-            numbers.append(len(places))
-            places.append(i)
-        self.number[rank] = numbers
-
-
-def critical_path(problem: Problem, rows: Rows, timing: Timing, places: Places) -> list[tuple[int, int]]:
+def critical_path(problem: Problem, rows: Rows, timing: Timing) -> list[tuple[int, int]]:
     """The actions, as (rank, index in its row), that the objective's last end waited for, last first."""
-    number, index = places.number, places.index
     starts, ends, rank = timing.starts, timing.ends, timing.worst
-    i, path = len(rows[rank]) - 1, []
+    at, left = [len(row) for row in rows], [*problem.count]  # where each rank's walk back is, and what is before it
+    path: list[tuple[int, int]] = []
+
+    def back() -> int:
+        at[rank] -= 1
+        lane = rows[rank][at[rank]]
+        left[lane] -= 1
+        return lane
+
+    lane = back()
     while True:
-        path.append((rank, i))
-        lane, k = rows[rank][i], number[rank][i]
-        start = starts[lane][k]
-        if i and ends[rows[rank][i - 1]][number[rank][i - 1]] >= start:
-            i -= 1
-            continue
+        path.append((rank, at[rank]))
+        k = left[lane]
+        if at[rank]:
+            before = rows[rank][at[rank] - 1]
+            if ends[before][left[before] - 1] >= starts[lane][k]:
+                lane = back()
+                continue
         source = problem.need[lane]
         if source < 0:
             return path
-        rank = problem.rank_of(source)
-        i = index[source][k]
+        rank, lane = problem.rank_of(source), -1
+        while lane != source or left[lane] != k:
+            lane = back()

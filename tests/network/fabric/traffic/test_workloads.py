@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.presets import preset
 from penstock.network.fabric.traffic import from_model, layers, pipeline
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.workload import Workload, preset
 from penstock.schedule import Op, generate
 from scaffolding import models
 from scaffolding.representatives import representatives

@@ -12,8 +12,7 @@ from typing import Any, get_args
 from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
 from penstock.network.fabric.algorithms import bruck, direct, forms, halving, ring, rooted, tree
-from penstock.network.fabric.algorithms.forms import Terms
-from penstock.network.fabric.steps import Collective, StepList
+from penstock.network.fabric.steps import IN_PARTS, Collective, StepList, Terms
 
 ENGINE = "engine"
 """The algorithm name for torch.distributed's own collectives, which have no step list."""
@@ -73,15 +72,18 @@ _ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
-    """Returns the names of the algorithms for a collective, the default first.
-
-    Raises:
-        ArgumentError: the collective is unknown.
-    """
+    """Returns the names of the algorithms for a collective, the default first. Raises ArgumentError: the collective is
+    unknown."""
     if collective not in _ALGORITHMS:
         known = get_args(Collective)
         raise ArgumentError(f"{collective!r} is not a collective: {_nearest(collective, known)}")
     return tuple(_ALGORITHMS[collective])
+
+
+def or_default(collective: str, algorithm: str) -> str:
+    """Returns an algorithm, or a collective's default if it does not have this one."""
+    known = algorithms(collective)
+    return algorithm if algorithm in known else known[0]
 
 
 def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
@@ -109,10 +111,6 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
     return f"{did_you_mean(name.lower(), known, 0.5)}expected one of {', '.join(known)}"
 
 
-_IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-"""Collectives in which each rank already has its own part of the size."""
-
-
 def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:
     """Returns the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
 
@@ -122,4 +120,4 @@ def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> flo
         return max(max(sum(shares) - one, (ranks - 1) * one) for one in shares) / sum(shares)
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if collective in _IN_PARTS else 1.0
+    return (ranks - 1) / ranks if collective in IN_PARTS else 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
-from penstock._base.errors import ArgumentError
 from penstock.network.fabric.steps import Move, StepList
 
 
@@ -44,8 +43,6 @@ def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
 
     Each rank sends its part for another into the sender's slots of that rank's output.
     """
-    if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
-        raise ArgumentError(f"shares={shares}: expected {ranks} integers >= 0, one per rank, not all 0")
     parts = shares or (1,) * ranks
     chunks, rounds = sum(parts), []
     for distance in range(1, ranks):

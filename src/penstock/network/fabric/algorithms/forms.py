@@ -8,16 +8,7 @@ another source is named.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from penstock.network.fabric.steps import PIECES
-
-
-class Terms(NamedTuple):
-    """The coefficients of an algorithm's cost: seconds = rounds * alpha + bytes * bytes_factor * beta."""
-
-    rounds: int
-    bytes_factor: float
+from penstock.network.fabric.steps import PIECES, Terms
 
 
 def _fold(n: int) -> tuple[int, int]:

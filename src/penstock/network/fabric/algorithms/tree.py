@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.network.fabric.algorithms.forms import Terms
-from penstock.network.fabric.steps import PIECES, Move, StepList
+from penstock.network.fabric.steps import PIECES, Move, StepList, Terms
 
 Parents = tuple[int, ...]
 """The parent of each rank; the root is its own parent."""

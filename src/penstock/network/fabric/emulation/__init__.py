@@ -3,9 +3,9 @@
 spec.py         what to run, as a file that every host reads
 coordinate.py   starts and stops the hosts of one machine
 host.py         the job of one host
-joining.py      how hosts find each other, and who is missing; run_file.py: the record of a run, and how it ended
-probe.py        measures one link; links.py: measures all links before the trials; clock.py: clock offsets between hosts
+joining.py      how hosts find each other, the record of their run, and who is missing when it ends
+probe.py        measures the links before the trials; clock.py: clock offsets between hosts
 trials.py       runs the trials; signals.py: how all hosts start a trial at the same moment
-collectives.py  the engine's own collectives, and step lists; wires.py: messages between two hosts
+collectives.py  the engine's own collectives, and step lists
 payload.py      what is sent, and how results are checked
 """

@@ -31,13 +31,23 @@ class Offset:
 def estimate(group: dist.ProcessGroup | None = None) -> Offset:
     """Estimates this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
     rank, clocks, found = dist.get_rank(), _clocks(group), Offset(0, 0)
+    stamp = torch.zeros(1, dtype=torch.int64)
     for other in range(1, len(clocks)):
         if clocks[other] == clocks[0] != "":
             continue  # both read the same clock
         if rank == 0:
-            _answer(other)
+            for _ in range(host_clock.FEWEST):
+                dist.recv(stamp, other)
+                stamp[0] = host_clock.now_ns()
+                dist.send(stamp, other)
         elif rank == other:
-            found = _ask(clocks[0])
+            offset = host_clock.HostOffset(clocks[0])
+            while offset.wants_more:
+                asked = host_clock.now_ns()
+                dist.send(stamp, 0)
+                dist.recv(stamp, 0)
+                offset.note(asked, int(stamp[0]))
+            found = Offset(offset.nanoseconds, offset.error_ns + int(DRIFT * CLOCK_SECONDS * 1e9))
     return found
 
 
@@ -51,21 +61,3 @@ def _clocks(group: dist.ProcessGroup | None) -> list[str]:
     found = [""] * dist.get_world_size()
     dist.all_gather_object(found, host_clock.clock_name(), group=group)
     return found
-
-
-def _answer(other: int) -> None:
-    stamp = torch.zeros(1, dtype=torch.int64)
-    for _ in range(host_clock.FEWEST):
-        dist.recv(stamp, other)
-        stamp[0] = host_clock.now_ns()
-        dist.send(stamp, other)
-
-
-def _ask(clock: str) -> Offset:
-    stamp, offset = torch.zeros(1, dtype=torch.int64), host_clock.HostOffset(clock)
-    while offset.wants_more:
-        asked = host_clock.now_ns()
-        dist.send(stamp, 0)
-        dist.recv(stamp, 0)
-        offset.note(asked, int(stamp[0]))
-    return Offset(offset.nanoseconds, offset.error_ns + int(DRIFT * CLOCK_SECONDS * 1e9))

@@ -5,19 +5,58 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.algorithms.volume import RankRound, moves_of
 from penstock.network.fabric.emulation import payload
+from penstock.network.fabric.emulation.joining import wait_for
 from penstock.network.fabric.emulation.payload import Participant
-from penstock.network.fabric.emulation.wires import Message, Wire
-from penstock.network.fabric.steps import Collective, Move, StepList
-from penstock.network.fabric.workload import REDUCES, Op
+from penstock.network.fabric.steps import IN_PLACE, Collective, Move, RankRound, StepList, moves_of
+from penstock.network.fabric.workload import Op
+
+# -- messages between two hosts ----------------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    """A contiguous tensor to or from another rank; one at a time in each direction between the same two ranks."""
+
+    tensor: Tensor
+    peer: int
+
+
+class Wire:
+    """Exchanges the messages of one round."""
+
+    def __init__(self) -> None:
+        self._early: dict[int, list[dist.Work | None]] = {}
+
+    def expect(self, receives: Sequence[Message]) -> None:
+        """Posts the receives of a later `exchange`, which gets the same object. Call in the order of the exchanges."""
+        if not _on_cuda(receives):  # NCCL's receives are posted together with their sends
+            self._early[id(receives)] = [dist.irecv(m.tensor, m.peer) for m in receives]
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Sends and receives messages; returns when all sends have left and all receives have arrived."""
+        if _on_cuda((*sends, *receives)):
+            operations = [dist.P2POp(dist.irecv, m.tensor, m.peer) for m in receives]
+            operations += [dist.P2POp(dist.isend, m.tensor, m.peer) for m in sends]
+            for batched in dist.batch_isend_irecv(operations):  # unbatched, NCCL's would wait for each other
+                batched.wait()
+            torch.cuda.synchronize()
+            return
+        works = self._early.pop(id(receives), None) or [dist.irecv(m.tensor, m.peer) for m in receives]
+        wait_for([*works, *(dist.isend(m.tensor, m.peer) for m in sends)])
+
+
+def _on_cuda(messages: Sequence[Message]) -> bool:
+    return any(message.tensor.is_cuda for message in messages)
+
+
+# -- a rank's part -----------------------------------------------------------------------------------------------------
 
 Stamp = tuple[int, int, int]
 """A round, and its start and end in nanoseconds on this host's clock."""
@@ -45,11 +84,8 @@ class Stepwise:
     """Executes a step list. Everything between the same two ranks in one round goes in one message."""
 
     def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
-        self.place = place
-        self._steps = steps
-        self._wire = wire
-        self._rank = place.rank
-        self._op: Op = place.op if place.collective in REDUCES else "sum"
+        self.place, self._steps, self._wire, self._rank = place, steps, wire, place.rank
+        self._op: Op = place.op
         slot = -(-place.elements // steps.chunks)
         self.elements = slot * steps.chunks
         self._memory = torch.empty(slot * steps.slots, dtype=place.dtype, device=device)
@@ -69,16 +105,17 @@ class Stepwise:
         Receives are posted when the previous round begins; `busy` are the slots that are in use from then on.
         """
         made, members = _Round(one.number, [], [], [], []), self.place.members
-        for peer, moves in _by(one.sends, "target").items():
+        for peer in dict.fromkeys(move.target for move in one.sends):
+            moves = [move for move in one.sends if move.target == peer]
             buffer = self._slots(moves[0].first, moves[0].count)
             if len(moves) > 1:
                 buffer, pieces = self._packed(moves)
                 made.before.extend(_Copy(piece, self._slots(m.first, m.count), False) for m, piece in pieces)
             made.leaving.append(Message(buffer, members[peer]))
-        for peer, moves in _by(one.receives, "source").items():
-            move = moves[0]
+        for peer in dict.fromkeys(move.source for move in one.receives):
+            move, *more = moves = [move for move in one.receives if move.source == peer]
             buffer = self._slots(move.into, move.count)
-            if len(moves) > 1 or move.adds or not busy.isdisjoint(range(move.into, move.into + move.count)):
+            if more or move.adds or not busy.isdisjoint(range(move.into, move.into + move.count)):
                 buffer, pieces = self._packed(moves)
                 made.after.extend(_Copy(self._slots(m.into, m.count), piece, m.adds) for m, piece in pieces)
             made.arriving.append(Message(buffer, members[peer]))
@@ -100,7 +137,7 @@ class Stepwise:
             self._output()[self._rank * len(own) : (self._rank + 1) * len(own)].copy_(own)
 
     def run(self) -> None:
-        stamps = []
+        self._stamps = stamps = []
         if self._rounds:
             self._wire.expect(self._rounds[0].arriving)
         for one, following in zip_longest(self._rounds, self._rounds[1:]):
@@ -118,7 +155,6 @@ class Stepwise:
             stamps.append((one.number, start, time.monotonic_ns()))
         if self._op == "avg":
             self._output().div_(self._steps.ranks)
-        self._stamps = stamps
 
     def result(self) -> Tensor | None:
         if not self.place.has_result:
@@ -135,14 +171,6 @@ class Stepwise:
         if self._steps.shares:
             got = self._steps.ranks * self._slot * self._steps.shares[self._rank]
         return self._memory[first : first + got]
-
-
-def _by(moves: Sequence[Move], end: Literal["source", "target"]) -> dict[int, list[Move]]:
-    """Groups moves by the rank at the other end; both sides list them in the same order."""
-    found: dict[int, list[Move]] = {}
-    for move in moves:
-        found.setdefault(getattr(move, end), []).append(move)
-    return found
 
 
 # torch 2.13 has renamed these, and warns about the old names.
@@ -188,16 +216,7 @@ class Engine:
 
         def sendrecv() -> None:
             rank, ranks = self.place.rank, len(members)
-            works = [dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])]
-            for work in works:
-                if work is not None:
-                    work.wait()
-
-        def send() -> None:
-            if is_root:
-                dist.send(buffer, members[1])
-            else:
-                dist.recv(output, members[0])
+            wait_for((dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])))
 
         return {
             "all_reduce": lambda: dist.all_reduce(buffer, op, group=group),
@@ -209,7 +228,7 @@ class Engine:
             "scatter": lambda: dist.scatter(output[: self._part], given, src=members[0], group=group),
             "sendrecv": sendrecv,
             "gather": lambda: dist.gather(buffer[mine], parts, dst=members[0], group=group),
-            "send": send,
+            "send": lambda: dist.send(buffer, members[1]) if is_root else dist.recv(output, members[0]),
         }
 
     def reset(self) -> None:
@@ -223,7 +242,7 @@ class Engine:
     def result(self) -> Tensor | None:
         if not self.place.has_result:
             return None
-        if self.place.collective in ("all_reduce", "broadcast", "reduce"):
+        if self.place.collective in IN_PLACE:
             return self._buffer
         return self._output[: self._part] if self.place.collective in _PARTS else self._output
 

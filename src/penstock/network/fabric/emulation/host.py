@@ -22,31 +22,28 @@ from penstock.distributed.launch.agent import end_with_parent
 from penstock.distributed.launch.endings import note
 from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
-from penstock.network.fabric.emulation import clock, links
-from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, check_backend, wrong
-from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation import clock, probe
+from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, Wire, check_backend, wrong
+from penstock.network.fabric.emulation.joining import Members, gathered, recorded
 from penstock.network.fabric.emulation.payload import TYPES, Participant
-from penstock.network.fabric.emulation.run_file import gathered, recorded
 from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
-from penstock.network.fabric.emulation.wires import Wire
 from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
+from penstock.network.fabric.steps import REDUCES
 from penstock.network.fabric.warmup import WarmUp
+from penstock.network.fabric.workload import Op
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
-    """Runs this host's part. Collective: every host calls it with the same spec; host 0 writes into the folder.
-
-    Raises:
-        ArgumentError: the environment or the backend does not fit the spec.
-        FabricError: a host did not join, was lost, or got a wrong result. The samples up to then are in the folder.
-    """
+    """Runs this host's part. Collective: every host calls it with the same spec; host 0 writes into the folder. Raises
+    ArgumentError: the environment or the backend does not fit the spec. Raises FabricError: a host did not join, was
+    lost, or got a wrong result. The samples up to then are in the folder."""
     check_backend(spec.backend)
     torch.set_num_threads(1)
     with recorded(spec, folder) as (members, record):
         wire = Wire()
         record.add(
-            links=links.measured(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members)
+            links=probe.measured(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members)
         )
         parts = _parts(spec, members, wire)
         _check(spec, parts, members)
@@ -54,7 +51,17 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
         if members.rank == 0:
             record.add(**({"warmup": spec.checked} if spec.warmup else _warm_up(spec, trials)))
             began = cpu_usage()
-            _write(spec, folder, trials, watch)
+            with (
+                closing(SampleFile(folder / SAMPLES, HEAD)) as samples,
+                closing(SampleFile(folder / STEPS, STEPS_HEAD)) as steps,
+            ):
+                for number in range(spec.trials):
+                    trial = trials.one()
+                    samples.add(trial.rows(number))
+                    steps.add(trial.step_rows)
+                    if watch is not None:
+                        watch(number)
+                steps.add(trials.last_steps())
         else:
             began = _follow(spec, trials)
         record.add(cpu=gathered(cpu_since(began), members))
@@ -77,7 +84,8 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
             made.append(None)
             continue
         sent = spec.workload
-        payload = transfer.bytes // sent.element_bytes, spec.seed + number, TYPES[sent.number], sent.op
+        op: Op = sent.op if transfer.collective in REDUCES else "sum"
+        payload = transfer.bytes // sent.element_bytes, spec.seed + number, TYPES[sent.number], op
         place = Participant(transfer, ranks, ranks.index(members.rank), *payload)
         if spec.algorithm == ENGINE:
             made.append(Engine(place, groups.get(ranks), device))
@@ -115,18 +123,6 @@ def _follow(spec: Spec, trials: Trials) -> dict[str, Any]:
             began = cpu_usage()
     trials.last_steps()
     return began
-
-
-def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> None:
-    files = SampleFile(folder / SAMPLES, HEAD), SampleFile(folder / STEPS, STEPS_HEAD)
-    with closing(files[0]) as samples, closing(files[1]) as steps:
-        for number in range(spec.trials):
-            trial = trials.one()
-            samples.add(trial.rows(number))
-            steps.add(trial.step_rows)
-            if watch is not None:
-                watch(number)
-        steps.add(trials.last_steps())
 
 
 def main() -> None:

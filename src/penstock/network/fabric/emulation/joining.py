@@ -1,21 +1,27 @@
-"""How hosts find each other, and how they find out who is missing."""
+"""How hosts find each other, the record of their run (run.json), and who is missing when it ends."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from penstock._base.errors import ArgumentError, FabricError, PipelineFailure
+from penstock._base.files import write_json
+from penstock.distributed.failure import name_ranks
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.rendezvous import number_of, start
+from penstock.network.conditions import environment
+from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.spec import Spec
+from penstock.network.fabric.samples import RUN
 
 _ANSWER_SECONDS = 3.0
 """How long hosts have to report that they are still there after one was lost."""
@@ -72,12 +78,9 @@ class Members:
 
 @contextmanager
 def joined(spec: Spec) -> Iterator[Members]:
-    """Joins the other hosts, as torchrun's environment says, and leaves them at the end.
-
-    Raises:
-        ArgumentError: the environment is not torchrun's, or the wrong number of hosts was started.
-        FabricError: a host does not join in time.
-    """
+    """Joins the other hosts, as torchrun's environment says, and leaves them at the end. Raises ArgumentError: the
+    environment is not torchrun's, or the wrong number of hosts was started. Raises FabricError: a host does not join in
+    time."""
     rank, size = started()
     if size != spec.hosts:
         raise ArgumentError(
@@ -104,3 +107,86 @@ def first_line(error: BaseException) -> str:
     """Returns an error's first line, without the source location and the advice that gloo adds."""
     said = str(error).strip().split("\n", 1)[0]
     return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", said).partition(". This is typically caused by")[0]
+
+
+@contextmanager
+def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
+    """Joins the other hosts, yields the members and the record, and records how the run ended. Raises ArgumentError:
+    the environment is not torchrun's. Raises FabricError: a host did not join or was lost, or the block raised an
+    error."""
+    with joined(spec) as members:
+        record: Record | None = None
+        try:
+            record = Record(spec, folder, members)
+            yield members, record
+            record.add(complete=True)
+        except (RuntimeError, OSError) as error:
+            text = cause(members, first_line(error))
+            if record is not None:
+                record.add(missing=text.removeprefix(f"host {members.rank}: "))
+            raise FabricError(text) from None
+
+
+def cause(members: Members, said: str) -> str:
+    """Explains why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
+
+    Later errors are often just lost connections to the host that failed first.
+    """
+    own = f"host {members.rank}: {said}"
+    first = members.first_error(own)
+    silent = members.who_is_lost()
+    if silent:
+        does = "does" if len(silent) == 1 else "do"
+        return f"host {members.rank}: {name_ranks(silent).replace('rank', 'host')} {does} not answer; {said}"
+    return own if first.endswith(f": {said}") else first
+
+
+class Record:
+    """On host 0, run.json, which is always complete; on other hosts, nothing. Every host makes the same calls."""
+
+    def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
+        hosts = told_apart(gathered(environment(), members))
+        self._path = folder / RUN if members.rank == 0 else None
+        self._found: dict[str, Any] = {
+            "version": 1,
+            **asdict(spec),
+            "meets": spec.meets,
+            "algorithms": [spec.algorithm_of(place) for place in range(len(spec.workload.transfers))],
+            "environment": hosts,
+            "machine_cores": os.cpu_count(),
+            "shared_machine": clock.is_one(members.control),
+            "complete": False,
+            "missing": "",
+        }
+        if self._path is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.add()
+
+    def add(self, **found: Any) -> None:
+        """Adds entries to the record."""
+        self._found.update(found)
+        if self._path is not None:
+            write_json(self._path, self._found)
+
+
+def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Renames hosts that share their machine's name to their numbers, and keeps the name as `machine`."""
+    names = [host["host"] for host in hosts]
+    return [
+        {**host, "host": name if names.count(name) == 1 else f"host {rank}", "machine": name}
+        for rank, (host, name) in enumerate(zip(hosts, names, strict=True))
+    ]
+
+
+def gathered(mine: Any, members: Members) -> list[Any]:
+    """Gathers a value from every host, on all hosts."""
+    values: list[Any] = [None] * members.size
+    dist.all_gather_object(values, mine, group=members.control)
+    return values
+
+
+def wait_for(works: Iterable[dist.Work | None]) -> None:
+    """Waits for messages that are under way."""
+    for work in works:
+        if work is not None:
+            work.wait()

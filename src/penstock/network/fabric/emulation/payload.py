@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, REDUCES, Op, Transfer
+from penstock.network.fabric.steps import GATHERS, IN_PARTS, Collective
+from penstock.network.fabric.workload import BYTES, Op, Transfer
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 """torch dtypes by name."""
@@ -57,11 +57,10 @@ class Participant:
     """A rank's place in a transfer.
 
     Attributes:
-        transfer: what is done.
         members: the job's ranks that take part.
         rank: this rank's index in `members`.
         elements: the size of the largest buffer, before any padding.
-        seed, dtype, op: the payload's seed, type and reduction.
+        seed, dtype, op: of the payload.
     """
 
     transfer: Transfer
@@ -93,19 +92,17 @@ class Participant:
 
     def padded(self, elements: int) -> int:
         """Rounds `elements` up to a multiple of the ranks if the collective divides them among the ranks."""
-        divides = self.collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
-        return -(-elements // self.ranks) * self.ranks if divides else elements
+        return -(-elements // self.ranks) * self.ranks if self.collective in IN_PARTS else elements
 
     def given(self, elements: int) -> Tensor:
         """Returns this rank's buffer before the collective, `NOTHING` where it has no input; `elements` is a multiple
         of the ranks if it is divided among them."""
-        nothing = torch.full((elements,), NOTHING, dtype=self.dtype)
-        if self.collective in ("all_gather", "gather"):
-            nothing[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
-            return nothing
-        if self.collective in ("broadcast", "scatter", "send") and self.rank != 0:
-            return nothing
-        return self._contribution(self.rank, elements)
+        given = torch.full((elements,), NOTHING, dtype=self.dtype)
+        if self.collective in GATHERS:
+            given[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
+        elif self.rank == 0 or self.collective not in ("broadcast", "scatter", "send"):
+            given = self._contribution(self.rank, elements)
+        return given
 
     def expected(self, elements: int) -> Tensor | None:
         """Returns this rank's result for a payload of `elements` elements; None if it has none."""
@@ -131,18 +128,10 @@ class Participant:
         return self._contribution(0, elements)
 
     def _contribution(self, rank: int, elements: int) -> Tensor:
-        op = self.op if self.collective in REDUCES else "sum"
-        return contribution(rank, self.ranks, elements, self.seed, self.dtype, op)
+        return contribution(rank, self.ranks, elements, self.seed, self.dtype, self.op)
 
 
 def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
     """Reduces `more` into `total` in place. For an average, this adds only; the caller divides."""
-    match op:
-        case "sum" | "avg":
-            total.add_(more)
-        case "prod":
-            total.mul_(more)
-        case "min":
-            torch.minimum(total, more, out=total)
-        case "max":
-            torch.maximum(total, more, out=total)
+    reduce = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
+    reduce(total, more, out=total)

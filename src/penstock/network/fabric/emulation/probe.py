@@ -1,4 +1,4 @@
-"""Measure a link between two neighbors before the trials: the round trip of a small message, and a steady stream.
+"""Measure the links between neighbors before the trials: the round trip of a small message, and a steady stream.
 
 Latency is half of the shortest of several round trips of a small message, because any other activity only adds to it.
 The time that the message's bytes take at each end's rate is subtracted, and so is the shapers' delay, if it is known;
@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.network.fabric.emulation.wires import Message, Wire
+from penstock._base.errors import FabricError
+from penstock.network.fabric.emulation.collectives import Message, Wire
+from penstock.network.fabric.emulation.joining import Members, gathered
+from penstock.network.fabric.emulation.spec import Spec
+from penstock.network.fabric.ports import least_delay, topology_of
 
 PING_BYTES = 4
 PING_PACKETS = (118, 84)
@@ -52,13 +56,8 @@ BUDGET_SECONDS = 12.0
 
 
 class Pace(NamedTuple):
-    """What the later half of a stream shows.
-
-    Attributes:
-        bytes_per_second: infinite if the clock cannot resolve it.
-        seconds: how long it took.
-        steady: True if its two halves took about equally long.
-    """
+    """What the later half of a stream shows: its rate, infinite if the clock cannot resolve it, how long it took, and
+    whether its two halves took about equally long."""
 
     bytes_per_second: float
     seconds: float
@@ -116,7 +115,9 @@ def measure(
     if rank not in pair:
         return {}
     first, other = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
-    trip = _shortest_trip(first, other, wire)
+    few = min(_trips(first, other, wire, FEWEST_TRIPS))
+    more = _agreed(min(TRIPS_SECONDS / max(few, 1e-6), MAX_TRIPS), other, decides=first)
+    trip = _agreed(min([few, *_trips(first, other, wire, int(more))]), other, decides=first)
     rates = {way: _rate(rank == way[0], other, wire, trip) for way in (pair, pair[::-1])}
     return one_way(trip, rates, ends or {way: Ends(rate, rate) for way, rate in rates.items()})
 
@@ -161,12 +162,6 @@ def is_long(found: Pace, trip_seconds: float) -> bool:
     return found.seconds >= max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
 
 
-def _shortest_trip(first: bool, other: int, wire: Wire) -> float:
-    few = min(_trips(first, other, wire, FEWEST_TRIPS))
-    more = _agreed(min(TRIPS_SECONDS / max(few, 1e-6), MAX_TRIPS), other, decides=first)
-    return _agreed(min([few, *_trips(first, other, wire, int(more))]), other, decides=first)
-
-
 def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
     """Returns the seconds of some round trips, as seen by the rank that starts them."""
     buffer = torch.zeros(PING_BYTES, dtype=torch.uint8)
@@ -180,9 +175,8 @@ def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
         start = time.monotonic()
         if first:
             wire.exchange(sends, [])
-            wire.exchange([], message)
-        else:
-            wire.exchange([], message)
+        wire.exchange([], message)
+        if not first:
             wire.exchange(sends, [])
         seconds.append(time.monotonic() - start)
     return seconds
@@ -235,3 +229,55 @@ def _agreed(value: float, other: int, *, decides: bool) -> float:
     else:
         dist.recv(word, other)
     return float(word[0])
+
+
+# -- all links of a run, and what shapes them --------------------------------------------------------------------------
+
+TOLERANCE = 0.01
+"""How far a measured rate may exceed the shaper's, as a fraction: a token bucket lets some bytes through at once."""
+TRIES = 3
+
+
+def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
+    """Measures both directions between all neighbors, pair by pair, and returns a dict for each; none if links are not
+    to be measured, or the backend is not gloo. Raises FabricError: a rate above the shaper's was measured
+    repeatedly."""
+    if not spec.measures_links or spec.backend != "gloo":
+        return []
+    links = []
+    for pair in neighbors(spec.hosts):
+        shaped = ends_of(spec, pair)
+        for _ in range(TRIES):
+            found = measure(pair, wire, shaped)
+            faults = [fault for way, one in found.items() if shaped and (fault := above_shaper(way, one, shaped[way]))]
+            if not faults:
+                break
+        else:
+            raise FabricError(faults[0])
+        links += [{"from": source, "to": target, **one._asdict()} for (source, target), one in found.items()]
+        dist.barrier(group=members.control)
+    by_ends = {(one["from"], one["to"]): one for mine in gathered(links, members) for one in mine}
+    return list(by_ends.values())
+
+
+def above_shaper(way: tuple[int, int], found: Measured, ends: Ends) -> str | None:
+    """Describes a measured rate that the shapers make impossible; None if it is possible."""
+    rate = min(ends.up, ends.down)
+    if (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
+        return None
+    said = "no finite rate" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f} Mbit/s"
+    return (
+        f"Penstock measured the link from host {way[0]} to host {way[1]} {TRIES} times, at last as {said}, although "
+        f"its shaper passes only {rate * 8e-6:,.1f} Mbit/s. This is a bug in Penstock that would make every figure "
+        "wrong; run again on a machine with less other work"
+    )
+
+
+def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], Ends] | None:
+    """Returns what shapes each direction between two hosts; None if unknown."""
+    topology = topology_of(spec.network)
+    if topology is None:
+        return None
+    ways = pair, pair[::-1]
+    rates = {(a, b): (topology.up(a).bytes_per_second, topology.down(b).bytes_per_second) for a, b in ways}
+    return {way: Ends(*rates[way], least_delay(topology, *way)) for way in ways}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock._base.errors import FabricError
 from penstock._base.process import lives
-from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.joining import Members, wait_for
 
 _FIRST_NS = 2_000_000
 """The time allowed for the first announcement to arrive; later ones get what recent ones took, plus a margin."""
@@ -70,11 +70,8 @@ class StartBoard:
         self._numbers[0] = self._seen  # last, because readers poll it
 
     def wait(self) -> tuple[int, int, int]:
-        """Waits for the next announcement, and returns what `announce` was given. Called on the other hosts.
-
-        Raises:
-            FabricError: host 0 has ended, or made no announcement in time.
-        """
+        """Waits for the next announcement, and returns what `announce` was given. Called on the other hosts. Raises
+        FabricError: host 0 has ended, or made no announcement in time."""
         began = looked = time.monotonic()
         while self._numbers[0] == self._seen:
             time.sleep(_LOOK_SECONDS)
@@ -90,12 +87,7 @@ class StartBoard:
 
 
 class Word(NamedTuple):
-    """Host 0's announcement to all hosts.
-
-    Attributes:
-        due_ns: when the next trial begins, on this host's clock.
-        flags: what else to do.
-    """
+    """Host 0's announcement to all hosts: when the next trial begins, on this host's clock, and what else to do."""
 
     due_ns: int
     flags: int
@@ -105,12 +97,7 @@ class Signals:
     """One host's side of the signaling; all hosts make the same calls."""
 
     def __init__(self, members: Members, board: StartBoard | None = None) -> None:
-        """Creates this host's side.
-
-        Args:
-            members: the hosts.
-            board: the board that they share; if None, announcements go over the network.
-        """
+        """Creates this host's side. `board`: what all hosts share; if None, announcements go over the network."""
         self._members = members
         self._board = board
         self._others = range(1, members.size) if members.rank == 0 else ()
@@ -126,40 +113,30 @@ class Signals:
             return stamps.unsqueeze(0)
         everyone = torch.empty(self._members.size, len(mine), dtype=torch.int64)
         everyone[0] = mine
-        for work in [dist.irecv(everyone[host], host, group=group) for host in self._others]:
-            if work is not None:
-                work.wait()
+        wait_for([dist.irecv(everyone[host], host, group=group) for host in self._others])
         self._heard_after_ns.append(int(everyone[1:, 0].max()))
         return everyone[:, 1:].view(-1, *stamps.shape)
 
     def word(self, flags: int, offset_ns: int) -> Word:
         """Returns host 0's announcement, with host 0's flags, on every host; `offset_ns` is what to add to this host's
         clock to get host 0's."""
+        group = self._members.control
         if self._members.rank != 0:
-            sent_ns, due_ns, flags = self._hear()
+            if self._board is not None:
+                sent_ns, due_ns, flags = self._board.wait()
+            else:
+                dist.recv(heard := torch.zeros(3, dtype=torch.int64), 0, group=group)
+                sent_ns, due_ns, flags = heard.tolist()
             self._heard_after_ns.append(max(time.monotonic_ns() + offset_ns - sent_ns, 0))
             return Word(due_ns - offset_ns, flags)
         sent_ns = time.monotonic_ns()
         due_ns = sent_ns + enough(self._heard_after_ns) + _MARGIN_NS
-        self._say(sent_ns, due_ns, flags)
-        return Word(due_ns, flags)
-
-    def _hear(self) -> tuple[int, int, int]:
-        if self._board is not None:
-            return self._board.wait()
-        said = torch.zeros(3, dtype=torch.int64)
-        dist.recv(said, 0, group=self._members.control)
-        sent_ns, due_ns, flags = said.tolist()
-        return sent_ns, due_ns, flags
-
-    def _say(self, sent_ns: int, due_ns: int, flags: int) -> None:
         if self._board is not None:
             self._board.announce(sent_ns, due_ns, flags)
-            return
+            return Word(due_ns, flags)
         said = torch.tensor([sent_ns, due_ns, flags])
-        for work in [dist.isend(said, host, group=self._members.control) for host in self._others]:
-            if work is not None:
-                work.wait()
+        wait_for([dist.isend(said, host, group=group) for host in self._others])
+        return Word(due_ns, flags)
 
 
 def enough(heard_after_ns: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import STRICT, read_json, validate, write_json
-from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.network.fabric.algorithms import ENGINE, algorithms, generate, or_default
 from penstock.network.fabric.samples import SPEC
 from penstock.network.fabric.workload import Workload
 
@@ -40,19 +40,14 @@ class Spec:
     """A run of penstock fabric.
 
     Attributes:
-        workload: the transfers of a trial.
-        hosts: the number of hosts.
         algorithm: a step-list algorithm, used for every collective that has it; other collectives use their first.
             "engine" means the backend's own collectives.
-        trials: the number of measured trials.
         warmup: the number of trials before them, all checked for correct results; None for `CHECKED` trials, and then
             as many as it takes until times are steady.
         iterations: how many times in a row a trial runs each transfer, as in nccl-tests; times are per iteration.
         overlap: whether communication overlaps with computing the next layer, one transfer after another.
-        seed: the payload's seed.
-        join_seconds: how long hosts have to join.
-        stall_seconds: how long to wait for another host before giving up.
-        backend: one of `BACKENDS`.
+        seed: of the payload.
+        join_seconds, stall_seconds: how long hosts have to join, and how long to wait for another before giving up.
         measures_links: whether to measure pairs of neighbors before the trials.
         link: the hosts' link, as requested.
         network: how `Machines.described` describes the hosts' network; None if the hosts have a network of their own.
@@ -122,14 +117,14 @@ class Spec:
     @property
     def meets(self) -> bool:
         """Whether hosts wait for each other between the transfers of a trial."""
-        return self.workload.is_by_hand and not _computes(self.workload)
+        by_hand = not any(transfer.kind for transfer in self.workload.transfers)  # sizes that belong to no job
+        return by_hand and not _computes(self.workload)
 
     def algorithm_of(self, place: int) -> str:
         """Returns the algorithm of the transfer at index `place`."""
         if self.algorithm == ENGINE:
             return ENGINE
-        known = algorithms(self.workload.transfers[place].collective)
-        return self.algorithm if self.algorithm in known else known[0]
+        return or_default(self.workload.transfers[place].collective, self.algorithm)
 
     def write(self, folder: Path) -> Path:
         """Writes the spec into the run's folder and returns its path."""

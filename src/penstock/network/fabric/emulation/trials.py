@@ -48,8 +48,8 @@ class Trial:
 
     def longest_ns(self) -> list[int]:
         """Returns, for each transfer, the longest time that a rank took, in nanoseconds."""
-        durations: Tensor = (self.stamps[:, :, 1] - self.stamps[:, :, 0]).amax(0)
-        return [int(value) for value in durations.tolist()]
+        found: list[int] = (self.stamps[:, :, 1] - self.stamps[:, :, 0]).amax(0).tolist()
+        return found
 
 
 class Trials:
@@ -84,7 +84,13 @@ class Trials:
         _sleep_until(due_ns)
         stamps = self._run(due_ns)
         self._number += counts
-        return Trial(self._gather(stamps, counts), kept, counts)
+        # On rank 0's clock.
+        whole = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
+        if counts and self._members.rank == 0:  # other hosts have only their own, or none at all
+            took_ns = int(whole[:, :, 1].max() - whole[whole >= 0].min())
+            self._keeps = took_ns > self._slowest_ns
+            self._slowest_ns = max(took_ns, self._slowest_ns)
+        return Trial(whole, kept, counts)
 
     def last_steps(self) -> Sequence[tuple[int, ...]]:
         """Returns the step rows of the last trial, if they are kept."""
@@ -111,7 +117,11 @@ class Trials:
         ready_ns, done_ns = due_ns, due_ns
         for number, part in enumerate(self._parts):
             if number and self._spec.meets:
-                ready_ns = done_ns = self._meet()
+                # Otherwise a root would start the next transfer while the network still carries the previous one's
+                # data, and time of one transfer would be counted in the other. nccl-tests also has a barrier there.
+                self._signals.report(_NOTHING)
+                ready_ns = done_ns = self._signals.word(0, self._offset_ns).due_ns
+                _sleep_until(done_ns)
             if part is None:
                 continue
             compute_ns = int(part.place.transfer.compute_of(self._members.rank) * 1e9)
@@ -125,27 +135,6 @@ class Trials:
             done_ns = time.monotonic_ns()
             stamps[number, 0], stamps[number, 1] = start_ns, done_ns
         return stamps
-
-    def _meet(self) -> int:
-        """Waits until all hosts have finished the previous transfer; returns when the next starts on this host's clock.
-
-        Otherwise a root would start the next transfer while the network still carries the previous one's data, and time
-        of one transfer would be counted in the other. nccl-tests also has a barrier between two sizes.
-        """
-        self._signals.report(_NOTHING)
-        due_ns = self._signals.word(0, self._offset_ns).due_ns
-        _sleep_until(due_ns)
-        return due_ns
-
-    def _gather(self, stamps: Tensor, counts: bool) -> Tensor:
-        """Gathers all ranks' stamps, on rank 0's clock."""
-        whole = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
-        if not counts or self._members.rank != 0:  # other hosts have only their own, or none at all
-            return whole
-        took_ns = int(whole[:, :, 1].max() - whole[whole >= 0].min())
-        self._keeps = took_ns > self._slowest_ns
-        self._slowest_ns = max(took_ns, self._slowest_ns)
-        return whole
 
     def _gather_steps(self) -> Sequence[tuple[int, ...]]:
         """Gathers the rounds of the last trial, as rows of steps.csv."""

@@ -115,24 +115,26 @@ def from_model(
             f"traffic={traffic!r} of {counted(ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
             "replicas send gradients, so pass more hosts than ranks; or pass two or more ranks, and traffic='pipeline'"
         )
-    return Workload(
-        _name(job, traffic, type(whole).__name__),
-        tuple(made),
-        hosts,
-        _element_bytes(job, traffic),
-        after,
-        _notes(job, traffic),
-    )
+    what = f"parameters and {traffic}" if job.sharded and traffic == "gradients" else traffic
+    name = f"{what} of {type(whole).__name__}, {job.replicas} x {job.ranks} hosts"
+    if traffic == "pipeline":
+        name += f", {job.order.name}, {counted(job.order.microbatches, 'microbatch')}"
+    notes = list(job.recorded.partition.notes)
+    if job.recorded.unused:
+        notes.append(f"without gradients, since the forward does not use them: {', '.join(job.recorded.unused)}")
+    if traffic == "gradients" and job.ranks > 1:
+        notes.append("gradients between replicas alone: what the stages of a pipeline send each other is left out")
+    return Workload(name, tuple(made), hosts, _element_bytes(job, traffic), after, tuple(notes))
 
 
 def _tensor(recorded: Recorded, name: str, hosts: int, microbatches: int, seconds: float) -> Workload:
     made = tensor.transfers(recorded.products, microbatches, seconds)
     if not made:
         raise ArgumentError("traffic='tensor': the forward multiplies by no layer's matrix, so that nothing is divided")
-    sizes = [parameter.element_size() for _, parameter in recorded.used]
     name = f"tensor of {name}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
+    element_bytes = min(parameter.element_size() for _, parameter in recorded.used)
     said = (*recorded.partition.notes, *tensor.notes(recorded.products))
-    return Workload(name, tuple(made), hosts, min(sizes), 0.0, said)
+    return Workload(name, tuple(made), hosts, element_bytes, 0.0, said)
 
 
 def _check(hosts: int, ranks: int, traffic: Traffic, sharded: bool, compute: Compute) -> None:
@@ -164,23 +166,6 @@ def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, 
             f"gradient_dtype={dtype}: fully_shard, which sharded=True stands for, sums the gradient of {lifted[0]!r} "
             "itself; leave gradient_dtype out"
         )
-
-
-def _name(job: Job, traffic: Traffic, model: str) -> str:
-    what = f"parameters and {traffic}" if job.sharded and traffic == "gradients" else traffic
-    name = f"{what} of {model}, {job.replicas} x {job.ranks} hosts"
-    if traffic == "pipeline":
-        name += f", {job.order.name}, {counted(job.order.microbatches, 'microbatch')}"
-    return name
-
-
-def _notes(job: Job, traffic: Traffic) -> tuple[str, ...]:
-    notes = list(job.recorded.partition.notes)
-    if job.recorded.unused:
-        notes.append(f"without gradients, since the forward does not use them: {', '.join(job.recorded.unused)}")
-    if traffic == "gradients" and job.ranks > 1:
-        notes.append("gradients between replicas alone: what the stages of a pipeline send each other is left out")
-    return tuple(notes)
 
 
 def _element_bytes(job: Job, traffic: Traffic) -> int:

@@ -66,17 +66,13 @@ def _summed(job: Job) -> Iterator[Ready]:
 
 def _sharded(job: Job) -> Iterator[Ready]:
     """Gathers a layer's parameters for its forward and again for its backward, even if it is frozen."""
-
-    def gathered(layer: Layer, way: str, behind: int) -> Iterator[Ready]:
+    forward = [(-1, layer, "forward") for layer in job.recorded.layers]
+    backward = [(place, layer, "backward") for place, layer in enumerate(backward_layers(job))]
+    for behind, layer, way in forward + backward:
         for suffix, hosts, held in _held(job, layer):
             size = sharded_bytes(held, job.replicas)
-            name = f"{layer.name}{suffix}, {way}"
-            yield behind, Transfer(name, size, "all_gather", hosts, 0.0, "parameters")
-
-    for layer in job.recorded.layers:
-        yield from gathered(layer, "forward", -1)
-    for place, layer in enumerate(backward_layers(job), start=1):
-        yield from gathered(layer, "backward", place - 1)
-        for suffix, hosts, held in _held(job, layer):
+            yield behind, Transfer(f"{layer.name}{suffix}, {way}", size, "all_gather", hosts, 0.0, "parameters")
+        for suffix, hosts, held in _held(job, layer) if way == "backward" else ():
             if size := sharded_bytes([parameter for parameter in held if parameter.requires_grad], job.replicas):
-                yield place, Transfer(f"{layer.name}{suffix}, gradients", size, "reduce_scatter", hosts)
+                name = f"{layer.name}{suffix}, gradients"
+                yield behind + 1, Transfer(name, size, "reduce_scatter", hosts)

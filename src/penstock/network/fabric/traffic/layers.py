@@ -87,14 +87,11 @@ class Recorded:
         found: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
         for name, parameter in self.used:
             found.setdefault((name.rpartition(".")[0], parameter.dtype), []).append(parameter)
-        modules = [module for module, _ in found]
-        return tuple(
-            Layer(
-                (module or "(model)") + (f" ({type_name(dtype)})" if modules.count(module) > 1 else ""),
-                tuple(parameters),
-            )
-            for (module, dtype), parameters in found.items()
-        )
+        modules, made = [module for module, _ in found], []
+        for (module, dtype), parameters in found.items():
+            suffix = f" ({type_name(dtype)})" if modules.count(module) > 1 else ""
+            made.append(Layer((module or "(model)") + suffix, tuple(parameters)))
+        return tuple(made)
 
 
 @dataclass(frozen=True)
@@ -172,10 +169,8 @@ class _Uses(TorchFunctionMode):
         return result
 
     def _multiplied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor) -> None:
-        (given, matrix), transposed = (
-            [args[at] if at < len(args) else kwargs.get(name) for at, name in _MATRICES[func][0]],
-            _MATRICES[func][1],
-        )
+        places, transposed = _MATRICES[func]
+        given, matrix = (args[at] if at < len(args) else kwargs.get(name) for at, name in places)
         if not (isinstance(given, Tensor) and isinstance(matrix, nn.Parameter) and self._name(matrix)):
             return
         name, looks_up = self._name(matrix), func is F.embedding
@@ -183,9 +178,8 @@ class _Uses(TorchFunctionMode):
             return
         attends = func is F.multi_head_attention_forward
         features = None if attends else (matrix.shape[1 - transposed], matrix.shape[int(transposed)])
-        sizes = given.numel() * given.element_size(), made.numel() * made.element_size()
-        layer = name.rpartition(".")[0] or "(model)"
-        again = given is self._before
+        layer, again = name.rpartition(".")[0] or "(model)", given is self._before
+        sizes = given.nbytes, made.nbytes
         self.products.append(Product(layer, features, *sizes, given.requires_grad, again, name, looks_up))
         self._before = given
 
@@ -221,13 +215,10 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def sharded_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The size of tensors whose rows are divided among ranks like FSDP2's: padded to the same number on each."""
-    total = 0
-    for tensor in tensors:
-        rows = tensor.shape[0] if tensor.ndim else 1
-        total += -(-rows // ranks) * ranks * (bytes_of([tensor]) // max(rows, 1))
-    return total
+    found = [(tensor.shape[0] if tensor.ndim else 1, tensor.nbytes) for tensor in tensors]
+    return sum(-(-rows // ranks) * ranks * (size // max(rows, 1)) for rows, size in found)

@@ -6,6 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from penstock._base.trees import flatten, leaf_tensors
 from penstock.network.fabric.traffic.layers import Layer, record
 from penstock.partition.measure.clock import settle
 from penstock.partition.measure.footprint import ends_of
-from penstock.partition.measure.running import Backward, RunningUnit
+from penstock.partition.measure.running import RunningUnit
 from penstock.partition.run.loan import untouched_generators
 
 REPETITIONS = 5
@@ -42,15 +43,12 @@ def layer_seconds(
     twin = copy.deepcopy(model, clones)
     ended = [0] * len(layers)
 
-    def stamp(place: int) -> Any:
-        def note(parameter: Tensor) -> None:
-            settle(parameter.device)
-            ended[place] = time.perf_counter_ns()
-
-        return note
+    def note(place: int, parameter: Tensor) -> None:
+        settle(parameter.device)
+        ended[place] = time.perf_counter_ns()
 
     for key, place in places.items():
-        clones[key].register_post_accumulate_grad_hook(stamp(place))
+        clones[key].register_post_accumulate_grad_hook(partial(note, place))
     runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
     forwards, backwards = zip(*runs, strict=True)
     return statistics.median(forwards), [statistics.median(times) for times in zip(*backwards, strict=True)]
@@ -83,10 +81,7 @@ def stage_seconds(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stages: int, **options: Any
 ) -> list[tuple[float, float]]:
     """The seconds of each stage's forward and whole backward for one microbatch. Changes nothing, as `layer_seconds`.
-
-    Raises:
-        ArgumentError: the weights are missing.
-    """
+    Raises ArgumentError: the weights are missing."""
     _check_weights(model)
     partition = record(model, args, kwargs, stages, **options).partition
     given = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)
@@ -96,13 +91,13 @@ def stage_seconds(
     measured = []
     with torch.enable_grad(), untouched_generators():
         for stage in partition.stages:
-            unit = RunningUnit(stage, [values[i.source, i.name] for i in stage.meta.inputs], (), (), stage.device)
-            unit.first()
+            unit = RunningUnit(stage, [values[i.source, i.name] for i in stage.meta.inputs])
+            outputs = unit.begin()
             for _ in range(REPETITIONS):
                 unit.run()
-            forward, backward = unit.medians(Backward.WHOLE)
+            forward, backward = unit.medians()
             measured.append((forward, backward))
-            values |= {(stage.meta.index, o.name): x for o, x in zip(stage.meta.outputs, unit.outputs, strict=True)}
+            values |= {(stage.meta.index, o.name): x for o, x in zip(stage.meta.outputs, outputs, strict=True)}
     return measured
 
 

@@ -8,7 +8,7 @@ reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import prod
 
@@ -91,12 +91,18 @@ class _Walk:
         dependencies = Dependencies(self._order)
         actions, rank_of = dependencies.actions, dependencies.rank_of
         last = {a.stage: n for n, a in enumerate(actions) if a.op in (Op.B, Op.W)}
-        for node in _by_time(dependencies, lambda n: self._seconds(actions[n], ordering=True)):
+        # Only computations take time; of what ends at once, that which others wait for comes first.
+        _, ends = earliest_times(dependencies, lambda n: self._seconds(actions[n], ordering=True), lambda *_: 0.0)
+        for node in sorted(runnable_order(dependencies), key=ends.__getitem__):
             action = actions[node]
             if action.op.is_compute:
                 self._computed[rank_of[node]] += self._seconds(action)
                 if self._job.sharded and last.get(action.stage) == node:
-                    self._scatter(action.stage)
+                    trained = [one for one in self._divided(action.stage) if one.requires_grad]
+                    for suffix, some in self._by_dtype(trained):
+                        name = f"gradients of stage {action.stage}{suffix}"
+                        size = sharded_bytes(some, self._job.replicas)
+                        self._add_all(name, size, "reduce_scatter", "gradient", self._rank_of[action.stage])
             elif action.op.is_send:
                 self._send(action)
             elif action.op is Op.UNSHARD:
@@ -104,18 +110,23 @@ class _Walk:
                 name = f"parameters of stage {action.stage}"
                 self._add_all(name, size, "all_gather", "parameters", self._rank_of[action.stage])
             elif action.op is Op.REDUCE_GRAD and action.microbatch is None:
-                self._average(rank_of[node], self._own(action.stage), f"stage {action.stage}")
+                # What only this stage holds, and what it does not divide.
+                own = [] if self._job.sharded else self._divided(action.stage)
+                self._average(rank_of[node], [one for one in own if one.requires_grad], f"stage {action.stage}")
             elif action.op is Op.REDUCE_GRAD:
                 self._sum_tied(action, rank_of[node])
-        self._average_tied()
+        for rank in range(self._job.ranks) if self._job.replicas > 1 else ():  # once the sums over stages are there
+            stages = self._order.placement.stages_on(rank)
+            held = chain.from_iterable(self._job.parameters(stage).items() for stage in stages)
+            shared = {id(p): p for name, p in held if name in self._tied and p.requires_grad}
+            self._average(rank, list(shared.values()), f"tied parameters of rank {rank}")
         return self._made, max(self._computed)
 
     def _seconds(self, action: Action, *, ordering: bool = False) -> float:
         if not action.op.is_compute or (self._times is None and not ordering):
             return 0.0
-        forward, backward = (
-            (1.0, 2.0) if self._times is None else self._times[action.stage % self._order.placement.depth]
-        )
+        depth = self._order.placement.depth
+        forward, backward = self._times[action.stage % depth] if self._times else (1.0, 2.0)
         return {Op.F: forward, Op.B: backward}.get(action.op, backward / 2)
 
     # -- each kind of transfer --------------------------------------------------------------------------------------
@@ -132,13 +143,6 @@ class _Walk:
         size = sum(prod(value.shape) * element_bytes(value) for value in values)
         name = f"{letter}{action.microbatch} stage {action.stage}->{action.peer}"
         self._add_each(name, size, "send", kind, (self._rank_of[action.stage], self._rank_of[action.peer]))
-
-    def _scatter(self, stage: int) -> None:
-        trained = [parameter for parameter in self._divided(stage) if parameter.requires_grad]
-        for suffix, some in self._by_dtype(trained):
-            size = sharded_bytes(some, self._job.replicas)
-            name = f"gradients of stage {stage}{suffix}"
-            self._add_all(name, size, "reduce_scatter", "gradient", self._rank_of[stage])
 
     def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
         """Averages parameters' gradients over replicas, in buckets."""
@@ -165,20 +169,7 @@ class _Walk:
             size = summed_bytes(some, self._job.gradient_dtype)
             self._add_each(name, size, "all_reduce", "tied gradient", tuple(sorted(members)))
 
-    def _average_tied(self) -> None:
-        """Averages tied parameters over replicas, once the sums over stages are there."""
-        for rank in range(self._job.ranks) if self._job.replicas > 1 else ():
-            held = chain.from_iterable(
-                self._job.parameters(stage).items() for stage in self._order.placement.stages_on(rank)
-            )
-            shared = {id(p): p for name, p in held if name in self._tied and p.requires_grad}
-            self._average(rank, list(shared.values()), f"tied parameters of rank {rank}")
-
     # -- what they are made of --------------------------------------------------------------------------------------
-
-    def _own(self, stage: int) -> list[nn.Parameter]:
-        """The parameters that only this stage holds, and that it trains and does not divide."""
-        return [] if self._job.sharded else [one for one in self._divided(stage) if one.requires_grad]
 
     def _divided(self, stage: int) -> list[nn.Parameter]:
         """The parameters that replicas divide, if they are sharded; tied ones stay whole."""
@@ -210,13 +201,6 @@ class _Walk:
         """Takes the time that a rank has computed since its last transfer."""
         seconds, self._computed[rank] = self._computed[rank], 0.0
         return seconds
-
-
-def _by_time(dependencies: Dependencies, duration: Callable[[int], float]) -> list[int]:
-    """The nodes by end time, where only computations take time; those that others wait for come first."""
-    order = runnable_order(dependencies)
-    _, ends = earliest_times(dependencies, duration, lambda _before, _node: 0.0)
-    return sorted(order, key=ends.__getitem__)
 
 
 def element_bytes(meta: TensorMeta) -> int:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.network.fabric.grouping import like_as_one
+from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.traffic.layers import Product
-from penstock.network.fabric.workload import Transfer
+from penstock.network.fabric.workload import Transfer, like_as_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,12 @@ def _follows(columns: Sequence[Product], row: Product) -> bool:
 
     Below one module their output may be several times as wide: queries, keys and values in one matrix.
     """
-    if row.features is None or row.looks_up:
-        return False
+    near = _above(row.name)
     for one in columns:
-        if one.features is None or one.looks_up:
+        if one.features is None or row.features is None or one.looks_up or row.looks_up:
             return False
-        beside, near = _above(one.name), _above(row.name)
-        if one.features[1] == row.features[0] and (beside == near or (_above(beside) == _above(near) != "")):
-            return True
-        if beside == near and one.features[1] % row.features[0] == 0:
+        beside, made, taken = _above(one.name), one.features[1], row.features[0]
+        if made % taken == 0 if beside == near else made == taken and _above(beside) == _above(near) != "":
             return True
     return False
 
@@ -91,13 +88,11 @@ def transfers(products: Sequence[Product], microbatches: int, seconds: float = 0
     """The transfers of a step, in order: each microbatch's forward and its backward. What a forward sends shares its
     seconds, and what a backward sends twice as many."""
     every = groups(products)
-    forward, backward = list(_forward(every)), list(_backward(every))
     made = []
     for number in range(microbatches):
         of = f" of microbatch {number}" if microbatches > 1 else ""
-        for sent, whole in ((forward, seconds), (backward, 2 * seconds)):
-            for name, size, collective, kind in sent:
-                made.append(Transfer(name + of, size, collective, (), whole / len(sent), kind))  # type: ignore[arg-type]
+        for sent, whole in ((list(_forward(every)), seconds), (list(_backward(every)), 2 * seconds)):
+            made += [replace(one, name=one.name + of, compute_seconds=whole / len(sent)) for one in sent]
     return made
 
 
@@ -115,20 +110,17 @@ def notes(products: Sequence[Product]) -> tuple[str, ...]:
         "embeddings that stay whole on each host": ", ".join(whole),
         "embeddings that are divided, since their matrix is: an all-reduce follows": ", ".join(shared),
     }
-    return (*(f"{what}: {which}" for what, which in said.items() if which), *_of_the_last(every))
-
-
-def _of_the_last(every: Sequence[Group]) -> Iterator[str]:
-    """How much is due to the last matrix, which produces a language model's logits."""
+    found = [f"{what}: {which}" for what, which in said.items() if which]
     last = next((group for group in reversed(every) if not group.columns[0].looks_up), None)
-    if last is None or not last.gathered:
-        return
-    made = sum(one.made_bytes for one in last.columns)
-    whole = sum(size for _, size, *_ in (*_forward(every), *_backward(every)))
-    yield (
-        f"{made / whole:.0%} of the bytes are the outputs of {', '.join(one.name for one in last.columns)}, the last "
-        "matrix, gathered whole: of logits Megatron-LM sends next to nothing, since its loss takes them divided"
-    )
+    if last is not None and last.gathered:  # the last matrix, which produces a language model's logits
+        outputs = sum(one.made_bytes for one in last.columns)
+        total = sum(one.bytes for one in (*_forward(every), *_backward(every)))
+        found.append(
+            f"{outputs / total:.0%} of the bytes are the outputs of {', '.join(one.name for one in last.columns)}, the "
+            "last matrix, gathered whole: of logits Megatron-LM sends next to nothing, since its loss takes them "
+            "divided"
+        )
+    return tuple(found)
 
 
 def _divided(every: Sequence[Group]) -> dict[str, bool]:
@@ -137,27 +129,25 @@ def _divided(every: Sequence[Group]) -> dict[str, bool]:
     return found | {group.row.matrix: True for group in every if group.row is not None}
 
 
-def _forward(every: Sequence[Group]) -> Iterator[tuple[str, int, str, str]]:
+def _forward(every: Sequence[Group]) -> Iterator[Transfer]:
     divided, seen = _divided(every), Counter[str]()
     for group in every:
-        if group.columns[0].looks_up:
-            one = group.columns[0]
-            if one.matrix not in divided:
-                continue
-            seen[one.name] += 1
-            again = f" {seen[one.name]}" if seen[one.name] > 1 else ""
-            collective = "all_gather" if divided[one.matrix] else "all_reduce"
-            yield f"forward {one.name}, lookup{again}", one.made_bytes, collective, "activation"
-        elif group.row is not None:
-            yield f"forward {group.row.name}", group.row.made_bytes, "all_reduce", "activation"
-        else:
-            for one in group.columns:
-                yield f"forward {one.name}", one.made_bytes, "all_reduce" if group.whole else "all_gather", "activation"
+        columns: tuple[Product, ...] = group.columns if group.row is None else (group.row,)
+        for one in columns:
+            way: Collective = "all_reduce" if group.row is not None or group.whole else "all_gather"
+            name = f"forward {one.name}"
+            if one.looks_up:
+                if one.matrix not in divided:
+                    continue
+                seen[one.name] += 1
+                name += f", lookup {seen[one.name]}" if seen[one.name] > 1 else ", lookup"
+                way = "all_gather" if divided[one.matrix] else "all_reduce"
+            yield Transfer(name, one.made_bytes, way, kind="activation")
 
 
-def _backward(every: Sequence[Group]) -> Iterator[tuple[str, int, str, str]]:
+def _backward(every: Sequence[Group]) -> Iterator[Transfer]:
     """What is sent where an input's gradient is needed: matrices with the same input add theirs up before sending."""
     for group in reversed(every):
         first = group.columns[0]
         if first.trains:
-            yield f"backward {first.name}", first.given_bytes, "all_reduce", "activation gradient"
+            yield Transfer(f"backward {first.name}", first.given_bytes, "all_reduce", kind="activation gradient")

@@ -8,12 +8,10 @@ from typing import Any
 
 from penstock._base.words import counted
 from penstock.network.fabric.algorithms import ENGINE
-from penstock.network.fabric.autocorrelation import FEWEST
 from penstock.network.fabric.ports import changed
 from penstock.network.fabric.results import ABOVE_IDEAL
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.statistics import PERCENTILES, fewest
-from penstock.network.fabric.times import iterations_of, rate_key, runs_ahead
+from penstock.network.fabric.samples import Run, iterations_of, rate_key, runs_ahead
+from penstock.network.fabric.statistics import FEWEST, PERCENTILES, fewest
 from penstock.network.fabric.views.network import network_facts, saturated
 from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.network.scenario import Happened
@@ -70,31 +68,28 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     told = run.record.get("switch")
     if told and (reason := saturated(told)):
         found.append(reason)
-    found += _beyond_ideal(run, results)
-    if results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]:
+    most = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
+    if (most["ideal_percent"] or 0.0) > ABOVE_IDEAL:
+        why = "so Penstock has its links wrong, which is a bug in Penstock"
+        if most is not results["step"] and runs_ahead(run.record, most["collective"], most["shares"]):
+            why = (
+                "because a rank can begin it while others are still in the previous transfer: some traffic is then "
+                "timed in one of the two, and its bytes are counted in the other"
+            )
+        at = f"{most['name']} is at {most['ideal_percent']:,.0f}% of the possible rate"
+        found.append(f"ideal: {at}, {why}; ignore this column")
+    if _is_limited_by_cpu(results):
         found.append(f"processors: {results['cpu']['text']}")
     return found
 
 
-def _beyond_ideal(run: Run, results: dict[str, Any]) -> list[str]:
-    """Warns about figures that exceed what is possible."""
-    most = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
-    if (most["ideal_percent"] or 0.0) <= ABOVE_IDEAL:
-        return []
-    why = "so Penstock has its links wrong, which is a bug in Penstock"
-    if most is not results["step"] and runs_ahead(run.record, most["collective"], most["shares"]):
-        why = (
-            "because a rank can begin it while others are still in the previous transfer: some traffic is then timed "
-            "in one of the two, and its bytes are counted in the other"
-        )
-    percent = f"{most['ideal_percent']:,.0f}%"
-    return [f"ideal: {most['name']} is at {percent} of the possible rate, {why}; ignore this column"]
+def _is_limited_by_cpu(results: dict[str, Any]) -> bool:
+    return bool(results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"])
 
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns (name, text) pairs: the step with and without overlap, the links, the fits, the processors."""
-    found = []
-    step = results["step"]
+    step, found = results["step"], []
     overlaps = [
         f"{seconds(step[key])} {name} overlap with compute ({'measured' if step['overlap'] == overlap else 'computed'})"
         for name, key, overlap in (("without", "without_overlap_s", False), ("with", "with_overlap_s", True))
@@ -104,52 +99,39 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         overlaps = ["there is no compute between the transfers, so overlap changes nothing"]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
-    if results["stalled"]:
-        found.append(("stalls", _stalls(results["stalled"], len(run.start_ns))))
-    found += [*network(run), *links(run), *(("fit", _fit(one["fit"])) for one in results["model"])]
+    if stalled := results["stalled"]:
+        more = f" and {len(stalled) - _NAMED:,} more" if len(stalled) > _NAMED else ""
+        which = f"trial{'s' if len(stalled) > 1 else ''} {', '.join(f'{one:,}' for one in stalled[:_NAMED])}{more}"
+        of = f"{len(stalled):,} of {counted(len(run.start_ns), 'trial')}"
+        found.append(("stalls", f"{of} met a requested stall: {which}"))
+    described = run.record.get("network")
+    if described and (described["shaper"] not in (None, "tbf") or described["slow"]):
+        happened = [str(Happened(**one)) for one in run.record.get("happened") or ()]
+        found += network_facts(described, told=run.record.get("switch"), happened=happened)
+    found += [*_links(run.record.get("links") or ()), *(("fit", _fit(one["fit"])) for one in results["model"])]
     last = {rank: last for rank, (_, last) in figures_of_ranks(results).items()}
     late = max(last, key=last.__getitem__, default=0)
     among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
     if among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and last[late] > _OFTEN:
         found.append(("late", f"rank {late} came last to {last[late]:.0%} of its transfers: the others waited for it"))
-    text = results["cpu"]["text"]
-    if text and not (results["cpu"]["saturated"] or results["cpu"]["scheduler_tails"]):
-        found.append(("cpu", str(text)))
+    if results["cpu"]["text"] and not _is_limited_by_cpu(results):
+        found.append(("cpu", str(results["cpu"]["text"])))
     return found
 
 
 def figures_of_ranks(results: dict[str, Any]) -> dict[int, tuple[float, float]]:
     """Returns, for each rank that takes part in a transfer, in which fraction of its transfers it took the longest of
     all, and in which it was the last to start, so that the others waited for it; empty for a run without trials."""
-    counts: dict[int, list[tuple[int, int, int]]] = {}
+    sums: dict[int, list[int]] = {}
     for transfer in results["transfers"]:
         for one in transfer["per_rank"]:
-            found = transfer["trials"], one["trials_slowest"], one["trials_latest"]
-            counts.setdefault(one["rank"], []).append(found)
-    sums = {rank: [sum(column) for column in zip(*counts[rank], strict=True)] for rank in sorted(counts)}
-    return {rank: (longest / trials, last / trials) for rank, (trials, longest, last) in sums.items()}
+            added = transfer["trials"], one["trials_slowest"], one["trials_latest"]
+            sums[one["rank"]] = [a + b for a, b in zip(sums.get(one["rank"], (0, 0, 0)), added, strict=True)]
+    return {rank: (longest / trials, last / trials) for rank, (trials, longest, last) in sorted(sums.items())}
 
 
-def _stalls(stalled: Sequence[int], trials: int) -> str:
-    """Says which trials met a stall, naming only the first of many."""
-    said = ", ".join(f"{trial:,}" for trial in stalled[:_NAMED])
-    more = f" and {len(stalled) - _NAMED:,} more" if len(stalled) > _NAMED else ""
-    which = "trial" if len(stalled) == 1 else "trials"
-    return f"{len(stalled):,} of {counted(trials, 'trial')} met a requested stall: {which} {said}{more}"
-
-
-def network(run: Run) -> list[tuple[str, str]]:
-    """Describes what shaped the links, if that was more than a rate, what the switch did, and what changed."""
-    described = run.record.get("network")
-    if not described or (described["shaper"] in (None, "tbf") and not described["slow"]):
-        return []
-    happened = [str(Happened(**one)) for one in run.record.get("happened") or ()]
-    return network_facts(described, told=run.record.get("switch"), happened=happened)
-
-
-def links(run: Run) -> list[tuple[str, str]]:
+def _links(measured: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Describes the links measured before the trials: each one, or the range if there are many."""
-    measured = run.record.get("links") or ()
     if len(measured) <= 2:
         return [(f"link {link['from']}-{link['to']}", _link([link])) for link in measured]
     slowest = min(measured, key=lambda link: float(link["bytes_per_second"] or math.inf))
@@ -251,41 +233,34 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
             "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
             "transfer, percentiles are over all of them, and those of one trial count as one sample."
         )
-    if (times := iterations_of(run.record)) > 1:
-        found.append(f"Times are per iteration, of {times} in a row; a trial's skew is that of its first iteration.")
+    if (count := iterations_of(run.record)) > 1:
+        found.append(f"Times are per iteration, of {count} in a row; a trial's skew is that of its first iteration.")
     if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
         found.append("Rates and ideal of a send are measured from when both of its ranks had arrived.")
     if changed(run.record):
         found.append("Ideal is n/a: a scenario may have changed the links.")
     elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
         found.append("Ideal is n/a if a host has several partners and no shaper sets the rate of its port.")
-    found += _too_few(results, len(run.start_ns))
-    return [*found, *run.record["workload"]["notes"]]
-
-
-def _too_few(results: dict[str, Any], trials: int) -> list[str]:
-    """Explains why percentiles are n/a, or may be wrong."""
-    times = [one["time_s"] for one in results["groups"]]
+    trials, times = len(run.start_ns), [one["time_s"] for one in results["groups"]]
+    worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
+    if worth < _DEPENDENT * trials:
+        found.append(
+            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many."
+        )
+    if 0 < trials < FEWEST:
+        found.append(
+            "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
+            f"narrow. Pass --trials {FEWEST} or more."
+        )
     short = [
         f"{TIMES[name]} needs {fewest(q):,}"
         for name, q in PERCENTILES.items()
         if name in TIMES and any(one[name] is None for one in times)
     ]
-    worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
-    said = []
-    if worth < _DEPENDENT * trials:
-        said.append(
-            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many."
-        )
-    if 0 < trials < FEWEST:
-        said.append(
-            "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
-            f"narrow. Pass --trials {FEWEST} or more."
-        )
     if short:
         kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"
-        said.append(f"n/a: {min(trials, int(worth)):,} {kind} are too few for that percentile; {', '.join(short)}.")
-    return said
+        found.append(f"n/a: {min(trials, int(worth)):,} {kind} are too few for that percentile; {', '.join(short)}.")
+    return [*found, *run.record["workload"]["notes"]]
 
 
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:

@@ -12,17 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from penstock.network.fabric.algorithms import busbw_factor
-from penstock.network.fabric.samples import Run
-from penstock.network.fabric.times import TransferTimes, iterations_of, rate_key
-from penstock.network.fabric.workload import NCCL, REDUCES, Workload
+from penstock.network.fabric.samples import Run, TransferTimes, iterations_of, rate_key
+from penstock.network.fabric.steps import IN_PARTS, IN_PLACE, REDUCES, ROOTED
+from penstock.network.fabric.workload import NCCL, Workload
 
 Average = Literal["avg", "max", "min", "rank0"]
 """How times are combined over the ranks."""
-
-_IN_PLACE = {"all_reduce", "broadcast", "reduce"}
-_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
-_COUNTS_PIECES = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
-"""Collectives whose count is one rank's piece, although their size is the whole buffer's."""
 
 _PROGRAMS = {"all_to_all": "alltoall"}
 
@@ -53,14 +48,15 @@ def to_dict(run: Run, results: dict[str, Any], average: Average = "avg") -> dict
         algbw = size / mean / 1e9 if mean else None
         busbw = algbw and algbw * busbw_factor(collective, ranks, one["shares"])
         measured = {"time": mean and mean * 1e6, "alg_bw": algbw, "bus_bw": busbw, "nwrong": wrong}
-        in_place = collective in _IN_PLACE
+        in_place = collective in IN_PLACE
         rows.append(
             {
                 "size": size,
-                "count": size // workload.element_bytes // (ranks if collective in _COUNTS_PIECES else 1),
+                # Of one rank's piece, although the size is the whole buffer's.
+                "count": size // workload.element_bytes // (ranks if collective in IN_PARTS else 1),
                 "type": NCCL.get(workload.number, workload.number),
                 "redop": workload.op if collective in REDUCES else "none",
-                "root": "0" if collective in _ROOTED else "-1",
+                "root": "0" if collective in ROOTED else "-1",
                 "out_of_place": None if in_place else measured,
                 "in_place": measured if in_place else None,
                 "actual_iterations": one["trials"],

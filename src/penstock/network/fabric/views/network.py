@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock._base.words import sized
@@ -36,40 +36,49 @@ def network_lines(
     happened: Sequence[str] = (),
     elapsed_seconds: float | None = None,
 ) -> list[str]:
-    """Describes a run's network, one fact per line.
+    """Describes a run's network, one fact per line; see `network_facts`.
 
-    Args:
-        described: what `Machines.described` returns.
-        told: the switch's counters (`Machines.told`); None without a switch.
-        happened: the changes that a scenario made, in words.
-        elapsed_seconds: how long the switch has run; if None, how busy it was is not judged.
+    `elapsed_seconds`: how long the switch has run; if None, how busy it was is not judged.
     """
-    found = network_facts(described, told=told, happened=happened)
-    lines = [f"{name:<11}{text}" for name, text in found]
+    lines = [f"{name:<11}{text}" for name, text in network_facts(described, told=told, happened=happened)]
     reason = None if told is None else saturated(told, elapsed_seconds)
     return lines if reason is None else [*lines, f"warning: {reason}"]
 
 
 def network_facts(described: Told, *, told: Told | None = None, happened: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Returns the same facts as `network_lines`, as (name, text) pairs."""
-    link = described["link"]
+    """Describes a run's network as (name, text) pairs.
+
+    Args:
+        described: what `Machines.described` returns.
+        told: the switch's counters (`Machines.told`); None without a switch.
+        happened: the changes that a scenario made, in words.
+    """
     makers = {"tbf": "the kernel's tbf", "switch": "a switch in user space"}
-    shaper = described["shaper"]
-    made = "as fast as this machine can" if shaper is None else f"{link}, by {makers.get(shaper, shaper)}"
-    if told is not None:
-        made += f" (priority: {told['priority']})" if "priority" in told else ""
+    made, shaper = "as fast as this machine can", described["shaper"]
+    if shaper is not None:
+        made = f"{described['link']}, by {makers.get(shaper, shaper)}"
+    if told is not None and "priority" in told:
+        made += f" (priority: {told['priority']})"
     found = [("network", f"{described['hosts']} hosts, {made}")]
     found += [(f"host {host}", f"link {text}") for host, text in sorted(described["own"].items())]
-    found += [
-        (f"host {host}", f"held to {share:.4g} of a core, by {described['held_back_by']}")
-        for host, share in sorted(described["slow"].items())
-    ]
+    for host, share in sorted(described["slow"].items()):
+        found.append((f"host {host}", f"held to {share:.4g} of a core, by {described['held_back_by']}"))
     found += [("neighbor", text) for text in described["background"]]
     found += [("", remark) for remark in described["remarks"]]
     found += [("change", text) for text in happened]
-    if told is not None:
-        found += [*_hosts(told), ("switch", _late(told))]
-    return found
+    if told is None:
+        return found
+    links: Sequence[Told] = told["links"]
+    if len(links) > _EACH_HOST:
+        sums = {way: {name: sum(link[way][name] for link in links) for name in links[0][way]} for way in ("up", "down")}
+        found.append(("all hosts", _host(sums)))
+    else:
+        found += [(f"host {host}", _host(link)) for host, link in enumerate(links)]
+    late = "no frame passed"
+    if told["late"]["worst"] is not None:
+        quantiles = ", ".join(f"{name} {seconds(told['late'][name])}" for name in ("p50", "p99", "worst"))
+        late = f"{quantiles}: how late frames left"
+    return [*found, ("switch", late)]
 
 
 def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
@@ -90,17 +99,6 @@ def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
     )
 
 
-def _hosts(told: Told) -> Iterator[tuple[str, str]]:
-    """Describes what happened to each host's frames, or to all hosts' frames in total if there are many."""
-    links: Sequence[Told] = told["links"]
-    if len(links) > _EACH_HOST:
-        sums = {way: {name: sum(link[way][name] for link in links) for name in links[0][way]} for way in ("up", "down")}
-        yield "all hosts", _host(sums)
-        return
-    for host, link in enumerate(links):
-        yield f"host {host}", _host(link)
-
-
 def _host(link: Told) -> str:
     ways = []
     for verb, counted in (("out", link["up"]), ("in", link["down"])):
@@ -110,11 +108,3 @@ def _host(link: Told) -> str:
     if near := link["down"]["background_bytes"]:
         ways.append(f"neighbors {sized(near)}")
     return "; ".join(ways)
-
-
-def _late(told: Told) -> str:
-    late = told["late"]
-    if late["worst"] is None:
-        return "no frame passed"
-    quantiles = ", ".join(f"{name} {seconds(late[name])}" for name in ("p50", "p99", "worst"))
-    return f"{quantiles}: how late frames left"

@@ -64,67 +64,57 @@ def page(run: Run, results: dict[str, Any]) -> str:
 
 def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns the key figures as (name, value, explanation)."""
-    step = results["step"]["time_s"]
+    step, (scale, unit) = results["step"]["time_s"], rate_unit(results)
     tail = next((name for name in ("p999", "p99", "p90") if step[name] is not None), "max")
-    rates = [group for group in results["groups"] if group["busbw_GBps"]]
-    scale, unit = rate_unit(results)
-    found = [("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
     ratio = "too few trials for more"
     if step["p50"] and step[tail]:
         ratio = f"{step[tail] / step['p50']:.3g} times the median"
+    found = [("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
     found.append((f"step, {TIMES[tail]}", seconds(step[tail]), ratio))
+    rates = [group for group in results["groups"] if group["busbw_GBps"]]
     if rates:
         best = max(rates, key=lambda transfer: float(transfer["busbw_GBps"]))
         found.append(("best busbw", f"{digits(best['busbw_GBps'] * scale)} {unit}", best["name"]))
-        shares = [transfer for transfer in rates if transfer["ideal_percent"]]
-        if shares:
-            worst = min(shares, key=lambda transfer: float(transfer["ideal_percent"]))
-            found.append(("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
+    if shares := [transfer for transfer in rates if transfer["ideal_percent"]]:
+        worst = min(shares, key=lambda transfer: float(transfer["ideal_percent"]))
+        found.append(("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
     return found
 
 
-def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
+def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
     """Returns the table of ranks: their times, their processor usage, and their clock offsets."""
-    record = run.record
     longest = max(results["groups"], key=lambda group: float(group["time_s"]["mean"] or 0))  # per transfer
     by_rank = {found["rank"]: found for found in longest["per_rank"]}
-    heads = ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last"]
-    heads += ["busy", "switches", "clock offset"]
-    rows = []
+    rows = [
+        ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last", "busy",
+         "switches", "clock offset"]
+    ]  # fmt: skip
     for rank, (took_longest, came_last) in figures_of_ranks(results).items():
-        told = [record.get(key) or () for key in ("cpu", "clock", "environment")]
+        told = [run.record.get(key) or () for key in ("cpu", "clock", "environment")]
         cpu, clock, host = (one[rank] if rank < len(one) else {} for one in told)
-        wall = cpu.get("wall_seconds")
-        used = cpu.get("cpu_seconds", 0.0)
-        switches = cpu.get("involuntary_switches")
-        row = [str(rank), str(host.get("host", ""))]
-        row += [seconds(by_rank.get(rank, {}).get(name)) for name in ("p50", "p99")]
-        row += [f"{took_longest:.0%}", f"{came_last:.0%}", f"{used / wall:.0%}" if wall else NONE]
-        row += [f"{switches:,}" if switches is not None else NONE, _clock(clock)]
-        rows.append(row)
-    return {"heads": heads, "rows": rows}
-
-
-def _clock(clock: dict[str, Any]) -> str:
-    if clock.get("offset_ns") is None:
-        return NONE
-    return f"{seconds(clock['offset_ns'] / 1e9)} \u00b1{seconds((clock.get('uncertainty_ns') or 0) / 1e9)}"
+        wall, switches, offset = cpu.get("wall_seconds"), cpu.get("involuntary_switches"), clock.get("offset_ns")
+        rows.append([str(rank), str(host.get("host", ""))])
+        rows[-1] += [seconds(by_rank.get(rank, {}).get(name)) for name in ("p50", "p99")]
+        rows[-1] += [f"{took_longest:.0%}", f"{came_last:.0%}"]
+        rows[-1].append(f"{cpu.get('cpu_seconds', 0.0) / wall:.0%}" if wall else NONE)
+        rows[-1].append(NONE if switches is None else f"{switches:,}")
+        error = seconds((clock.get("uncertainty_ns") or 0) / 1e9)
+        rows[-1].append(NONE if offset is None else f"{seconds(offset / 1e9)} \u00b1{error}")
+    return rows
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:
     """Returns (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
-    settings = {
-        key: value for key, value in run.record.items() if key not in ("workload", "environment", "switch_qdiscs")
-    }
+    settings = dict(run.record)
+    workload, ports = settings.pop("workload"), settings.pop("switch_qdiscs", None)
     hosts: dict[str, list[int]] = {}
-    for rank, found in enumerate(run.record.get("environment") or ()):
+    for rank, found in enumerate(settings.pop("environment", None) or ()):
         hosts.setdefault(_pairs({key: value for key, value in found.items() if key != "host"}), []).append(rank)
-    titles = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in hosts.values()]
     return [
-        *((f"Host of {title}", body) for title, body in zip(titles, hosts, strict=True)),
-        *([("Ports of the switch", str(ports))] if (ports := run.record.get("switch_qdiscs")) else []),
+        *((f"Host of rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}", text) for text, r in hosts.items()),
+        *([("Ports of the switch", str(ports))] if ports else []),
         ("Settings, links, clocks and processors", _pairs(settings)),
-        ("Workload", _pairs(run.record["workload"])),
+        ("Workload", _pairs(workload)),
     ]
 
 
@@ -145,14 +135,22 @@ STYLE = """\
 body { max-width: 68rem; }
 .warning { font-weight: 600; }
 .wide table { width: 100%; }
-.wide th, .wide td { padding: .3rem .5rem; text-align: right; }
-.wide th.left, .wide td.left { text-align: left; padding-left: 0; }
 tr.whole td { font-weight: 650; border-bottom: 0; }
 figure { margin: 1.4rem 0; overflow-x: auto; }
 figure svg { display: block; width: 100%; min-width: 36rem; height: auto; }
 """
 
 BODY = """\
+{% macro grid(lines, left, last="") %}
+<div class="wide" tabindex="0"><table>
+<tr>{% for head in lines[0] %}<th{% if loop.index <= left %} class="left"{% endif %}>
+{{- head.split("\\n") | join("<br>" | safe) }}</th>{% endfor %}</tr>
+{% for row in lines[1:] %}
+<tr{% if loop.last and last %} class="{{ last }}"{% endif %}>
+{%- for cell in row %}<td{% if loop.index <= left %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
+{% endmacro %}
 <main>
 <h1>{{ name }}</h1>
 <p class="muted">{{ headings | join(" \u00b7 ") }}</p>
@@ -166,14 +164,7 @@ BODY = """\
 </dl>
 
 <h2>Transfers, in order of execution</h2>
-<div class="wide" tabindex="0"><table>
-<tr>{% for head in table[0] %}<th{% if loop.index <= left %} class="left"{% endif %}>
-{{- head.split("\\n") | join("<br>" | safe) }}</th>{% endfor %}</tr>
-{% for row in table[1:] %}
-<tr{% if loop.last %} class="whole"{% endif %}>
-{%- for cell in row %}<td{% if loop.index <= left %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
+{{ grid(table, left, "whole") }}
 <dl class="facts">
 {% for name, text in facts %}
 <dt>{{ name }}</dt><dd>{{ text }}</dd>
@@ -192,12 +183,7 @@ BODY = """\
 {% endfor %}
 
 <h2>Ranks</h2>
-<div class="wide" tabindex="0"><table>
-<tr>{% for head in ranks.heads %}<th{% if loop.index <= 2 %} class="left"{% endif %}>{{ head }}</th>{% endfor %}</tr>
-{% for row in ranks.rows %}
-<tr>{% for cell in row %}<td{% if loop.index <= 2 %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
+{{ grid(ranks, 2) }}
 
 <h2>What was run, and where</h2>
 {% for title, body in environment %}

@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.words import counted
-from penstock.network.fabric.grouping import groups
-from penstock.network.fabric.samples import Run
+from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.statistics import outliers
-from penstock.network.fabric.times import TransferTimes
 from penstock.network.fabric.views.chart import (
     COLORS,
     INK,
@@ -28,7 +26,7 @@ from penstock.network.fabric.views.chart import (
 )
 from penstock.network.fabric.views.facts import rate_unit
 from penstock.network.fabric.views.numbers import cut, cut_apart, seconds
-from penstock.network.fabric.workload import Workload
+from penstock.network.fabric.workload import Workload, groups
 from penstock.network.quantities import size_text
 from penstock.report.marks import Axis
 
@@ -151,25 +149,22 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
     entries, (scale, unit) = results["groups"], rate_unit(results)
     speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
     slowest = min(speeds) / 1e9 * scale if speeds else 0.0  # an algorithm that avoids this link may be faster
-    curves, names = [], []
+    curves = []
     kinds = [*dict.fromkeys(entry["collective"] for entry in entries)]
     for kind, color in zip(kinds, colors(len(kinds)), strict=True):
         found = sorted((t["bytes"], n) for n, t in enumerate(entries) if t["collective"] == kind and t["busbw_GBps"])
         if not found:
             continue
-        # The bandwidth at a percentile is the size over that percentile of the time.
-        factors = [size * entries[n]["busbw_GBps"] / (entries[n]["algbw_GBps"] or 1) / 1e9 for size, n in found]
-        spread = np.array([np.percentile(times[n], (10, 50, 90)) for _, n in found])
-        rates = np.array(factors)[:, None] * scale / spread
-        ideal = [
-            (size, middle * 100 / percent)
-            for (size, n), middle in zip(found, rates[:, 1], strict=True)
-            if (percent := entries[n].get("ideal_percent"))
-        ]
-        curves.append((color, [size for size, _ in found], rates, ideal))
-        names.append((color, f"{kind}, p50"))
+        ends, ideal = [], []
+        for size, n in found:
+            # The bandwidth at a percentile is the size over that percentile of the time.
+            factor = entries[n]["busbw_GBps"] / (entries[n]["algbw_GBps"] or 1)
+            ends.append(size * factor / 1e9 * scale / np.percentile(times[n], (10, 50, 90)))
+            if percent := entries[n].get("ideal_percent"):
+                ideal.append((size, float(ends[-1][1]) * 100 / percent))
+        curves.append((kind, color, [size for size, _ in found], np.array(ends), ideal))
     sizes = sorted({entry["bytes"] for entry in entries})
-    highest = max([slowest, *(max(rates.max(), *(v for _, v in ideal), 0.0) for _, _, rates, ideal in curves)])
+    highest = max([slowest, *(max(rates.max(), *(value for _, value in ideal), 0.0) for *_, rates, ideal in curves)])
     panel = Panel(Scale(sizes[0] / 1.05, sizes[-1] * 1.05, _LEFT, _RIGHT, is_log=True), Scale(0, highest, 250, 30))
     panel.title("Bus bandwidth by size", f"{unit}; band: p10 to p90, dashed: ideal")
     panel.y_axis(lambda value: f"{value:g}", 30)
@@ -177,13 +172,13 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
     panel.x_ticks([(size, _size_label(size)) for size in ticks], "size")
     if slowest:
         panel.level(slowest, dash="1 2", text=f"slowest link, {slowest:.3g} {unit}")
-    for color, of_sizes, rates, ideal in curves:
+    for _, color, of_sizes, rates, ideal in curves:
         panel.band(of_sizes, rates[:, 2], rates[:, 0], color)
         panel.line(of_sizes, rates[:, 1], color)
         panel.dots(of_sizes, rates[:, 1], color, 5)
         if ideal:
             panel.line([size for size, _ in ideal], [value for _, value in ideal], color, 1.2, "4 2")
-    return svg(290, [panel, *legend(names, _BESIDE, 60)])
+    return svg(290, [panel, *legend([(color, f"{kind}, p50") for kind, color, *_ in curves], _BESIDE, 60)])
 
 
 def _size_label(size: int) -> str:

@@ -39,22 +39,19 @@ def _print_figures(results: dict[str, Any], console: Console) -> None:
     if width_of(whole, console) <= console.width:
         print_unbroken(console, whole)
         return
-    times = _table(results, tuple(TIMES), rates=False)
-    if width_of(times, console) > console.width:
-        times = _narrow(results, console, tuple(name for name in TIMES if name != "min"))
-    print_unbroken(console, times)
-    console.print()
-    print_unbroken(console, _narrow(results, console, ()))
-
-
-def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
-    """Returns a table of some times, or of the rates, shortening names that are too long for it."""
     longest = max(len(group["name"]) for group in results["groups"])
-    made = _table(results, times, rates=not times)
-    if width_of(made, console) > console.width:
-        made.padding = (0, 1, 0, 0)
-    excess = width_of(made, console) - console.width
-    return made if excess <= 0 else _table(results, times, rates=not times, name_width=max(longest - excess, 12))
+    times = tuple(TIMES)
+    if width_of(_table(results, times, rates=False), console) > console.width:
+        times = tuple(name for name in TIMES if name != "min")
+    for place, part in enumerate((times, ())):
+        made = _table(results, part, rates=not part)
+        if width_of(made, console) > console.width:
+            made.padding = (0, 1, 0, 0)
+        if (excess := width_of(made, console) - console.width) > 0:  # names that are too long are cut
+            made = _table(results, part, rates=not part, name_width=max(longest - excess, 12))
+        if place:
+            console.print()
+        print_unbroken(console, made)
 
 
 def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:

@@ -1,4 +1,4 @@
-"""The choices that a plan makes, and all those that are open for a job."""
+"""What may be asked of a plan, and the choices that this leaves open for a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock._base.words import counted
 from penstock.costs.sizes import Sizes
 from penstock.plan.cluster import Cluster
 from penstock.schedule import Placement, generator, generators
-from penstock.schedule.generators import Generator, Numbers
+from penstock.schedule.generators import Numbers
 
 _NEAR = 3
 """How many combinations are named that work instead of the one that was asked for."""
@@ -130,7 +130,12 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
             for chunks, name in _open_schedules(ranks, part // rows, units, wanted.schedules):
                 found.append(Choice(replicas, ranks, chunks, name, part // rows, rows))
     if not found and wanted.schedules is None:
-        raise ArgumentError(_nothing_divides(sizes, cluster, global_batch))
+        least = min(d for d in divisors(cluster.devices) if cluster.devices // d <= units)
+        raise ArgumentError(
+            f"global_batch={global_batch} cannot be divided over {counted(cluster.devices, 'device')}: a pipeline has "
+            f"at most {counted(units, 'unit')}, so there are at least {least} replicas; pass "
+            f"{_multiples(global_batch, least)}"
+        )
     of = f"{counted(cluster.devices, 'device')}, {counted(units, 'unit')} and {counted(global_batch, 'row')}"
     fitting = [one for one in found if not any(wanted.misses(one))]
     given = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items() if number is not None)
@@ -169,22 +174,10 @@ def _open_schedules(
         return
     for entry in generators():
         if wanted is None or entry.name in wanted:
-            for chunks in _chunks_of(entry):
+            several = entry.chunks > 1 and not entry.broken(Numbers(4, 8, 4))
+            for chunks in (2, 4) if several else (entry.chunks,):
                 if ranks * chunks <= units and not entry.broken(Numbers(ranks, microbatches, chunks)):
                     yield chunks, entry.name
-
-
-def _chunks_of(entry: Generator) -> Sequence[int]:
-    return (2, 4) if entry.chunks > 1 and not entry.broken(Numbers(4, 8, 4)) else (entry.chunks,)
-
-
-def _nothing_divides(sizes: Sizes, cluster: Cluster, global_batch: int) -> str:
-    units = len(sizes.units)
-    least = min(d for d in divisors(cluster.devices) if cluster.devices // d <= units)
-    return (
-        f"global_batch={global_batch} cannot be divided over {counted(cluster.devices, 'device')}: a pipeline has at "
-        f"most {counted(units, 'unit')}, so there are at least {least} replicas; pass {_multiples(global_batch, least)}"
-    )
 
 
 def _multiples(number: int, of: int) -> str:

@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.partition.source import is_ours
 
-Handler = Callable[[str, Callable[..., Any], Any, Any], Any]
+Handler = Callable[..., Any]
 """Takes the name of a function that draws, the function, and its arguments."""
 
 SEEDING = ("seed", "getstate", "setstate", "get_state", "set_state")
@@ -56,7 +56,7 @@ def replaced(
     """A context in which draws go to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements."""
     new: dict[int, Any] = {id(function): value for function, value in whole.items()}
     for name, function in sources().items():
-        new[id(function)] = _through(drawing, name, function)
+        new[id(function)] = partial(drawing, name, function)
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for namespace in _namespaces(model, whole):
@@ -70,13 +70,6 @@ def replaced(
     finally:
         for namespace, name, value in changed:
             namespace[name] = value
-
-
-def _through(drawing: Handler, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def through(*args: Any, **kwargs: Any) -> Any:
-        return drawing(name, function, args, kwargs)
-
-    return through
 
 
 def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator[dict[str, Any]]:
@@ -107,23 +100,10 @@ def enclosing_function() -> FunctionType | None:
     return None
 
 
-class States:
+def states() -> tuple[Any, ...]:
     """The states of Python's and numpy's generators, for comparison."""
-
-    def __init__(self) -> None:
-        self._known = self._now()
-
-    def moved(self) -> bool:
-        """Whether a global generator has changed since `accept`."""
-        return self._now() != self._known
-
-    def accept(self) -> None:
-        """Makes the present state the one to compare with."""
-        self._known = self._now()
-
-    def _now(self) -> tuple[Any, ...]:
-        numpy = sys.modules.get("numpy")
-        if numpy is None:
-            return (random.getstate(),)
-        kind, keys, *rest = numpy.random.get_state()
-        return random.getstate(), kind, keys.tobytes(), *rest
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest

@@ -7,26 +7,21 @@ to I and from F to W; together, a rank's intervals stay within its memory.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock._base.errors import ArgumentError, ScheduleError, check_counts, require
+from ortools.sat.python import cp_model
+
 from penstock.schedule import Placement
-from penstock.simulate import NO_COST, Links
-from penstock.simulate.costs import StageCost
+from penstock.simulate import NO_COST, Links, StageCost
+from penstock.simulate.search import Found, Objective, Problem, problem, search
 from penstock.simulate.search.bounds import memory_waits
-from penstock.simulate.search.found import Found, judged
-from penstock.simulate.search.problem import Objective, Problem, Rows, problem
-from penstock.simulate.search.search import search
+from penstock.simulate.search.found import judged
+from penstock.simulate.search.problem import Rows
 from penstock.simulate.search.timing import fits, time_rows
 
-if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
-
 _UNITS = 2**40  # the largest whole number for a time or a memory
-_HEURISTIC_SHARE = 0.15  # of the time, spent on the schedule that the solver starts from
 
 
 def exact(
@@ -35,58 +30,26 @@ def exact(
     costs: StageCost | Sequence[StageCost],
     links: Links = NO_COST,
     *,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: float | None = None,
     objective: Objective = "makespan",
     seconds: float = 60.0,
-    seed: int = 0,
-    workers: int = 1,
 ) -> Found:
     """The best schedule, with `Found.proven` if no other can be better; otherwise the best found in the time.
 
-    The solver's model is slightly looser than reality if costs are not round numbers, and for the span of ranks on
-    which several pipelines begin. In these cases it may end with the best schedule, and without being cut off, but
-    without a proof.
-
-    It starts from what `search` finds and takes the same arguments. The time grows steeply with the number of actions:
-    a small case has a hundred or two.
-
-    Args:
-        workers: threads of the solver. Several are faster, but which of several optimal schedules it returns then
-            depends on the machine.
-
-    Raises:
-        ArgumentError: as for `search`.
-        MissingExtraError: `ortools` is not installed.
+    It begins with what a short `search` finds. The solver's model is slightly looser than reality if costs are not
+    round numbers, and for the span of ranks on which several pipelines begin.
     """
-    require("search", "ortools", for_what="the exact search")
-    from ortools.sat.python import cp_model
-
-    began = time.monotonic()
-    check_counts(workers=workers)
-    start = search(
-        placement,
-        microbatches,
-        costs,
-        links,
-        memory_limit=memory_limit,
-        objective=objective,
-        seconds=seconds * _HEURISTIC_SHARE if isinstance(seconds, int | float) else seconds,
-        seed=seed,
-    )
-    if any(cost.overlapped_seconds is not None for cost in ([costs] if isinstance(costs, StageCost) else costs)):
-        raise ArgumentError(
-            "overlapped_seconds: the solver knows no overlaps, so it could not prove anything; leave it out"
-        )
+    start = search(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective, seconds=0.2)
     asked = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
     rows = asked.rows(start.schedule)
     if start.proven or rows is None:
         return start
     model = _Model(asked, rows, start.lower_bound_seconds, cp_model.CpModel())
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.01, seconds - (time.monotonic() - began))
-    solver.parameters.num_workers = workers
-    solver.parameters.random_seed = seed % 2**31
-    status = _solve(solver, model)
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1
+    status = solver.solve(model.model)
+    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN), solver.status_name(status)
     bound = max(start.lower_bound_seconds, solver.best_objective_bound / model.scale)
     solved = None if status == cp_model.UNKNOWN else _better(asked, model.rows(solver), start.objective_seconds)
     schedule = start.schedule if solved is None else asked.schedule("exact", solved)
@@ -97,21 +60,7 @@ def exact(
         timeline=timeline,
         objective_seconds=objective_seconds,
         lower_bound_seconds=bound,
-        search_seconds=time.monotonic() - began,
-        cut_off=status != cp_model.OPTIMAL,
     )
-
-
-def _solve(solver: cp_model.CpSolver, model: _Model) -> cp_model.CpSolverStatus:
-    """Runs the solver, and returns how it ended. Raises ScheduleError if the solver says that there is no schedule."""
-    from ortools.sat.python import cp_model
-
-    status = solver.solve(model.model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
-        raise ScheduleError(
-            f"the solver says {solver.status_name(status)}, although a schedule is known: this is a defect of exact"
-        )
-    return status
 
 
 def _better(asked: Problem, rows: Rows, than: float) -> Rows | None:

@@ -8,15 +8,12 @@ from typing import Any
 from penstock._base.words import counted
 from penstock.plan.explain import Explanation
 from penstock.report.text import TURNS
-from penstock.report.web.contents import Contents, Figure, Held, Idle, duration
+from penstock.report.web.contents import Contents, Figure, Held, duration
+from penstock.report.web.idle import idle_of
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, StageCost, memory
 from penstock.simulate.figures import title
-
-_IDLE_NOTE = (
-    "Warm-up and drain are the schedule's own; what follows is added by what is uneven, as penstock explain counts it."
-)
 
 
 def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Contents:
@@ -113,13 +110,6 @@ def against(name: str, predicted: float, measured: float) -> Figure:
     """A prediction beside the measurement."""
     wrong = f"; {predicted / measured - 1:+.1%}" if measured else ""
     return Figure(name, duration(predicted), f"measured {duration(measured)}{wrong}")
-
-
-def idle_of(found: Explanation) -> Idle:
-    """Why ranks are idle, by `penstock explain`."""
-    ranks = found.where.ranks
-    causes = tuple({str(reason): value for reason, value in one.idle_seconds.items()} for one in ranks)
-    return Idle(tuple(one.compute_seconds for one in ranks), causes, _IDLE_NOTE)
 
 
 def in_turns(timelines: Sequence[Timeline], name: str) -> Contents:

@@ -1,1 +1,0 @@
-"""Forwards that branch at random: how their draws are recorded, and how a stage follows the outcomes."""

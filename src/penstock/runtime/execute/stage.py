@@ -1,0 +1,403 @@
+"""Binds the actions of a stage: makes a function for each, with all that can be looked up before a step.
+
+Between the forward and the backward of a microbatch, a stage keeps little besides what autograd itself keeps: the edges
+to start backward from, and a slot for the gradient of each input; or, if the forward runs again in backward, what it
+needs for that. Values and gradients are dropped as soon as they are passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge
+
+from penstock._base.compat import gradient_edge
+from penstock._base.errors import PartitionError
+from penstock._base.marks import NOW
+from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.features.context import MakeFeature, StageContext
+from penstock.runtime.features.feature import NOTHING, Forward, Rerun, Start, calls, contexts, within
+from penstock.runtime.features.offload import Offload
+from penstock.runtime.features.registry import FEATURES, own_feature
+from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.kinds import distinct
+from penstock.runtime.loss.loss import no_gradient
+from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
+from penstock.schedule import Op
+
+Values = list[Tensor | None]
+
+
+class _Kind:
+    """How microbatches of one kind pass through a stage.
+
+    Attributes:
+        meta, routes: the stage's, for this kind.
+        tracked: the positions of the inputs that take a gradient; `given`: of those, the model's own inputs.
+        untracked_outputs: the positions of the outputs that take none.
+        root_outputs, root_inputs: the positions of those to which gradients come in.
+    """
+
+    def __init__(self, number: int, meta: StageMeta, builder: RouteBuilder, *, training: bool) -> None:
+        self.meta = meta
+        self.routes = builder.routes(meta.index, number)
+        self.tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
+        self.given = [p for p in self.tracked if meta.inputs[p].source == MODEL_INPUT]
+        self.untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
+        roots = builder.roots(meta.index, number).values()
+        self.root_outputs = [root.position for root in roots if root.is_output]
+        self.root_inputs = [root.position for root in roots if not root.is_output]
+
+
+class BoundStage:
+    """One stage of one program, with its features: those of `features/registry.py`, and the user's own.
+
+    `await_inputs`, `forward` and so on each make the function that runs one action.
+
+    Attributes:
+        features: the outermost first.
+        splits: what runs the backwards that are split.
+        batch: the model's inputs by position among the stage's inputs, for each microbatch that has yet to run.
+        batch_gradients: the gradients of the model's inputs, by microbatch and position.
+
+    Raises:
+        ArgumentError: two choices cannot be combined.
+        PartitionError: the stage does something that the schedule, or a choice, does not allow.
+    """
+
+    def __init__(self, stage: StageContext, builder: RouteBuilder) -> None:
+        own: list[MakeFeature] = [partial(own_feature, "features", make) for make in stage.binding.features]
+        for make in (*FEATURES, *own):
+            feature = make(stage)
+            if feature is not None:
+                stage = replace(stage, stages=feature.rewrite(stage.stages), made=(*stage.made, feature))
+        self.index, self.features = stage.index, stage.made
+        self._context = stage
+        self._functions = [_function(stage, microbatch) for microbatch in range(len(stage.stages))]
+        self._split = _splits(stage)
+        self.splits = distinct(split for split in self._split if split is not None)
+        kinds = stage.binding.kinds
+        every = [_Kind(k, metas[self.index], builder, training=stage.training) for k, metas in enumerate(kinds.metas)]
+        self._kinds = [every[kind] for kind in kinds.of]
+        self._anchor = torch.empty(0, device=stage.device, requires_grad=True)
+        self._saved: dict[int, tuple[list[GradientEdge | None], dict[int, list[Tensor]]]] = {}
+        self._kept: dict[int, Rerun] = {}
+        self._mail: dict[tuple[int, int], Values] = {}
+        """What waits to be sent, by the stage that gets it (a later one: values; an earlier one: gradients) and
+        microbatch."""
+        self.batch: dict[int, Mapping[int, Tensor]] = {}
+        self.batch_gradients: dict[tuple[int, int], Tensor] = {}
+
+    def begin_step(self, batch: Sequence[Mapping[int, Tensor]], start: Start) -> None:
+        """Takes a step's inputs, and drops anything left by a step that raised."""
+        for left in (self.batch, self.batch_gradients, self._saved, self._kept, self._mail):
+            left.clear()
+        self.batch.update(enumerate(batch))
+        for split in self.splits:
+            split.begin_step()
+        for feature in self.features:
+            feature.begin_step(start)
+
+    def routes(self, microbatch: int) -> Routes:
+        """Where a microbatch's values and gradients come from and go to."""
+        return self._kinds[microbatch].routes
+
+    def await_inputs(self, microbatch: int) -> Callable[[], list[Any]]:
+        """Waits for everything that a microbatch's forward needs."""
+        kind = self._kinds[microbatch]
+        return _awaiting(microbatch, kind.routes.values_in, len(kind.meta.inputs), self.batch)
+
+    def await_grads(self, microbatch: int) -> Callable[[], Values]:
+        """Waits for everything that a microbatch's backward needs: a gradient, or None, for each root."""
+        kind, head, kept = self._kinds[microbatch], self._context.head, self._kept
+        if head is None:
+            return _awaiting(microbatch, kind.routes.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
+        return lambda: [] if microbatch in kept else [head.seed(microbatch)]
+
+    def forward(self, microbatch: int) -> Callable[[list[Any]], None]:
+        """Runs the stage, keeps what backward starts from, and passes the outputs on."""
+        run, keeping, kept = self._run(microbatch), calls(self.features, "keep", microbatch), self._kept
+        if not keeping:
+            return run
+        run_and_drop = self._run(microbatch, drops=True)
+        split = None if self._context.head is None else self._split[microbatch]
+
+        def forward_or_keep(args: list[Any]) -> None:
+            rerun: Rerun | None = None
+            if split is None or split.decided:  # it learns from the graph of the loss, which must not be called twice
+                for keep in keeping:
+                    rerun = keep(args) if rerun is None else rerun
+            if rerun is None:
+                run(args)
+            else:
+                run_and_drop(args)
+                kept[microbatch] = rerun
+
+        return forward_or_keep
+
+    def _run(self, microbatch: int, *, drops: bool = False, again: bool = False) -> Callable[[list[Any]], None]:
+        """Runs the stage's code, and the loss if there is one. Empties the inputs.
+
+        Args:
+            drops: whether backward starts from a later run. Only that one computes the loss, which may count or write
+                into its target.
+            again: whether this is such a later run, whose outputs have been passed on before.
+        """
+        stage, kind, index, anchor = self._context, self._kinds[microbatch], self.index, self._anchor
+        tracked, root_inputs, root_outputs = kind.tracked, kind.root_inputs, kind.root_outputs
+        untracked_outputs, split = kind.untracked_outputs, self._split[microbatch]
+        code, plain = self._functions[microbatch], [Tensor] * len(kind.meta.outputs)
+        if split is not None:
+            code = within(partial(split.forward, microbatch, runs_again=drops), code)
+        code = within(contexts(self.features, "code", microbatch), code)
+        enter = contexts(self.features, "forward", microbatch, runs_again=drops)
+        enter = contexts(self.features, "again", microbatch) if again else enter
+        begin = self._beginning(microbatch, stage=index)
+        head, saved = None if drops else stage.head, self._saved if stage.training and not drops else None
+        learn = None if split is None or (drops and stage.head is not None) else split.learn
+        pass_on = None if again else self._passing_on(microbatch, kind.routes.values_out)
+        if pass_on is None and head is not None:
+            pass_on = partial(head.keep, microbatch)
+
+        def run_forward(args: list[Any]) -> None:
+            NOW.stage, NOW.microbatch = index, microbatch
+            with NOTHING if enter is None else enter():
+                if begin is not None:
+                    begin()
+                slots: dict[int, list[Tensor]] = {}
+                for position in tracked:
+                    args[position], slots[position] = exact.receive(anchor, args[position])
+                also = [gradient_edge(args[position]) for position in root_inputs] if root_inputs else []
+                outputs: list[Any] = [*code(*args)]
+                args.clear()
+                if [*map(type, outputs)] != plain:
+                    self._look_at(kind, outputs)
+                for position in untracked_outputs:
+                    if outputs[position].requires_grad:
+                        raise self._takes_gradient(kind, position)
+                roots: list[GradientEdge | None] = [] if head is None else self._loss_edges(microbatch, outputs)
+                for position in root_outputs:
+                    roots.append(gradient_edge(outputs[position]) if outputs[position].requires_grad else None)
+                if learn is not None:
+                    learn(roots)
+            if saved is not None:
+                saved[microbatch] = [*roots, *also], slots
+            if pass_on is not None:
+                pass_on(outputs)
+
+        return run_forward
+
+    def _beginning(self, microbatch: int, **options: Any) -> Callable[[], None] | None:
+        """Sets the random streams, if anything draws."""
+        streams = self._context.streams
+        if streams is None:
+            return None
+        return partial(streams.begin, microbatch, self._context.draw_offsets(microbatch), **options)
+
+    def _passing_on(self, microbatch: int, routes: Sequence[Route]) -> Callable[[Values], None] | None:
+        """Passes values on to stages of this rank, and keeps the rest until the schedule sends them."""
+        keep = self._mail.__setitem__
+        ways = [
+            (route.positions, partial(keep, (route.stage, microbatch)))
+            if route.remote
+            else (route.positions, partial(route.channel.send, microbatch))
+            for route in routes
+        ]
+
+        def pass_on(values: Values) -> None:
+            given = exact.handed_on(values)
+            for positions, put in ways:
+                put([None if position is None else given[position] for position in positions])
+
+        return pass_on if ways else None
+
+    def backward(self, microbatch: int) -> Callable[[Values], None]:
+        """Runs B or I, and passes the gradients of the inputs on."""
+        index, kind, head = self.index, self._kinds[microbatch], self._context.head
+        saved, kept, given, inputs = self._saved, self._kept, kind.given, len(kind.meta.inputs)
+        enter, begin = contexts(self.features, "backward", microbatch), self._beginning(microbatch, again=True)
+        again = self._again(microbatch) if calls(self.features, "keep", microbatch) else None
+        autograd = self._autograd(microbatch)
+        pass_on = self._passing_on(microbatch, kind.routes.grads_out)
+
+        def run_backward(grads: Values) -> None:
+            NOW.stage, NOW.microbatch = index, microbatch
+            with NOTHING if enter is None else enter():
+                if again is not None and microbatch in kept:
+                    again()
+                    grads = grads if head is None else [head.seed(microbatch)]
+                roots, slots = saved.pop(microbatch)
+                if begin is not None:
+                    begin()
+                autograd(roots, grads)
+                for position in given:
+                    if slot := slots[position]:
+                        own = slot[0].detach().resolve_conj().resolve_neg().clone()
+                        self.batch_gradients[microbatch, position] = own
+                if pass_on is not None:
+                    values: Values = [None] * inputs
+                    for position, slot in slots.items():
+                        if slot:
+                            values[position] = slot.pop()
+                    pass_on(values)
+
+        return run_backward
+
+    def _again(self, microbatch: int) -> Callable[[], None]:
+        """Runs a forward again on the same inputs to get its graph, and drops what was kept for that."""
+        run, kept = self._run(microbatch, again=True), self._kept
+
+        def run_again() -> None:
+            rerun = kept.pop(microbatch)
+            with rerun.as_before():
+                run(rerun.args())
+
+        return run_again
+
+    def _autograd(self, microbatch: int) -> Callable[[list[GradientEdge | None], Values], None]:
+        """Runs backward from the roots that have a gradient. Empties the gradients."""
+        run, split = within(contexts(self.features, "autograd", microbatch), exact.backward), self._split[microbatch]
+        if split is not None:
+            run = within(partial(split.input_gradients, microbatch), run)
+
+        def autograd(roots: list[GradientEdge | None], grads: Values) -> None:
+            pairs = [pair for pair in zip(roots, grads, strict=True) if pair[0] is not None and pair[1] is not None]
+            grads.clear()
+            if pairs:
+                run(*zip(*pairs, strict=True))
+
+        return autograd
+
+    def weight_backward(self, microbatch: int) -> Callable[[], None]:
+        """Runs W: the part of a microbatch's backward that the I part put off."""
+        split, index = self._split[microbatch], self.index
+        assert split is not None
+        run = within(contexts(self.features, "weights", microbatch), partial(split.weight_gradients, microbatch))
+
+        def run_weights() -> None:
+            NOW.stage, NOW.microbatch = index, microbatch
+            run()
+
+        return run_weights
+
+    def send(self, microbatch: int, route: Route) -> Callable[[], None]:
+        """Sends the outputs of a microbatch, or the gradients of its inputs, to a stage on another rank."""
+        send, take, key = route.channel.send, self._mail.pop, (route.stage, microbatch)
+        return lambda: send(microbatch, take(key))
+
+    def _loss_edges(self, microbatch: int, outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
+        head = self._context.head
+        loss = None if head is None else head(microbatch, outputs)
+        if loss is None:
+            return []
+        if loss.requires_grad:
+            return [gradient_edge(loss)]
+        if self._context.training and needs_backward(self._kinds[microbatch].meta):
+            raise no_gradient()
+        return [None]
+
+    def _look_at(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
+        """Raises PartitionError for outputs that other stages could not take."""
+        if len(outputs) != len(kind.meta.outputs):  # a single tensor has its rows
+            names = ", ".join(value.name for value in kind.meta.outputs)
+            raise PartitionError(
+                f"the code of stage {self.index} returned {len(outputs)} values (or a tensor of as many rows) instead "
+                f"of a tuple of {len(kind.meta.outputs)}: {names}; look at the front end, and at forward_of of features"
+            )
+        for output, value in zip(outputs, kind.meta.outputs, strict=True):
+            if is_distributed(output):
+                raise PartitionError(
+                    f"value {value.name!r} leaves stage {self.index} as a DTensor, of which each process holds a "
+                    "part; have the plan of parallelize_module give whole tensors there (RowwiseParallel, or "
+                    "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
+                )
+
+    def _takes_gradient(self, kind: _Kind, position: int) -> PartitionError:
+        return PartitionError(
+            f"value {kind.meta.outputs[position].name!r} of stage {self.index} takes a gradient, but did "
+            "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
+            "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
+            "if for some inputs, move the cut behind one that never does (cuts=[...])"
+        )
+
+
+def _awaiting(
+    microbatch: int, routes: Sequence[Route], count: int, batch: dict[int, Mapping[int, Tensor]]
+) -> Callable[[], list[Any]]:
+    """Waits for what other stages send, and takes a microbatch's part of the batch, if there is any."""
+    ways = [(route.positions, route.channel.receive) for route in routes]
+
+    def await_values() -> list[Any]:
+        values: list[Any] = [None] * count
+        for positions, receive in ways:
+            for position, value in zip(positions, receive(microbatch), strict=True):
+                if position is not None:
+                    values[position] = value
+        if batch:
+            for position, value in batch.pop(microbatch).items():
+                values[position] = value
+        return values
+
+    return await_values
+
+
+def _function(stage: StageContext, microbatch: int) -> Forward:
+    """What runs the stage's code for a microbatch (the same function, unless sizes or kinds differ)."""
+    one = stage.stages[microbatch]
+    run: Forward = one.module.forward
+    for feature in stage.made:
+        run = feature.forward_of(run, one)
+    return run
+
+
+def _splits(stage: StageContext) -> list[SplitBackward | None]:
+    """What runs the split backward of each microbatch; None for one that is not split.
+
+    Microbatches that use the stage's weights differently have one each, which learns from the first of them what can
+    wait for W.
+    """
+    split = {*stage.microbatches(Op.I)}
+    partitions = stage.binding.partitions
+    uses = {id(each): _weight_uses(each.stages[stage.index].module) for each in distinct(partitions)}
+    ways = [(kind, uses[id(each)]) for kind, each in zip(stage.binding.kinds.of, partitions, strict=True)]
+    first = {way: microbatch for microbatch, way in reversed([*enumerate(ways)]) if microbatch in split}
+    own = {way: _split(stage, microbatch, alike=len({*ways}) == 1) for way, microbatch in first.items()}
+    return [own[way] if k in split else None for k, way in enumerate(ways)]
+
+
+def _split(stage: StageContext, first: int, *, alike: bool) -> SplitBackward:
+    in_order = stage.in_order(Op.F) and stage.in_order(Op.B, Op.I)
+    return SplitBackward(
+        stage.parameters,
+        stage.binding.partitions[first].stages[stage.index].module,
+        stage.device,
+        in_order=in_order and alike,
+        keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
+        compiled=stage.binding.compile is not None,
+    )
+
+
+def _weight_uses(module: nn.Module) -> Hashable:
+    """Return a key that is equal for recorded forwards that use weights alike: the calls that get a weight, and their
+    plain arguments, since a unit may branch on those. Names of values, which are numbered, are not in it."""
+    if not isinstance(module, fx.GraphModule):
+        return type(module).__qualname__
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    units = {name[:end] for name in weights for end, letter in enumerate(name) if letter == "."}
+    held = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
+
+    def plain(argument: fx.Node) -> Any:
+        return held.get(argument, "")
+
+    return tuple(
+        (node.op, str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), plain)))
+        for node in module.graph.nodes
+        if (node.op == "call_module" and node.target in units) or any(each in held for each in node.all_input_nodes)
+    )

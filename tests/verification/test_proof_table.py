@@ -1,0 +1,83 @@
+"""The table of benchmarks/proof is what the proof says today: of models that a pipeline would train wrongly if nobody
+looked, and of some that only look like it, which are refused, in which words, which are seen, and which are right.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaffolding.patient import COMMAND_SECONDS, TEST_SECONDS
+from scaffolding.ranks import server
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
+
+PROOF = Path(__file__).parents[2] / "benchmarks" / "proof"
+AT_ONCE = 3
+ALWAYS = {
+    *("LeavesATensor", "TellsAFlag", "TellsByCount", "ReadsAnAttributeOfALayer", "TakesTheLastOutput", "Follows"),
+    *("Shows", "KeepsInAttribute", "AveragesInBackward", "CheckpointAverages", "CheckpointCounts", "ModelBackwardHook"),
+    *("BlockBackwardHook", "AccumulationHook", "Reversible", "CountsForwards", "CountsElsewhere", "OnlyCounts"),
+    *("DecidesByABlock", "CountsItself", "SharesACounter", "Tables", "BeginsInTheThirdStep", "DrawsInAFunction"),
+    *("DrawsInAHook", "DrawsInACheckpoint", "SharedGenerator", "GeneratorOfTheModel", "SeedsItself", "ReadsAWeight"),
+    *("ReadsAllWeights", "ReadsAWeightOfItsStage", "ReadsTheData", "ReadsAGlobalList", "ReadsLeftAttributes"),
+    *("BinaryWeight", "Codebook", "ExchangesWeight", "Replaces", "NormalisesSome", "InGlobal", "CollectsInContext"),
+    *("Decides", "Routed", "MixturesOfExperts", "CountsRowsItself", "GivesASet", "KeepsAList"),
+    *("WritesABufferAtTheEnd", "Seeds", "Forks", "InSlotsOfAClass", "ScalesByPython", "ScalesByNumpy", "Recurrent"),
+    *("DropsLayersByNumpy", "DropsLayersByPython", "BlocksOfPython", "BlocksOfNumpy", "Dropouts", "MadeInForward"),
+    "Noisy",
+}
+"""Which every run of the tests looks at."""
+
+ROWS = json.loads((PROOF / "results.json").read_text())["models"]
+KINDS = list(dict.fromkeys(row["kind"] for row in ROWS))
+
+
+def said(text: str) -> str:
+    """Without the place of the checkout."""
+    return re.sub(r"/[^ ]*/benchmarks/proof/", "", text)[:200]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, tuple[str, ...]]]) -> list[Any]:
+    """What functions of `judged` return, a few at once; each has as long as a loaded machine may take."""
+    monkeypatch.syspath_prepend(PROOF)
+    import apart
+    import judged
+
+    monkeypatch.setattr(apart, "server", server)  # the one from which ranks come
+    found: list[Any] = []
+    for first in range(0, len(calls), AT_ONCE):
+        some = [(getattr(judged, name), args) for name, args in calls[first : first + AT_ONCE]]
+        found += apart.run(some, COMMAND_SECONDS, together=False)
+    return found
+
+
+@pytest.mark.parametrize("always", [True, pytest.param(False, marks=pytest.mark.long)], ids=["some", "others"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_proof_says_what_the_table_says(kind: str, always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row for row in ROWS if row["kind"] == kind and (row["name"] in ALWAYS) is always]
+    found = run(monkeypatch, [("proved", (row["name"], row["schedule"])) for row in rows])
+    for row, proof in zip(rows, found, strict=True):
+        if "error" in proof:
+            assert row["proof"] == ("refused" if proof.get("ours") else "raises"), (row, proof)
+            assert said(proof["error"]) == said(row["summary"])
+        else:
+            assert row["proof"] == proof["seen"], (row, proof)
+
+
+def test_some_of_every_kind_are_always_looked_at() -> None:
+    names = {row["name"]: row["kind"] for row in ROWS}
+    assert names.keys() >= ALWAYS
+    assert {names[name] for name in ALWAYS} == set(KINDS)
+
+
+def test_planted_faults_are_seen_and_named_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = json.loads((PROOF / "results.json").read_text())["faults"]
+    assert len(rows) == 28
+    found = run(monkeypatch, [("planted", (row["name"],)) for row in rows])
+    for row, proof in zip(rows, found, strict=True):
+        assert (proof.get("seen"), proof.get("named")) == (row["seen"], row["named"]), (row, proof)
