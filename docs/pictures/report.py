@@ -23,7 +23,7 @@ def picture(folder: Path) -> Path:
     run, profile, drawn = folder / "text-model", folder / "profile.json", folder / "report.png"
     training = HERE / "training.py"
     launched = ("run", "--ranks", str(RANKS))
-    measuring = ("profile", f"{training}:make", "--microbatches", "8", "--json", str(profile))
+    measuring = ("profile", f"{training}:make", "--microbatches", "8", "--out", str(profile))
     _penstock(*launched, "-m", "penstock", *measuring, "--links")  # both processors are busy, as they are in training
     _penstock(*launched, str(training), str(run))
     _penstock("report", str(run), "--profile", str(profile), "--png", str(drawn))

@@ -196,7 +196,7 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
 
 def test_stages_show_the_times_by_which_they_are_cut(targets: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    output("profile", f"{targets}:gpt", "--budget-seconds", "0", "--microbatches", "8", "--json", str(file))
+    output("profile", f"{targets}:gpt", "--budget-seconds", "0", "--microbatches", "8", "--out", str(file))
     stages = as_json("inspect", f"{targets}:gpt", "-n", "2", "--balance", str(file))["stages"]
     assert sum(stage["seconds"] for stage in stages) >= 0.99 * sum(unit.seconds for unit in read_profile(file).units)
     lines = output("inspect", f"{targets}:gpt", "-n", "2", "--balance", str(file)).splitlines()

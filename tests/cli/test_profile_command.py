@@ -80,7 +80,7 @@ def test_a_long_table_has_a_row_for_each_module() -> None:
 
 
 def test_a_table_and_a_file_to_cut_by() -> None:
-    lines = output("profile", "cases.py:make", "--microbatches", "2", "--json", "profile.json").splitlines()
+    lines = output("profile", "cases.py:make", "--microbatches", "2", "--out", "profile.json").splitlines()
     lines = [line for line in lines if not line.startswith("note: ")]  # a busy machine has some
     assert lines[0].startswith("6 units on ")
     assert lines[1] == "for one microbatch: args[0] float32[4, 7]"
@@ -112,7 +112,7 @@ def test_a_device_that_torch_does_not_have_here_is_refused() -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured() -> None:
     """Nor is TARGET loaded: there is none."""
     for verb in (
-        ("profile", "no.py:make", "--json"),
+        ("profile", "no.py:make", "--out"),
         ("plan", "no.py:make", "-n", "2", "--global-batch", "8", "--out"),
     ):
         says = refusal(*verb, "no/such/folder.json")
@@ -138,9 +138,7 @@ def test_from_python() -> None:
 
 
 def test_microbatches_of_several_sizes_in_one_file() -> None:
-    text = output(
-        "profile", "cases.py:make", "--microbatch-sizes", "1,5,2", "--json", "p.json", "--budget-seconds", "0"
-    )
+    text = output("profile", "cases.py:make", "--microbatch-sizes", "1,5,2", "--out", "p.json", "--budget-seconds", "0")
     assert text.splitlines()[1] == "for one microbatch: args[0] float32[5, 7]"
     sizes = text.partition("by the rows of a microbatch\n")[2].splitlines()
     assert [line.split()[0] for line in sizes[1:4]] == ["1", "2", "5"]
@@ -201,7 +199,7 @@ def test_sizes_of_a_batch_that_is_cut_by_a_function() -> None:
 
 
 def test_memory_and_the_link_between_ranks_move_cuts() -> None:
-    output("profile", "cases.py:make", "--microbatches", "2", "--json", "profile.json")
+    output("profile", "cases.py:make", "--microbatches", "2", "--out", "profile.json")
     found = Profile.from_dict(json.loads(Path("profile.json").read_text()))
     costs = {"forward_seconds": 1.0, "input_gradient_seconds": 0.0, "weight_gradient_seconds": 0.0}
     sent = {"boundary_bytes": 1000, "boundary_gradient_bytes": 0}
@@ -224,7 +222,7 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
 
 
 def test_an_estimate_for_a_device_that_is_not_here() -> None:
-    lines = output("profile", "cases.py:meta", "--device", "h100", "--json", "estimate.json").splitlines()
+    lines = output("profile", "cases.py:meta", "--device", "h100", "--out", "estimate.json").splitlines()
     assert lines[0] == "2 units on NVIDIA H100 SXM 80GB, an estimate"
     assert lines[-3].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: 70% of")
     found = read_profile("estimate.json")
@@ -247,7 +245,7 @@ bandwidth_gbps = 20
 
 def test_an_estimate_is_calibrated_by_what_was_measured() -> None:
     Path("mine.toml").write_text(MINE)
-    output("profile", "cases.py:make", "--budget-seconds", "0", "--json", "here.json")
+    output("profile", "cases.py:make", "--budget-seconds", "0", "--json", "here.json")  # its older name
     lines = output("profile", "cases.py:meta", "--device", "mine.toml", "--calibrate", "here.json").splitlines()
     assert lines[0] == "2 units on mine, an estimate"
     assert "fitted to 8 measurements (median error " in lines[-1]
@@ -267,6 +265,6 @@ def test_devices_are_listed_with_their_sources() -> None:
 
 def test_cuts_by_an_estimate_say_so() -> None:
     Path("mine.toml").write_text(MINE)
-    output("profile", "cases.py:make", "--device", "mine.toml", "--json", "estimate.json")
+    output("profile", "cases.py:make", "--device", "mine.toml", "--out", "estimate.json")
     text = output("inspect", "cases.py:make", "--balance", "estimate.json")
     assert "stages are cut by an estimate for mine, not by measured times" in text

@@ -18,7 +18,7 @@ from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
 
 EPILOG = "\n\n".join(
     (
-        "--profile FILE takes what `penstock profile --json` measured, in seconds and bytes, and cuts it into as many "
+        "--profile FILE takes what `penstock profile --out` measured, in seconds and bytes, and cuts it into as many "
         "stages as the schedule has, as a pipeline cuts by itself. A TARGET is measured first; with both, the profile "
         "must be the TARGET's. Messages take what --links, --comm and --bandwidth say, or what the profile measured "
         "between ranks, or else as much as `penstock plan` assumes.",

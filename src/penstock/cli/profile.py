@@ -34,7 +34,7 @@ def profile(
         "running: a name from `penstock devices`, such as h100, or the .toml file of another."
     ),
     calibrate: list[str] | None = option(
-        "For an estimate: what was measured on such devices, of any model (--json); repeat it for more.", metavar="FILE"
+        "For an estimate: what was measured on such devices, of any model (--out); repeat it for more.", metavar="FILE"
     ),
     threads: int | None = option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's."),
     budget_seconds: float = option("How long to measure each size.", default=BUDGET_SECONDS),
@@ -46,7 +46,7 @@ def profile(
     ),
     leaves: str | None = LEAVES,
     opens: str | None = OPENS,
-    json: str | None = output_option("Also write the profile to this file, for --balance."),
+    out: str | None = output_option("Also write the profile to this file, for --balance.", "--out", "--json"),
 ) -> None:
     """Measure what each part of a model costs: time forward and backward, and memory, for one microbatch.
 
@@ -62,7 +62,7 @@ def profile(
     from penstock.pipe.profiling import specified
 
     prints = not links or os.environ.get("RANK", "0") == "0"
-    check_writable(json if prints else None, f"--json {json}")
+    check_writable(out if prints else None, f"--out {out}")
     check_counts(required=False, threads=threads)
     rows = None if microbatch_sizes is None else integers("--microbatch-sizes", microbatch_sizes)
     for number in rows or ():
@@ -92,10 +92,10 @@ def profile(
         return
     console = screen()
     show(found, console)
-    if json is not None:
-        found.save(json)
-        uses = f"penstock plan --profile {json}, or penstock.pipeline(..., balance={json!r})"
-        console.print(Text(f"\nwritten to {json}: {uses}"), soft_wrap=True)
+    if out is not None:
+        found.save(out)
+        uses = f"penstock plan --profile {out}, or penstock.pipeline(..., balance={out!r})"
+        console.print(Text(f"\nwritten to {out}: {uses}"), soft_wrap=True)
 
 
 def show(found: Profile, console: Console) -> None:
@@ -114,7 +114,7 @@ def show(found: Profile, console: Console) -> None:
         forward, inputs, weights = _times(split)
         console.print(f"\nsplit backwards, all units: F {forward}, I {inputs}, W {weights} ms")
     if len(rows_of(found.units)) < len(_alike(found.units)):
-        console.print("\nA row ending in * is for several units of one module. --json FILE writes each by itself.")
+        console.print("\nA row ending in * is for several units of one module. --out FILE writes each by itself.")
     if found.others:
         console.print("\nall units, by the rows of a microbatch")
         sizes = found.each_size

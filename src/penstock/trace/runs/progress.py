@@ -52,7 +52,7 @@ class Progress:
             total_steps,
             next((one.loss for one in reversed(steps) if one.loss is not None), None),
             seconds,
-            last.rows / seconds if seconds else None,
+            median(one.rows for one in steps[-RECENT:]) / seconds if seconds else None,
             next((one.bubble for one in reversed(steps) if one.bubble is not None), None),
             left,
         )
