@@ -204,7 +204,7 @@ def inspect(
         ScheduleError: the schedule is not legal.
     """
     given = locals()  # the arguments by name: most are fields of Options
-    example = checked_inputs(args, kwargs)
+    example = checked_inputs(model, args, kwargs)
     order = _order(schedule, stages, chunks, microbatches, example, Cutting.of(batch_dims, split, merge))
     asked = checked_dtype(gradient_dtype)
     on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
