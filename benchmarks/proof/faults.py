@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline, verify
-from penstock.pipe.steps import Steps
+from penstock.pipe.session import Session
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage import BoundStage
@@ -197,13 +197,13 @@ def the_last_microbatch_is_lost() -> None:
 @fault("microbatch 0 on stage 0", "what enters 'layers.0'", "microbatches 0 and 1 are swapped")
 def two_microbatches_are_swapped() -> None:
     """The first two microbatches' inputs are swapped, not their targets."""
-    inputs = Steps._inputs
+    inputs = Session._inputs
 
-    def swapped(self: Steps, *given: Any) -> Any:
+    def swapped(self: Session, *given: Any) -> Any:
         first, second, *rest = inputs(self, *given)
         return [second, first, *rest]
 
-    Steps._inputs = swapped  # type: ignore[method-assign]
+    Session._inputs = swapped  # type: ignore[method-assign]
 
 
 @fault("step 1, microbatch 0 on stage 1", "the gradient that reaches 'drops.3'")

@@ -119,7 +119,7 @@ def load(
             part.load(rest.others[label], read_entries(label, state))
 
     together(pipe, set_all, f"cannot load {path}")
-    pipe.session.restore(step_count=rest.step, seed=rest.seed)
+    pipe.step_count, pipe.session.engine.streams.seed = rest.step, rest.seed  # where the random streams go on
     return Restored(path, rest.step, rest.extra)
 
 

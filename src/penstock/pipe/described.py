@@ -74,7 +74,7 @@ def _before(session: Session, about: About, plan: Plan | None) -> dict[str, Any]
     if about.activation_bytes:
         states = [optimizer_bytes(stage.parameters.values()) for stage in session.partition.stages]
         held = [sum(each) for each in zip(about.parameter_bytes, about.gradient_bytes, states, strict=True)]
-        files[PREDICTED_MEMORY] = memory_after_actions(session.steps.schedule, about.activation_bytes, held)
+        files[PREDICTED_MEMORY] = memory_after_actions(session.schedule, about.activation_bytes, held)
     return files
 
 

@@ -213,7 +213,7 @@ def inspect(
     replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "gradient_dtype": None}
     options = Options.of({**given, **replaced})
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options) as pipe:
-        untried = pipe.session.steps.rehearse(Batch(*example, target), loss=loss_fn is not ...)
+        untried = pipe.session.rehearse(Batch(*example, target), loss=loss_fn is not ...)
         recorded = pipe.session.partition
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = replace(recorded, stages=recorded.stages[: order.placement.depth])  # one copy of the model

@@ -49,7 +49,7 @@ class Pipeline:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.world = session.engine.world
-        self.schedule = session.steps.schedule
+        self.schedule = session.schedule
         self.loss_scale = 1.0
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Pipeline:
             self.session.first_step = None  # and the copy of the model with it
         number, recorder = self.session.step_count, self.session.recorder
         timed = recorder is not None and recorder.begin(number + 1, self.session.fingerprint)
-        result = self.session.steps.run_batch(
+        result = self.session.run_batch(
             number,
             Batch(args, kwargs, target),
             training=True,
@@ -123,7 +123,7 @@ class Pipeline:
         self.session.refuse_closed()
         _refuse_misspelt(self, batch.kwargs, predicts=not options.get("evaluates", True))
         with evaluating(self.session.split, self.session.options.loss):
-            return self.session.steps.run_batch(self.step_count, batch, training=False, **options)
+            return self.session.run_batch(self.step_count, batch, training=False, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
@@ -181,18 +181,18 @@ class Pipeline:
     def needs_inputs(self) -> bool:
         """Whether this process must pass the model's inputs: it runs the first stage, or the last one and `split=` cuts
         the target, too."""
-        return self.session.steps.needs_inputs
+        return self.session.needs_inputs
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process must pass the target: something looks at targets, and it runs the last stage, or the
         first one with `split=`, which cuts both."""
-        return self.session.steps.needs_targets
+        return self.session.needs_targets
 
     @property
     def has_outputs(self) -> bool:
         """Whether this process runs the last stage, from which outputs and losses come."""
-        return self.session.steps.has_outputs
+        return self.session.has_outputs
 
     @property
     def model(self) -> nn.Module:
@@ -260,7 +260,7 @@ class Pipeline:
 
     def _splits(self) -> dict[int, SplitBackward]:
         programs = next(
-            (bound.programs for bound in reversed(list(self.session.steps.bound_schedules)) if bound.training), ()
+            (bound.programs for bound in reversed(list(self.session.bound_schedules)) if bound.training), ()
         )
         stages = (stage for program in programs for stage in program.stages.values())
         return {stage.index: stage.splits[0] for stage in stages if stage.splits}

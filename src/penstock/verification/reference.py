@@ -16,6 +16,7 @@ from penstock._base.marks import NOW, computing
 from penstock._base.stages import needs_backward, ties
 from penstock._base.trees import flatten, leaf_tensors
 from penstock.distributed.world import World
+from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.memory import same_bits
 from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
@@ -216,13 +217,13 @@ class _Unsplit:
     def _run(self, *, training: bool, trail: Trail | None = None) -> dict[Key, Tensor | None]:
         """Outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""
         session, label = self.alone.session, "" if training else IN_EVALUATION
-        pieces = session.steps.microbatches(Batch(), session.device)
+        pieces = session.microbatches(Batch(), session.device)
         partitions = self._partitions(training=training)
         weighted = weights(self._reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
         found: dict[Key, Tensor | None] = {}
         losses: list[Tensor] = []
         first: Mapping[str, Tensor] = {}
-        deferring = session.steps.deferring_norms() if training else nullcontext()
+        deferring = session.deferring_norms() if training else nullcontext()
         with session.drawing() as streams, deferring as norms, computing(None, None):
             for k, piece in enumerate(pieces):
                 own = OwnDraws(self.alone.model, streams, partitions[k]).drawing if partitions else _nothing
@@ -233,7 +234,7 @@ class _Unsplit:
                     trail.begin(k)
                 with own(), norms.forward(k, runs_again=False) if norms and is_first else nullcontext():
                     kwargs = dict(piece.kwargs)
-                    kwargs |= session.default_kwargs(piece.args, kwargs)
+                    kwargs |= default_kwargs(session.split.model, piece.args, kwargs)
                     output = self.alone.model(*piece.args, **kwargs)
                 streams.begin_loss(k)
                 value = self._loss_of(output, piece.target, training=training)
@@ -257,7 +258,7 @@ class _Unsplit:
         session = self.alone.session
         if not training and not self._draws:
             return ()  # recording takes longer than anything else
-        cut = session.steps.cut(Batch(pieces=tuple(self._all)), "batch", session.device)
+        cut = session.cut(Batch(pieces=tuple(self._all)), "batch", session.device)
         self._states.enter(RECORDING)
         found = session.split.partitions(training=training, outline=Outline.of(cut))
         self._states.enter(OWNER)
@@ -320,7 +321,7 @@ def _pieces(pipe: Pipeline, batch: Microbatch) -> list[list[Microbatch]]:
     """The microbatches of each replica. They stay on the device of the batch."""
     leaves = flatten((batch.args, dict(batch.kwargs))).leaves
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    mine = pipe.session.steps.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
+    mine = pipe.session.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
     parts = {0: mine} if pipe.world.data_parallel == 1 else dict(pipe.gather((pipe.world.replica, mine)))
     return [parts[replica] for replica in range(pipe.world.data_parallel)]
 

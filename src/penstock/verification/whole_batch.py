@@ -22,6 +22,7 @@ from penstock._base.marks import NOW, computing
 from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock._base.words import shortened
 from penstock.partition.state.reach import Reach
+from penstock.partition.values.defaults import default_kwargs
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import Dims
 from penstock.runtime.batch.cutting import Cutting, Microbatch
@@ -202,7 +203,7 @@ class Whole:
             for k, (args, kwargs, target, _) in enumerate(pieces):
                 NOW.microbatch = k
                 streams.begin(stream + k, {})
-                output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, dict(kwargs))})
+                output = alone.model(*args, **{**kwargs, **default_kwargs(alone.model, args, dict(kwargs))})
                 streams.begin_loss(stream + k)
                 value = own_loss(output) if loss is None else loss_in(loss(output, target))
                 if value is None:

@@ -139,7 +139,7 @@ def test_the_timeline_and_the_watchdog_name_i_and_w() -> None:
         timeline = pipe.step(x, target=y, timeline=True).timeline
         assert timeline is not None
         assert {str(span.action) for span in timeline} >= {"0I0", "0W0", "1I2", "1W2"}
-        entries = next(job for job in pipe.session.steps.bound_schedules if job.training).actions
+        entries = next(job for job in pipe.session.bound_schedules if job.training).actions
         places = {str(e.action): (str(e.waiting.action), e.waiting.peers, str(e.running.action)) for e in entries}
         assert places["0I1"] == ("0RECV_B1", (1,), "0I1")
         assert places["1W1"] == ("1W1", (), "1W1")

@@ -25,18 +25,20 @@ from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import model_inputs
+from penstock.runtime.features.compiled import Compile, arguments_for, effective_compile
+from penstock.runtime.features.context import Binding
+from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.front_end import Partition
-from penstock.runtime.kinds import distinct
+from penstock.runtime.kinds import Kinds, distinct
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.results import words
+from penstock.schedule import Schedule, first_microbatches
+from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 
 CACHED_SCHEDULES = 32
 """How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""
 
 _NEW = -1
-
-Bind = Callable[[Sequence[Partition], bool], BoundSchedule]
-"""Makes the bound schedule of some partitions, for training or evaluation."""
 
 
 class Call(NamedTuple):
@@ -73,17 +75,28 @@ class BoundSchedules:
     """The bound schedules of one pipeline. Every process makes the same calls in the same order.
 
     Args:
-        bind: makes a bound schedule from partitions.
-        source_rank: the rank that announces: the first stage's.
+        order: computations alone, for the largest number of microbatches that a batch has.
+        binding: makes a binding, with the user's choices that are the same for all batches.
+        compile: what the user asks for.
+        sharded: the sharded stages, as they are to be gathered.
+        norms: batch norms whose statistics are deferred in training, if that is asked for.
     """
 
-    def __init__(self, engine: Engine, split: SplitModel, bind: Bind, source_rank: int) -> None:
-        self._engine = engine
-        self._split = split
-        self._bind = bind
-        self._source = source_rank
-        self._announcer = engine.world.numbers[source_rank]
-        self._announces = source_rank in engine.ranks
+    def __init__(
+        self,
+        engine: Engine,
+        split: SplitModel,
+        order: Schedule,
+        binding: Callable[..., Binding],
+        compile: Compile,
+        sharded: Sharded,
+        norms: DeferredNorms | None,
+    ) -> None:
+        self._engine, self._split, self._order = engine, split, order
+        self._binding, self._compile, self._sharded, self._norms = binding, compile, sharded, norms
+        self._source = order.placement.rank_of[0]  # the first stage's rank announces
+        self._announcer = engine.world.numbers[self._source]
+        self._announces = self._source in engine.ranks
         self._cached: OrderedDict[int, Cached] = OrderedDict()
         self._digest: tuple[Hashable, int] = (None, 0)
 
@@ -116,6 +129,29 @@ class BoundSchedules:
             if cached.bound.number == CACHED_SCHEDULES:  # numbers start at 0
                 warn(_MANY)
         return cached
+
+    def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
+        order, split = first_microbatches(self._order, len(partitions)), self._split
+        kinds, norms = Kinds.among(partitions).metas, self._norms if training else None
+        like = self._order if self._engine.world.data_parallel > 1 else None
+        with self._engine.agreed_at_first():
+            if training:
+                ties = [group.stages for group in split.tie_groups]
+                order = lower_training(order, kinds, ties, self._sharded, like)
+            else:
+                order = lower_evaluation(order, kinds, self._sharded, like)
+            if norms is not None:
+                refuse_unseen(partitions, split.model)
+            compile = effective_compile(self._compile, split.model, partitions[0].stages)
+            binding = self._binding(
+                partitions,
+                order,
+                training=training,
+                norms=norms,
+                sharded=split.sharded,
+                compile=arguments_for(compile, self._order),
+            )
+        return self._engine.bind(binding)
 
     def next(self, cut: CutBatch | None, call: Call) -> Cached:
         """The bound schedule for this step.
