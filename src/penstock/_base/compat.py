@@ -270,15 +270,12 @@ def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None
     The engine itself checks shapes, dtypes and devices of the gradients against the roots. On the CPU, where it runs in
     this thread, torch's settings for other threads are left out too.
     """
-    if _RUN_BACKWARD is None:
-        torch.autograd.backward(tuple(roots), tuple(grads))
-        return
-    run = _ENGINE.run_backward if _ENGINE is not None and grads[0].is_cpu else _RUN_BACKWARD
+    run = _ENGINE.run_backward if grads[0].is_cpu else _RUN_BACKWARD
     run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-_ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-_RUN_BACKWARD: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+_RUN_BACKWARD: Any = torch.autograd.graph._engine_run_backward
 
 
 def plain_tensors() -> AbstractContextManager[None]:
@@ -340,5 +337,4 @@ def in_checkpoint() -> bool:
 
 def in_backward() -> bool:
     """Whether this thread computes a backward, where a checkpoint runs forwards again; torch's own asks so."""
-    task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-    return task() != -1
+    return torch._C._current_graph_task_id() != -1

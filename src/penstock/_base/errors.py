@@ -24,6 +24,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TypeGuard
 
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 
@@ -87,17 +88,34 @@ class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (it happens t
     """A rank failed, or this one waited in vain for another. Names the rank, the action and the cause."""
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is an integer or a float."""
+    return is_integer(value) or isinstance(value, float)
+
+
+def check_flags(**flags: object) -> None:
+    """Raises ArgumentError if one of these is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}={value!r}: expected True or False")
+
+
 def check_counts(*, required: bool = True, **counts: object) -> None:
     """Raises ArgumentError if one of these is not an integer >= 1. If `required`, None is refused, too."""
     for name, value in counts.items():
-        if (required or value is not None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if (required or value is not None) and not (is_integer(value) and value >= 1):
             raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
 
 
 def check_seconds(*, most: float = sys.float_info.max, **seconds: object) -> None:
     """Raises ArgumentError if one of these is not a number of 0 or more, and at most `most`: math.inf is no limit."""
     for name, value in seconds.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        if not (is_number(value) and 0 <= value <= most):
             raise ArgumentError(f"{name}={value!r}: expected seconds, 0 or more")
 
 

@@ -17,7 +17,7 @@ from penstock._base.errors import ArgumentError, warn
 from penstock._base.gradients import gradient_bytes
 from penstock.partition.stages.stage import Gate
 from penstock.partition.units.chain import unwrapped
-from penstock.pipe.forecast import activation_bytes, memory_after_actions, optimizer_bytes, predicted, to_file
+from penstock.pipe.forecast import activation_bytes, memory_after_actions, optimizer_bytes, predicted
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.session import Session
 from penstock.pipe.verified import passed
@@ -70,7 +70,12 @@ def _before(session: Session, about: About, plan: Plan | None) -> dict[str, Any]
     """What is known before the first step, by file."""
     files: dict[str, Any] = {}
     if (step := predicted(session, plan)) is not None:
-        files[PREDICTED] = to_file(step)
+        files[PREDICTED] = {
+            "source": step.source,
+            "step_seconds": step.step_seconds,
+            "stage_seconds": [*step.stage_seconds],
+            "timeline": step.timeline.to_dict(),
+        }
     if about.activation_bytes:
         states = [optimizer_bytes(stage.parameters.values()) for stage in session.partition.stages]
         held = [sum(each) for each in zip(about.parameter_bytes, about.gradient_bytes, states, strict=True)]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +21,10 @@ from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.session import Session
 from penstock.plan import Plan
 from penstock.plan.keeping import Transient, transient_of_ranks
-from penstock.schedule import Op, Schedule, drop_backward, stages_with_backward
+from penstock.schedule import Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
+from penstock.simulate.computations import column
+from penstock.simulate.memory_use import changes_of
 from penstock.trace.runs.reader import Predicted
 
 
@@ -170,25 +172,13 @@ def memory_after_actions(schedule: Schedule, kept: Sequence[int], held: Sequence
         kept: for each stage, what a microbatch keeps from forward to backward.
         held: for each stage, what it holds all the time.
     """
-    depth, ends = len(held), stages_with_backward(schedule)
+    place, depth = schedule.placement, len(held)
+    costs = [(StageCost(0, 0, 0, activation_bytes=own, weight_gradient_bytes=own),) for own in kept]
+    costs *= place.stages // depth
+    taken, freed = changes_of(costs, stages_with_backward(schedule))[0, ..., 0]
     found = []
-    for row, stages in zip(schedule.rows, schedule.placement.by_rank, strict=True):
-        course, now = [], sum(held[stage % depth] for stage in stages)
-        for stage, code in zip(row.stage, row.op, strict=True):
-            if code == Op.F.code and stage in ends:
-                now += kept[stage % depth]
-            elif code in (Op.B.code, Op.W.code):
-                now -= kept[stage % depth]
-            course.append(now)
-        found.append(course)
+    for row, stages in zip(schedule.rows, place.by_rank, strict=True):
+        always = sum(held[stage % depth] for stage in stages)
+        course = always + np.cumsum((taken - freed)[column(row.op), column(row.stage)])
+        found.append(course.astype(int).tolist())
     return found
-
-
-def to_file(found: Predicted) -> dict[str, Any]:
-    """Plain values, for JSON."""
-    return {
-        "source": found.source,
-        "step_seconds": found.step_seconds,
-        "stage_seconds": [*found.stage_seconds],
-        "timeline": found.timeline.to_dict(),
-    }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from penstock._base.errors import ArgumentError, check_counts
+from penstock._base.errors import ArgumentError, check_counts, check_flags, is_integer, is_number
 from penstock._base.gradients import checked_dtype
 from penstock.partition import Balance, Choice, Room
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
@@ -132,23 +132,19 @@ class Options:
                 "penstock.runtime.transport.Endpoint that makes a transport"
             )
         _check_features(self.features)
-        for name in ("share_loss", "deferred_batch_norm", "check_finite"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected True or False")
+        check_flags(**{name: getattr(self, name) for name in ("share_loss", "deferred_batch_norm", "check_finite")})
         for name in ("materialize", "parallelize"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a function, or None")
-        if not (self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))):
+        if not (self.seed is None or is_integer(self.seed)):
             raise ArgumentError(f"seed={self.seed!r}: expected an integer, or None")
         check_counts(required=False, unshard_window=self.unshard_window)
         for name in ("lost_after", "group_timeout"):
             wait = getattr(self, name)
-            is_number = isinstance(wait, (int, float)) and not isinstance(wait, bool)
-            if not (wait is None or (is_number and 1 <= wait < math.inf)):
+            if not (wait is None or (is_number(wait) and 1 <= wait < math.inf)):
                 raise ArgumentError(f"{name}={wait!r}: expected seconds >= 1, or None")
-
         limit = self.memory_limit
-        if not (limit is None or (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0)):
+        if not (limit is None or (is_number(limit) and limit > 0)):
             raise ArgumentError(f"memory_limit={limit!r}: expected a number of bytes above 0, or None")
         if not (self.link is None or isinstance(self.link, LinkCost)):
             raise ArgumentError(

@@ -18,8 +18,7 @@ from penstock._base.stages import StageMeta
 from penstock._base.words import counted
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import public_name
-from penstock.pipe.clipping import clip
-from penstock.pipe.groups import OptionsOf, parameter_groups
+from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, passed
@@ -311,8 +310,7 @@ class Pipeline:
         self.session.refuse_unaveraged("clip_grad_norm_")
         held = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         order = [name for name, _ in self.session.split.all_parameters()]
-        limits: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        return clip(held, order, self.gather, **limits)
+        return clip(held, order, self.gather, max_norm, norm_type, error_if_nonfinite)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this process's stages, by their names in the unsplit model."""
@@ -357,7 +355,7 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """The device on which this process computes; if it drives several ranks, the first one's."""
-        return self.session.engine.devices[self.session.engine.ranks[0]]
+        return self.session.device
 
     @property
     def is_first(self) -> bool:

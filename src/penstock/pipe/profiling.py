@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock._base.errors import ArgumentError, check_counts, check_seconds
+from penstock._base.errors import ArgumentError, check_counts, check_seconds, is_integer
 from penstock._base.trees import Flat, map_tensors, unflatten
 from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, estimated, fitted, read_profile
 from penstock.costs.hardware import Device, Efficiency
@@ -217,7 +217,7 @@ def _pieces(
     given = f"microbatch_sizes={[*sizes]}"
     if microbatches is not None:
         raise ArgumentError(f"{given}: microbatches={microbatches} says the size too; leave one of them out")
-    if not sizes or any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 for rows in sizes):
+    if not sizes or not all(is_integer(rows) and rows >= 1 for rows in sizes):
         raise ArgumentError(f"{given}: expected numbers of rows, each >= 1")
     try:
         return [(cutting.of_rows(example, rows).pieces[0], rows) for rows in sorted({*sizes})]

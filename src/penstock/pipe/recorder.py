@@ -220,9 +220,7 @@ class Present:
         self.ended = False
         self.failure: str | None = None
         self.is_alone = world.rank is None
-        self._number, self._replica = world.number, world.replica
-        self._ranks = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
-        self._lines = _ranks_of(world)
+        self._number, self._ranks = world.number, _ranks_of(world)
         self._watchdog = watchdog
         counters = [counter(device) for device in dict.fromkeys(devices)]
         self._allocated = [count for count in counters if count is not None]
@@ -238,8 +236,7 @@ class Present:
             self._seen, self._since = seen, time.time()
         mine = RankState(
             self._number,
-            self._replica,
-            self._ranks,
+            *self._ranks[self._number],
             self._host,
             os.getpid(),
             step=self.step,
@@ -259,7 +256,7 @@ class Present:
         return [
             RankState(
                 number,
-                *self._lines[number],
+                *self._ranks[number],
                 action=one.doing.action,
                 waits_for=one.doing.peers,
                 since=round(now - one.seconds, 1),
@@ -267,7 +264,7 @@ class Present:
                 ended=one.left,
             ).to_dict()
             for number, one in enumerate(self._watchdog.sightings)
-            if number != self._number and number in self._lines
+            if number != self._number and number in self._ranks
         ]
 
 
@@ -282,9 +279,9 @@ def _read_quietly(noted: Sequence[_Noted], losses: list[float | None]) -> None:
 
 
 def _ranks_of(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """By number of each process: the replica that it belongs to, and its rank there."""
+    """By number of each process: the replica that it belongs to, and its ranks there."""
     if world.rank is None:
-        return {}
+        return {0: (0, tuple(range(world.ranks)))}
     found: dict[int, tuple[int, tuple[int, ...]]] = {}
     for line in world.lines:
         for rank, member in enumerate(line):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base import owner
-from penstock._base.errors import ArgumentError, ClosedError, warn
+from penstock._base.errors import ArgumentError, ClosedError, check_flags, warn
 from penstock._base.marks import computing
 from penstock._base.trees import unflatten
 from penstock.distributed.launch.step_file import announcer
@@ -178,8 +178,7 @@ class Session:
         """
         if training and self._announce is not None:
             self._announce(number)
-        if not isinstance(timeline, bool):
-            raise ArgumentError(f"timeline={timeline!r}: expected True or False")
+        check_flags(timeline=timeline)
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
         norms = self.deferring_norms() if training else nullcontext()
         with self.engine.control.reporting(), one_at_a_time((self, training)):

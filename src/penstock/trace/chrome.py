@@ -11,7 +11,7 @@ from operator import itemgetter
 from re import Pattern
 from typing import Any
 
-from penstock._base.errors import ArgumentError
+from penstock._base.errors import ArgumentError, is_number
 from penstock._base.files import quoted
 from penstock.schedule import Action, Op
 from penstock.trace.event import Event, Recording
@@ -175,7 +175,7 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return is_number(value) and abs(value) < 1e300
 
 
 def _id(event: Mapping[str, Any], key: str) -> int | str:

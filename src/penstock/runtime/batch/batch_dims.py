@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from penstock._base.errors import ArgumentError, ShapeError
+from penstock._base.errors import ArgumentError, ShapeError, is_integer
 from penstock._base.trees import flatten
 
 Dim = int | str | None
@@ -155,7 +155,7 @@ def _stated(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, D
 
 
 def _dim(leaf: Any) -> Dim | _Wrong:
-    if leaf is None or (isinstance(leaf, int) and not isinstance(leaf, bool)) or leaf in REDUCED:
+    if leaf is None or is_integer(leaf) or leaf in REDUCED:
         return leaf  # type: ignore[no-any-return]
     theirs: Any = sys.modules.get(
         "torch.distributed.pipelining.microbatch"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.compat import is_block_mask
-from penstock._base.errors import ArgumentError, ShapeError
+from penstock._base.errors import ArgumentError, ShapeError, is_integer
 from penstock._base.trees import flatten, unflatten
 from penstock._base.words import counted
 from penstock.runtime.batch import microbatches as batches
@@ -273,7 +273,7 @@ class Cutting:
                     f"{what} does not say how many rows it counts for, and its inputs do not tell ({error}); return "
                     "Microbatch(..., rows=...)"
                 ) from None
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        if not (is_integer(rows) and rows >= 1):
             raise ArgumentError(f"{what}: rows={rows!r}; expected an integer >= 1")
         return piece._replace(rows=rows)
 

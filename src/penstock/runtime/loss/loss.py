@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock._base.errors import ArgumentError
+from penstock._base.errors import ArgumentError, is_number
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
@@ -283,7 +283,7 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
 
 def checked_scale(scale: float) -> float:
     """Checks the factor for a step's loss. Raises ArgumentError unless it is a positive, finite number."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+    if not (is_number(scale) and 0 < scale < math.inf):
         raise ArgumentError(
             f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "
             "penstock.GradScaler"
@@ -319,7 +319,7 @@ def _scalars(value: Any, loss: Any, path: tuple[str, ...] = (), depth: int = 2) 
     """All other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss, ce)`."""
     if value is loss and depth:  # deeper it is a part, too: `loss, {"ce": loss}`
         return
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if is_number(value):
         value = torch.tensor(value, dtype=torch.float64)
     if isinstance(value, Tensor):
         if not value.dim() and not value.is_complex():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock._base.errors import ArgumentError
+from penstock._base.errors import ArgumentError, is_integer
 
 WARM_STEPS = 5
 """The first step with a timeline: before it, whatever is made once is made."""
@@ -39,9 +39,9 @@ class RunFolder:
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
             raise ArgumentError(f"run={self.path!r}: expected a folder to record the run in, such as 'runs/gpt'")
-        if not (self.steps is None or (_whole(self.steps) and self.steps >= 1)):
+        if not (self.steps is None or (is_integer(self.steps) and self.steps >= 1)):
             raise ArgumentError(f"RunFolder(steps={self.steps!r}): expected how many steps there will be, or None")
-        if not (_whole(self.timeline_every) and self.timeline_every >= 0):
+        if not (is_integer(self.timeline_every) and self.timeline_every >= 0):
             raise ArgumentError(
                 f"RunFolder(timeline_every={self.timeline_every!r}): expected an integer >= 1, or 0 for never"
             )
@@ -69,7 +69,3 @@ class RunFolder:
             since_start: how many steps this process has run, this one included.
         """
         return self.timeline_every > 0 and (since_start == WARM_STEPS or step % self.timeline_every == 0)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
