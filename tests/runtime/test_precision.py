@@ -16,7 +16,6 @@ import penstock
 from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_pipeline, in_a_pipeline_of
 from penstock import checkpoint
 from penstock._base.errors import ArgumentError
-from penstock.pipe.scaler import _next
 from scaffolding.models import CASES
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import representatives
@@ -205,17 +204,6 @@ def test_a_scaler_goes_into_checkpoints(tmp_path: Path) -> None:
     assert other.state_dict() == scaler.state_dict()
     assert other.state_dict().keys() == torch.amp.GradScaler("cpu").state_dict().keys()
     assert other.state_dict()["_growth_tracker"] == 1
-
-
-@pytest.mark.parametrize("found", ["0100100000", "1100"])
-def test_the_scale_follows_torchs_rule(found: str) -> None:
-    """After a step that is skipped it takes as many good ones as ever until the scale grows."""
-    scale, tracker = torch.tensor(2.0**10), torch.tensor(1, dtype=torch.int32)
-    state = {"scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 1}
-    for one in found:
-        torch._amp_update_scale_(scale, tracker, torch.tensor(float(one)), 2.0, 0.5, 3)
-        state = _next(state, found=one == "1")
-        assert (state["scale"], state["_growth_tracker"]) == (float(scale), int(tracker))
 
 
 def test_two_optimizers_skip_each_by_its_own_gradients() -> None:

@@ -24,7 +24,7 @@ from penstock.distributed.launch.processes import VERIFY
 from penstock.distributed.world import World, device_named, device_of, join
 from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run
+from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run, is_whole, shared
 from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -33,19 +33,18 @@ from penstock.pipe.session import Session
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.batch.outline import Outline, SingleRowError
+from penstock.runtime.batch.outline import Example, Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
-from penstock.runtime.front_end import MakeFrontEnd
+from penstock.runtime.front_end import FrontEnd, MakeFrontEnd
 from penstock.runtime.gradients.distribution import accumulate_in
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.model.taking_over import HeldElsewhereError
-from penstock.runtime.step.example import is_whole, shared
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
@@ -228,7 +227,7 @@ def pipeline(
 
 def build(
     model: nn.Module | Sequence[nn.Module],
-    example: tuple[tuple[Any, ...], dict[str, Any]],
+    example: Example,
     world: World,
     order: Schedule,
     options: Options,
@@ -270,49 +269,7 @@ def build(
         options.decide("cutting", options.cutting.cut_like(whole, sum(given.sizes)))
         _check_alike(engine, given.sizes, options)
 
-        def split_at(example: batches.CutBatch) -> SplitModel:
-            depth, streams = order.placement.depth, engine.streams
-            with engine.control.agreed():
-                if front_end is not None:
-                    cutter = front_end(model, depth, streams)
-                else:
-                    cutter = Partitioner(
-                        model,
-                        depth,
-                        options.cuts,
-                        options.leaves,
-                        opens=options.opens,
-                        balance=options.choice,
-                        room=options.room(order),
-                        streams=streams,
-                    )
-            return SplitModel(
-                cutter,
-                Outline.of(example),
-                order.placement,
-                engine,
-                rule=options.materialize,
-                parallelize=options.parallelize,
-                loss=options.loss,
-            )
-
-        split = None
-        while split is None:
-            try:
-                split = split_at(given)
-            except SingleRowError:  # on every rank, as all of these
-                options.cut_in_pairs()
-                given, before = _cut(whole, order, options.cutting), given
-                if given.sizes == before.sizes:
-                    raise
-            except HeldElsewhereError as error:
-                if options.cuts is not None or error.cuts is None:
-                    raise
-                options.decide("cuts", error.cuts)
-            except TooFewLayersError as error:
-                chunks, ranks = order.placement.depth // order.ranks, counted(order.ranks, "rank")
-                layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
-                raise PartitionError(f"{error} ({order.placement.depth} stages: {layout})") from None
+        split, given = _split(engine, model, whole, given, order, options, front_end)
         if options.gradient_dtype is not None:
             with engine.control.agreed():
                 accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)
@@ -323,9 +280,62 @@ def build(
         return built
 
 
-def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
+def _cut(example: Example, order: Schedule, cutting: Cutting) -> batches.CutBatch:
     cutting.check(example)
     return cutting.batch(example, order.microbatches, "example", order.placement.pipelines)
+
+
+def _split(
+    engine: Engine,
+    model: nn.Module | Sequence[nn.Module],
+    whole: Example,
+    cut: batches.CutBatch,
+    order: Schedule,
+    options: Options,
+    front_end: MakeFrontEnd | None,
+) -> tuple[SplitModel, batches.CutBatch]:
+    """The model in stages, and the example as these take it. What an attempt shows is decided in `options`, on every
+    rank alike."""
+    depth, streams = order.placement.depth, engine.streams
+    while True:
+        try:
+            with engine.control.agreed():
+                if front_end is None:
+                    cutter: FrontEnd = Partitioner(
+                        model,
+                        depth,
+                        options.cuts,
+                        options.leaves,
+                        opens=options.opens,
+                        balance=options.choice,
+                        room=options.room(order),
+                        streams=streams,
+                    )
+                else:
+                    cutter = front_end(model, depth, streams)
+            split = SplitModel(
+                cutter,
+                Outline.of(cut),
+                order.placement,
+                engine,
+                rule=options.materialize,
+                parallelize=options.parallelize,
+                loss=options.loss,
+            )
+            return split, cut
+        except SingleRowError:
+            options.cut_in_pairs()
+            cut, before = _cut(whole, order, options.cutting), cut
+            if cut.sizes == before.sizes:
+                raise
+        except HeldElsewhereError as error:
+            if options.cuts is not None or error.cuts is None:
+                raise
+            options.decide("cuts", error.cuts)
+        except TooFewLayersError as error:
+            chunks, ranks = depth // order.ranks, counted(order.ranks, "rank")
+            layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
+            raise PartitionError(f"{error} ({depth} stages: {layout})") from None
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:

@@ -34,6 +34,7 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.verified import Unverified
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitFunction
+from penstock.runtime.batch.outline import Example
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.taking_over import refuse_overlaps
@@ -234,7 +235,7 @@ def _order(
     stages: int,
     chunks: int | None,
     microbatches: int | None,
-    example: tuple[tuple[Any, ...], dict[str, Any]],
+    example: Example,
     cutting: Cutting,
 ) -> Schedule:
     """The schedule of the run, for the number of ranks that have this many stages."""

@@ -32,6 +32,7 @@ from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
+from penstock.runtime.batch.outline import Example
 from penstock.runtime.execute.control import Control
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.schedule import generate
@@ -207,7 +208,7 @@ def made_here(model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwarg
 
 
 def _pieces(
-    cutting: Cutting, example: tuple[Any, Any], microbatches: int | None, sizes: Sequence[int] | None
+    cutting: Cutting, example: Example, microbatches: int | None, sizes: Sequence[int] | None
 ) -> list[tuple[Flat, int]]:
     """The microbatches to measure and their rows, the largest last."""
     if sizes is None:

@@ -25,7 +25,7 @@ from penstock._base.trees import leaf_tensors, map_tensors
 from penstock._base.words import in_a_line, line_of
 from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
-from penstock.pipe.arguments import checked_inputs
+from penstock.pipe.arguments import checked_inputs, is_whole
 from penstock.pipe.build import pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -35,7 +35,6 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.runtime.gradients.distribution import copy_into, whole
 from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
-from penstock.runtime.step.example import is_whole
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.verification.comparison import Comparison, Difference, Report, compare, merged

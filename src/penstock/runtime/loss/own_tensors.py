@@ -6,18 +6,19 @@ stand-ins for those of other ranks. The first loss of a bound schedule is watche
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import unwrap
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock._base.closures import contents, globals_named
+from penstock._base.closures import contents
 from penstock._base.errors import ArgumentError
 from penstock.partition import leaves_of, tensors_in
 from penstock.partition.source import is_library
@@ -110,7 +111,7 @@ def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator
     elif isinstance(value, partial):
         inner = {"": value.func, **dict(zip("0123456789", value.args, strict=False)), **value.keywords}
     elif isinstance(value, FunctionType):
-        inner, in_code = globals_named(value), True
+        inner, in_code = _globals_named(value), True
         inner |= dict(zip(value.__code__.co_freevars, map(contents, value.__closure__ or ()), strict=True))
     elif isinstance(value, dict):
         inner = {str(key): part for key, part in islice(value.items(), _MAX_ENTRIES)}
@@ -162,3 +163,12 @@ def _refusal(name: str) -> ArgumentError:
         "there would be out of date, and its gradient would be lost. Compute this term in the forward and return "
         "it (or leave it in an attribute), or give the optimizer weight_decay=... for a penalty on weights"
     )
+
+
+def _globals_named(function: FunctionType) -> dict[str, Any]:
+    """The globals that a function's code loads, that of functions in it included. (`co_names` has attributes, too.)"""
+    codes, names = [function.__code__], list[str]()
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        names += [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
