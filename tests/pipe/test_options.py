@@ -587,22 +587,20 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
-    x, _ = batch()
     with pytest.raises(error) as caught:
-        pipeline(mlp(), (x,), **{"loss": squared_error, **options})
+        pipeline(mlp(), (X,), **{"loss": squared_error, **options})
     for word in words:
         assert word in str(caught.value)
 
 
 def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
-    x, y = batch()
     schedule = generate("gpipe", 2, 5, 2)
-    with pytest.raises(ArgumentError, match=r"microbatches=4, .*'gpipe' is for 5; leave microbatches out"):
-        pipeline(mlp(), (x,), ranks=2, microbatches=4, schedule=schedule, loss_fn=squared_error)
-    with pytest.raises(ArgumentError, match=r"chunks=3, .*'gpipe' has 4 stages on 2 ranks; leave chunks out"):
-        pipeline(mlp(), (x,), ranks=2, chunks=3, schedule=schedule, loss_fn=squared_error)
-    with pipeline(mlp(), (x,), ranks=2, schedule=schedule, loss_fn=squared_error) as pipe:
-        assert len(pipe.step(x, target=y).losses) == 5
+    refused(
+        ArgumentError, r"microbatches=4, .*'gpipe' is for 5; leave microbatches out", microbatches=4, schedule=schedule
+    )
+    own: dict[str, Any] = {"microbatches": None, "schedule": schedule}
+    refused(ArgumentError, r"chunks=3, .*'gpipe' has 4 stages on 2 ranks; leave chunks out", chunks=3, **own)
+    assert len(step(**own).losses) == 5
 
 
 @pytest.mark.parametrize(
@@ -615,50 +613,45 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
     ],
 )
 def test_bad_loss(loss: Any, given: str) -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=loss) as pipe:
+    with made(microbatches=3, loss_fn=loss) as pipe:
         with pytest.raises(ArgumentError, match=rf"loss.* returned {given}; expected a scalar"):
-            pipe.step(x, target=y)
+            pipe.step(X, target=Y)
 
 
 def test_bad_no_loss_at_all() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3) as pipe:
+    with made(microbatches=3, loss_fn=None) as pipe:
         with pytest.raises(ArgumentError, match=r"loss_fn=None, .*\(Tensor\) contains no scalar loss; pass loss_fn="):
-            pipe.step(x, target=y)
-        result = pipe.evaluate(x, outputs=True)
+            pipe.step(X, target=Y)
+        result = pipe.evaluate(X, outputs=True)
         assert len(result.outputs) == 3
         with pytest.raises(ArgumentError, match=r"result.loss: there is no loss"):
             _ = result.loss
 
 
 def test_bad_target_missing() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
+    with made(microbatches=3) as pipe:
         with pytest.raises(ArgumentError, match=r"target=None, .*pass target="):
-            pipe.step(x)
-        assert pipe.step(x, target=y).loss > 0
+            pipe.step(X)
+        assert pipe.step(X, target=Y).loss > 0
         with pytest.raises(ArgumentError, match=r"result.outputs: not kept here; pass outputs=True"):
-            _ = pipe.step(x, target=y).outputs
+            _ = pipe.step(X, target=Y).outputs
 
 
 def test_printed_it_shows_its_stages() -> None:
-    x, _ = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, cuts=["2"]) as pipe:
+    with made(cuts=["2"]) as pipe:
         first, *stages = str(pipe).splitlines()
     assert first == "Pipeline of Sequential: 1f1b, 2 ranks, 2 microbatches, unverified"
     assert stages == ["  stage 0 on rank 0: from the start", "  stage 1 on rank 1: from 2"]
-    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, schedule="chimera", cuts=["2"]) as pipe:
+    with made(schedule="chimera", cuts=["2"]) as pipe:
         assert "stage 1 on rank 1 and rank 0: from 2" in str(pipe)
 
 
 def test_bad_closed_pipeline() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
-        pipe.step(x, target=y)
+    with made(microbatches=3) as pipe:
+        pipe.step(X, target=Y)
     for call in (pipe.step, pipe.evaluate):
         with pytest.raises(RuntimeError, match="this pipeline was closed; make a new one"):
-            call(x, target=y)
+            call(X, target=Y)
     pipe.close()
 
 
@@ -667,28 +660,26 @@ def test_bad_names_of_model_arguments() -> None:
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             return self.layer(x) + target
 
-    x, y = batch()
     with pytest.raises(ArgumentError, match=r"kwargs: .*'target'.*Pipeline.step.*by position"):
-        pipeline(Named(WIDTH), (x,), {"target": y}, loss_fn=squared_error)
+        pipeline(Named(WIDTH), (X,), {"target": Y}, loss_fn=squared_error)
 
 
 def test_bad_inputs_of_a_step() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
+    with made(microbatches=3) as pipe:
         with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given") as caught:
-            pipe.step(x, x, target=y)  # as the model itself says
+            pipe.step(X, X, target=Y)  # as the model itself says
         assert (
             "recorded for a batch of 11 rows in 3 microbatches; the first got args[0] [4, 9], args[1] [4, 9]"
             in caught.value.__notes__[0]
         )
         assert not any("target=" in note for note in caught.value.__notes__)
         with pytest.raises(TypeError) as caught:
-            pipe.step(x, y)
+            pipe.step(X, Y)
         assert "target=None: pass what the loss takes as target=..." in caught.value.__notes__[-1]
         with pytest.raises(ShapeError, match=r"target requires a gradient.*detach"):
-            pipe.step(x, target=y.clone().requires_grad_())
+            pipe.step(X, target=Y.clone().requires_grad_())
         with pytest.raises(ShapeError, match="disagree on the number of rows"):
-            pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (x, x[:4]), loss_fn=squared_error)
+            pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (X, X[:4]), loss_fn=squared_error)
 
 
 def test_close_leaves_no_hook_behind() -> None:

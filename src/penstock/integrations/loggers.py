@@ -24,6 +24,16 @@ from penstock._base.errors import ArgumentError, require
 from penstock._base.files import quoted
 from penstock.pipe.result import StepResult
 
+SHOWN = {
+    "loss": "loss",
+    "gradient_norm": "gradient_norm",
+    "bubble": "bubble",
+    "seconds": "time/step",
+    "rows_per_second": "rate/rows",
+    "tokens_per_second": "rate/tokens",
+}
+"""The names that loggers show of a step's figures."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
@@ -49,17 +59,9 @@ class StepFigures:
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """The figures that are known, by the names that loggers show: loss, part/NAME, gradient_norm, bubble,
-        time/step, rate/rows, rate/tokens."""
-        named = {
-            "loss": self.loss,
-            **{f"part/{name}": part for name, part in self.parts.items()},
-            "gradient_norm": self.gradient_norm,
-            "bubble": self.bubble,
-            "time/step": self.seconds,
-            "rate/rows": self.rows_per_second,
-            "rate/tokens": self.tokens_per_second,
-        }
+        """The figures that are known, by the names that loggers show (`SHOWN`, and part/NAME)."""
+        named = {shown: getattr(self, name) for name, shown in SHOWN.items()}
+        named |= {f"part/{name}": part for name, part in self.parts.items()}
         return {name: figure for name, figure in named.items() if figure is not None}
 
 
@@ -180,11 +182,9 @@ class CsvLog(_FileLog):
         ArgumentError: the file that exists has other columns.
     """
 
-    _COLUMNS = ("step", "loss", "gradient_norm", "bubble", "time/step", "rate/rows", "rate/tokens")
-
     def __init__(self, path: str | Path, *, parts: tuple[str, ...] = ()) -> None:
         super().__init__(path)
-        columns = [*self._COLUMNS, *(f"part/{name}" for name in parts)]
+        columns = ["step", *SHOWN.values(), *(f"part/{name}" for name in parts)]
         self._file.seek(0)
         found = self._file.readline().strip()
         if found not in ("", ",".join(columns)):

@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import uuid
+import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None
     mark = engine.control.give_all("" if earlier is None else earlier.verified)
     passed.update({mark} & {session.fingerprint()})
     recorder = Recorder(asked, run_id, about, earlier, before, engine.world, engine.control.watchdog, engine.devices)
-    recorder.end_with(session)
+    weakref.finalize(session, recorder.end_now)  # if it is dropped, or the program ends, without `close`
     session.before_close(recorder.close)
     session.recorder = recorder
 

@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,10 +89,6 @@ class Recorder:
         self._noted: list[_Noted] = []
         self._began_seconds = self._start_seconds = self._read_seconds = 0.0
         self._told = False
-
-    def end_with(self, owner: object) -> None:
-        """Ends the thread when `owner` is no longer there, or the program ends, unless `close` has."""
-        weakref.finalize(owner, self.end_now)
 
     def begin(self, step: int, fingerprint: Callable[[], str]) -> bool:
         """Called before each training step, with its number, counted from 1.
