@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,6 @@ from penstock.runtime.step.rehearsal import try_loss
 from penstock.runtime.step.results import LossParts, Wanted, bring, code_of, share_loss, share_timeline
 from penstock.schedule import Schedule
 from penstock.schedule.lowering import Sharded
-
-
-class _Prepared(NamedTuple):
-    """A batch before its step: the bound schedule that runs it, and what its stages take in."""
-
-    cached: Cached
-    feed: Feed
-    cut: batches.CutBatch | None
 
 
 class Session:
@@ -182,17 +174,18 @@ class Session:
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
         norms = self.deferring_norms() if training else nullcontext()
         with self.engine.control.reporting(), one_at_a_time((self, training)):
-            prepared = self._prepare(batch, call, outputs is not False, loss_scale)
-            cached, bound = prepared.cached, prepared.cached.bound
-            with self.split.accepting_own_changes(cached.mode, bound), norms:
-                moments = self.engine.run_step(bound, prepared.feed, number, timed=timeline)
-                result = self._result(prepared, call, moments, evaluates)
+            cached, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
+            with self.split.accepting_own_changes(cached.mode, cached.bound), norms:
+                moments = self.engine.run_step(cached.bound, feed, number, timed=timeline)
+                result = self._result(cached, call, moments, evaluates, keeps=feed.keep_outputs)
                 if training:
-                    self.bound_schedules.backward_to_batch(cached, prepared.cut)
+                    self.bound_schedules.backward_to_batch(cached, cut)
             return result
 
-    def _prepare(self, given: Batch, call: Call, keeps: bool, loss_scale: float) -> _Prepared:
-        """Cuts a batch, and finds its bound schedule."""
+    def _prepare(
+        self, given: Batch, call: Call, keeps: bool, loss_scale: float
+    ) -> tuple[Cached, Feed, batches.CutBatch | None]:
+        """Cuts a batch, and finds the bound schedule that runs it; with what its stages take in, and the cut batch."""
         batch = self._divide(given) if self.has_inputs or self.has_outputs else given
         with torch.set_grad_enabled(call.training):
             cut = self.cut(batch, "input", None) if self.has_inputs else None
@@ -210,8 +203,8 @@ class Session:
         self._refuse_aliases(cached, batch)
         inputs = self._inputs(cached, cut)
         if not self.has_outputs:
-            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale), cut)
-        return _Prepared(cached, Feed(inputs, *self._for_loss(cached, batch), keeps, loss_scale), cut)
+            return cached, Feed(inputs, loss_scale=loss_scale), cut
+        return cached, Feed(inputs, *self._for_loss(cached, batch), keeps, loss_scale), cut
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:
@@ -333,15 +326,16 @@ class Session:
         """Whether a reduction weighs a model's own loss, by its labels."""
         return self.options.loss is None and not batch.has_target
 
-    def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any], evaluates: bool) -> StepResult:
-        cached, feed, _ = prepared
+    def _result(
+        self, cached: Cached, call: Call, moments: Mapping[int, Any], evaluates: bool, *, keeps: bool
+    ) -> StepResult:
         bound = cached.bound
         if call.training or evaluates:
             self._parts.agree(bound)
         shared = share_loss(self.engine, bound, self.order.microbatches, wanted=self.options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
         timeline = share_timeline(self.engine, bound.schedule, moments, wanted=call.timeline)
-        outputs = tuple(bound.head.outputs) if feed.keep_outputs else None
+        outputs = tuple(bound.head.outputs) if keeps else None
         if call.outputs:
             outputs = bring(self.engine, bound.schedule, outputs, call.outputs)
         return StepResult(losses, timeline, cached.sizes, shared, outputs)
