@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock._base.errors import ArgumentError, is_integer
+from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.runtime.features.context import Recompute
 from penstock.runtime.features.feature import Feature
@@ -70,7 +70,8 @@ def _check_recompute(choice: Any, policies: Sequence[str]) -> None:
     if callable(choice):
         refuse_class("recompute", choice)
         return
-    if not (choice >= 1 if is_integer(choice) else choice in policies):
+    is_number = isinstance(choice, int) and not isinstance(choice, bool)
+    if not (choice >= 1 if is_number else choice in policies):
         of_peers = {"'full'": "pass 'always'; ", "True": "pass 'always'; ", "False": "pass 'never'; "}
         raise ArgumentError(
             f"recompute={choice!r}: {of_peers.get(repr(choice), '')}expected {', '.join(map(repr, policies))}, an "
