@@ -16,8 +16,7 @@ from penstock._base.process import Process, ProcessState
 from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import FailureDetector, Patience
 from penstock.distributed.heartbeat_server import Connection
-from penstock.distributed.joining import Meeting, Missing, place_of
-from penstock.distributed.launcher import Launcher
+from penstock.distributed.joining import Launcher, Meeting, Missing, place_of
 from penstock.distributed.watchdog import Watchdog
 
 RECEIVE = Position("1RECV_F0", (0,))
@@ -160,7 +159,7 @@ class Bench:
             self.dog._tick()
             self.clock.now += 0.5
             if answered:
-                self.dog._take({"sightings": [Sighting().to_list()] * 2})
+                self.dog._take({"sightings": [Sighting()] * 2})
             self.dog._decide()
 
 
@@ -170,7 +169,7 @@ def bench() -> Iterator[Bench]:
     clock, statuses = Clock(), list[int]()
     address = {"token": "t", "process": ["elsewhere", 1, ""]}
     with ours, theirs:
-        dog = Watchdog(1, address, Connection(ours), Patience(), ranks=2, clock=clock, leave=statuses.append)
+        dog = Watchdog(1, 2, Patience(), address, Connection(ours), clock=clock, leave=statuses.append)
         yield Bench(dog, Connection(theirs), clock, statuses)
 
 
@@ -182,7 +181,7 @@ def test_waiting_rank_leaves_and_says_why(bench: Bench, capsys: pytest.CaptureFi
     bench.dog.position = RECEIVE
     bench.beats(2)
     assert bench.statuses == []
-    bench.dog._take({"failure": BOOM.to_list()})
+    bench.dog._take({"failure": BOOM})
     bench.dog._decide()
     assert bench.statuses == [1]
     assert capsys.readouterr().err == f"penstock: {STOPS}; rank 1 was waiting for 1RECV_F0 from rank 0\n"
@@ -191,7 +190,7 @@ def test_waiting_rank_leaves_and_says_why(bench: Bench, capsys: pytest.CaptureFi
 def test_computing_rank_notices_by_itself(bench: Bench) -> None:
     bench.dog.position = Position("1F0")
     bench.dog.check()
-    bench.dog._take({"failure": BOOM.to_list()})
+    bench.dog._take({"failure": BOOM})
     bench.beats(10)
     assert bench.statuses == []
     with pytest.raises(PipelineFailure, match=STOPS):
@@ -202,7 +201,7 @@ def test_computing_rank_notices_by_itself(bench: Bench) -> None:
 
 
 def test_rank_that_does_not_notice_is_stopped_after_the_grace(bench: Bench) -> None:
-    bench.dog._take({"failure": BOOM.to_list()})
+    bench.dog._take({"failure": BOOM})
     bench.beats(59)
     assert bench.statuses == []
     bench.beats(2)
@@ -288,13 +287,13 @@ def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -
     clock, statuses = Clock(), list[int]()
     address = {"token": "t", "process": ["elsewhere", 1, ""]}
     with ours, theirs:
-        dog = Watchdog(2, address, Connection(ours), Patience(), ranks=3, clock=clock, leave=statuses.append)
+        dog = Watchdog(2, 3, Patience(), address, Connection(ours), clock=clock, leave=statuses.append)
         dog.position = Position("2RECV_F0", (1,))
         others = [Sighting(Position("0F0"), 3.0), Sighting(RECEIVE, 2.0), Sighting()]
         while not statuses:
             dog._tick()
             clock.now += 0.5
-            dog._take({"sightings": [sighting.to_list() for sighting in others]})
+            dog._take({"sightings": others})
             dog._decide()
     assert dog.failure is not None
     assert str(dog.failure) == (
@@ -308,7 +307,7 @@ def test_ranks_that_wait_for_each_other_are_told_once(bench: Bench, capsys: pyte
     bench.dog._tick()
     bench.clock.now += 1800
     circle = [Sighting(Position("0RECV_B0", (1,)), 1800), Sighting(RECEIVE, 1800)]
-    bench.dog._take({"sightings": [sighting.to_list() for sighting in circle]})
+    bench.dog._take({"sightings": circle})
     bench.dog._decide()
     assert capsys.readouterr().err == (
         "penstock: rank 1 stops: rank 1 stalled at 1RECV_F0: rank 1 has waited 1800 s for 1RECV_F0 from rank 0; "
@@ -325,7 +324,7 @@ def test_same_wait_in_the_next_step_is_a_new_one(bench: Bench, capsys: pytest.Ca
 
 
 def test_own_failure_is_reported_and_a_cause_known_before_wins(bench: Bench) -> None:
-    bench.dog._take({"failure": BOOM.to_list()})
+    bench.dog._take({"failure": BOOM})
     assert bench.dog.report("1F2", KeyError("x")) == BOOM
     noted, reported = bench.rank0.receive()
     assert noted["noted"]
@@ -460,7 +459,7 @@ def test_a_device_that_waits_is_spoken_for(bench: Bench, capsys: pytest.CaptureF
     bench.dog.device = lambda: Behind(Position("1RECV_F0", (0,)), "1F3")
     bench.beats(31)
     assert "penstock: the device of rank 1 has waited 30 s for 1RECV_F0 from rank 0" in capsys.readouterr().err
-    bench.dog._take({"failure": BOOM.to_list()})
+    bench.dog._take({"failure": BOOM})
     bench.beats(4.5)
     assert bench.statuses == [], "the host may notice by itself"
     bench.beats(1)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
-from penstock.distributed import rendezvous
+from penstock.distributed.joining import start
 
 PIPELINE = "pp"
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -112,7 +112,7 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
     if not dist.is_initialized():
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return World(ranks or 1)
-        rendezvous.start("cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo")
+        start("cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo")
         atexit.register(_leave)
     size = dist.get_world_size()
     if size == 1:

@@ -65,7 +65,7 @@ class Control:
         self.line = tuple(number for number in world.numbers if number != world.number)
         self.others = tuple(number for number in range(len(world.everyone)) if number != world.number)
         if world.rank is None:
-            self.watchdog = Watchdog.connect(0, 1)
+            self.watchdog = Watchdog()
             return
         place = place_of(default_store(), world.everyone)
         self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
