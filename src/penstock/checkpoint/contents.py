@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,6 @@ REST = "rest"
 _MODEL = "model/"
 LOSS = "loss/"
 _OF_RANK = ("params", "param_names")
-
 
 Optimizers = torch.optim.Optimizer | Sequence["Optimizers"] | Mapping[str, "Optimizers"]
 """An optimizer, or lists and dicts of optimizers."""
@@ -47,7 +46,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rest:
     """Everything in a checkpoint that does not belong to one tensor.
 
@@ -65,11 +64,6 @@ class Rest:
     others: dict[str, Any]
     ties: dict[str, str]
     optimizers: dict[str, tuple[str, Groups]]
-
-    def to_bytes(self) -> bytes:
-        """Pickles a dict of plain values."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return pickle.dumps(values)  # bytes: torch would split a dict into one entry per item
 
 
 def by_label(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
