@@ -128,7 +128,7 @@ class HeartbeatServer:
         self._open: list[Connection] = []
         self._connections: dict[int, Connection] = {}  # to each rank, the last that it joined on
         self._stopping = threading.Event()
-        self._unaware: set[int] = set()
+        self._unaware: set[int] | None = None  # the ranks that have yet to note the failure, once they were told
         self._noted = threading.Event()
         self.address: Address = {
             "hosts": [*([] if alone else _own_hosts()), "127.0.0.1"],
@@ -173,10 +173,10 @@ class HeartbeatServer:
                 for guest in self._from(None):
                     if time.monotonic() - guest.opened > _GREETING_SECONDS:
                         self._drop(guest)
-                known = self._detector.failure
                 self._detector.judge()
-                if known is None and self._detector.failure is not None:
-                    self._announce(self._detector.failure)
+                if self._unaware is None and (failure := self._detector.failure) is not None:
+                    self._unaware = set(self._connections) - ({failure.rank} if failure.kind == "lost" else set())
+                    self._tell(failure=failure)
             for connection in self._open:
                 connection.close()
 
@@ -229,9 +229,7 @@ class HeartbeatServer:
             if not detector.absent:
                 self._tell(absent=[])
         if "failure" in message:
-            failure = Failure.from_list(message["failure"])
-            if detector.accuse(failure):
-                self._announce(failure)
+            detector.accuse(Failure.from_list(message["failure"]))
         if "noted" in message:
             self._note(rank)
         if "beat" in message:
@@ -243,15 +241,11 @@ class HeartbeatServer:
                 answer["failure"] = detector.failure
             connection.send(answer)
 
-    def _announce(self, failure: Failure) -> None:
-        lost = {failure.rank} if failure.kind == "lost" else set()
-        self._unaware = set(self._connections) - lost
-        self._tell(failure=failure)
-
     def _note(self, rank: int) -> None:
-        self._unaware.discard(rank)
-        if self._detector.failure is not None and not self._unaware:
-            self._noted.set()
+        if self._unaware is not None:
+            self._unaware.discard(rank)
+            if not self._unaware:
+                self._noted.set()
 
     def _tell(self, **message: Any) -> None:
         for connection in self._connections.values():

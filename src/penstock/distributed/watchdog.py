@@ -37,10 +37,9 @@ from penstock.distributed.host_clock import HostOffset
 from penstock.distributed.joining import Launcher, Meeting, Missing, Store
 from penstock.distributed.launch.endings import FAILURES, await_culprit, exit_status, note
 
-_REPORT_SECONDS = 2.0
-_NOTE_SECONDS = 2.0
+_TELL_SECONDS = 2.0
 _FLUSH_SECONDS, _LAST_WORDS_SECONDS = 1.0, 3.0
-_INTERRUPTED_SECONDS = 0.3  # instead of either, if Ctrl-C ends this rank: it most likely ends the others too
+_INTERRUPTED_SECONDS = 0.3  # instead of `_TELL_SECONDS`, if Ctrl-C ends this rank: it most likely ends the others too
 
 
 class Watchdog:
@@ -103,7 +102,8 @@ class Watchdog:
         self._all_here.set()
         self._closed = threading.Event()
         self._known = threading.Event()
-        self._raising = self._interrupted = False
+        self._raising = False
+        self._tell_seconds = _TELL_SECONDS
         self._status = 1
         self._failed: float | None = None
         self._held: tuple[int, Position, Behind | None] = (0, OUTSIDE, None)
@@ -115,15 +115,12 @@ class Watchdog:
 
     @classmethod
     def connect(cls, rank: int, ranks: int, store: Store, patience: Patience | None = None) -> Watchdog:
-        """Connects the ranks of a pipeline and starts to watch them. Every rank must call it.
+        """Connects the ranks of a pipeline and starts to watch them. Every rank must call it, with the same patience.
 
         Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
 
         Args:
-            rank: this rank, 0..ranks-1.
-            ranks: how many there are.
             store: where these ranks meet, and no others.
-            patience: how long to wait for each kind of event; the same on all ranks.
 
         Raises PipelineFailure if the ranks do not find each other, or if one of them ends meanwhile.
         """
@@ -175,19 +172,17 @@ class Watchdog:
             self._await_others()
             raise PipelineFailure(self._words(self.failure))
 
-    def report(self, action: str | None, error: BaseException) -> Failure:
-        """Tells the other ranks that `error` ended `action` here.
-
-        Returns the cause of the run's end, which is another rank's failure if that was reported first.
-        """
+    def report(self, action: str | None, error: BaseException) -> None:
+        """Tells the other ranks that `error` ended `action` here. The first failure of all ranks is `failure` then."""
         self._raising = True
-        self._interrupted = isinstance(error, KeyboardInterrupt)
+        if isinstance(error, KeyboardInterrupt):
+            self._tell_seconds = _INTERRUPTED_SECONDS
         self._status = exit_status(error) or 1
         mine = Failure.of(self._rank, action, error, self.behind)
         if self._send(failure=mine):
-            self._known.wait(_INTERRUPTED_SECONDS if self._interrupted else _REPORT_SECONDS)
+            self._known.wait(self._tell_seconds)
             self._await_others()
-        return self._fail(mine)
+        self._fail(mine)
 
     def cause(self, seconds: float | None = None) -> Failure | None:
         """Finds out why a wait of this rank raised: waits for another rank's failure to become known.
@@ -343,14 +338,13 @@ class Watchdog:
         self._fail(failure)
         self._send(failure=failure)  # rank 0 may be stopped, and will read this when it wakes up
 
-    def _fail(self, failure: Failure) -> Failure:
+    def _fail(self, failure: Failure) -> None:
         """Records the first failure that this rank learns of, for whoever launched it, too."""
         if self.failure is None:
             self.failure = failure
             if self._all_here.is_set():  # otherwise the main thread raises it, and `members` may not be known
                 note(self.members[failure.rank], str(failure))
             self._known.set()
-        return self.failure
 
     def _send(self, **message: Any) -> bool:
         connection = self._connection
@@ -380,7 +374,7 @@ class Watchdog:
     def _await_others(self) -> None:
         """Waits for the other ranks before rank 0 exits, which takes the failure detector with it."""
         if self._server:
-            self._server.await_noted(_INTERRUPTED_SECONDS if self._interrupted else _NOTE_SECONDS)
+            self._server.await_noted(self._tell_seconds)
 
     def _words(self, failure: Failure) -> str:
         words = f"rank {self._rank} stops: {failure}"
