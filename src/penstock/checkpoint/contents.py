@@ -34,6 +34,9 @@ Optimizers = torch.optim.Optimizer | Sequence["Optimizers"] | Mapping[str, "Opti
 Own = dict[str, dict[str, Any]]
 """What belongs to parameters and buffers of this process: by the tensor's name, and by key."""
 
+Names = dict[str, list[tuple[str, ...]]]
+"""Of the parameters in each group of each optimizer, by label."""
+
 Groups = list[tuple[tuple[str, ...], dict[str, Any]]]
 """An optimizer's groups: the parameters' names, over all ranks, and the group's options."""
 
@@ -164,13 +167,13 @@ def _empty_like(tensor: Tensor, key: str, stored: object) -> Tensor | None:
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[tuple[str, ...]]]:
+def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer]) -> Names:
     """The names of this process's parameters in each group of each optimizer.
 
     Raises ArgumentError if a parameter is not the pipeline's, since its state would be lost.
     """
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    groups: dict[str, list[tuple[str, ...]]] = {label: [] for label in optimizers}
+    groups: Names = {label: [] for label in optimizers}
     for label, optimizer in optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
             real = [parameter for parameter in group["params"] if parameter.numel()]  # without any: a placeholder
@@ -185,7 +188,7 @@ def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer])
     return groups
 
 
-def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> dict[str, list[tuple[str, ...]]]:
+def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> Names:
     """The names in each group of each optimizer, over all processes.
 
     Raises ArgumentError unless every process has the same optimizers with the same number of groups.

@@ -31,6 +31,7 @@ from penstock.checkpoint.all_or_none import OWN_PART, attempt, in_words, on_firs
 from penstock.checkpoint.averages import Divided, check_shared
 from penstock.checkpoint.contents import (
     REST,
+    Names,
     Optimizers,
     Rest,
     by_label,
@@ -173,14 +174,14 @@ def _collect(
 ) -> dict[str, Any]:
     """What this process has to write, once every rank has checked its own part. Tensors are live, not copies."""
 
-    def parts() -> tuple[dict[str, Any], dict[str, Divided]]:
+    def parts() -> tuple[dict[str, Any], dict[str, Divided], Names]:
         if keep is not None and keep < 1:
             raise ArgumentError(f"keep={keep}: expected an integer >= 1, or None to keep all")
         optimizers, rest = by_label(optimizer, others)
-        return optimizers, {label: Divided(item, pipe) for label, item in rest.items()}
+        divided = {label: Divided(item, pipe) for label, item in rest.items()}
+        return optimizers, divided, group_names(pipe, optimizers)
 
-    optimizers, divided = together(pipe, parts, "cannot save")
-    names = together(pipe, lambda: group_names(pipe, optimizers), "cannot save")
+    optimizers, divided, names = together(pipe, parts, "cannot save")
     of_ranks = pipe.gather((names, {label: part.digest() for label, part in divided.items()}))
     groups = merge_groups([names for names, _ in of_ranks])
     check_shared([digests for _, digests in of_ranks])
