@@ -155,16 +155,8 @@ class Source:
 
 
 def source_of(path: str | Path) -> Source:
-    """The weights at a path.
-
-    Args:
-        path: a `.safetensors` file; a folder with `model.safetensors`, or with `model.safetensors.index.json` and the
-            files that it names; a checkpoint, or a folder of checkpoints, of which the latest is used.
-
-    Raises:
-        ArgumentError: the path is none of these.
-        CheckpointError: a file is damaged.
-    """
+    """What is at a path, as for `weights`. Raises ArgumentError if that is none of these, and CheckpointError if a file
+    is damaged."""
     path = Path(path).absolute()  # it is read later, maybe after a chdir
     if path.is_file():
         return _in_files([path])

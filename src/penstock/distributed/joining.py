@@ -135,7 +135,7 @@ class Launcher:
             return ()
         first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
         local = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
-        job = {f"{name}={os.environ.get(name, '')}".encode() for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")}
+        job = {os.fsencode(f"{name}={os.environ.get(name)}") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")}
         alive = {entry for _, given in environments() if job <= {*given} for entry in given}
         return tuple(rank for rank in ranks if rank in local and f"RANK={rank}".encode() not in alive) if alive else ()
 

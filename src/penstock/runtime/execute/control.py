@@ -77,7 +77,7 @@ class Control:
                 said = self.gather((device.type, backend), "its backend")
             with self.agreed():
                 check_alike([said[number] for number in world.numbers])
-                self.groups.check()
+                (group_options or GroupOptions()).check(backend)
             with self.waiting_for("process groups", self.others):
                 self.groups.open(late=is_accelerator(device))
             if is_accelerator(device):
