@@ -133,7 +133,7 @@ def test_hundreds_of_guests_keep_no_rank_out(served: Served) -> None:
         late = served.join(0)
         assert served.serves(late)
         assert served.serves()
-        assert len(served.server._from(None)) <= 64
+        assert len(served.server._guests()) <= 64
         late.close()
     finally:
         for guest in guests:
