@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +28,14 @@ _MODEL = "model/"
 LOSS = "loss/"
 _OF_RANK = ("params", "param_names")
 
-
 Optimizers = torch.optim.Optimizer | Sequence["Optimizers"] | Mapping[str, "Optimizers"]
 """An optimizer, or lists and dicts of optimizers."""
 
 Own = dict[str, dict[str, Any]]
 """What belongs to parameters and buffers of this process: by the tensor's name, and by key."""
+
+Names = dict[str, list[tuple[str, ...]]]
+"""Of the parameters in each group of each optimizer, by label."""
 
 Groups = list[tuple[tuple[str, ...], dict[str, Any]]]
 """An optimizer's groups: the parameters' names, over all ranks, and the group's options."""
@@ -47,7 +49,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rest:
     """Everything in a checkpoint that does not belong to one tensor.
 
@@ -65,11 +67,6 @@ class Rest:
     others: dict[str, Any]
     ties: dict[str, str]
     optimizers: dict[str, tuple[str, Groups]]
-
-    def to_bytes(self) -> bytes:
-        """Pickles a dict of plain values."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return pickle.dumps(values)  # bytes: torch would split a dict into one entry per item
 
 
 def by_label(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -170,13 +167,13 @@ def _empty_like(tensor: Tensor, key: str, stored: object) -> Tensor | None:
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[tuple[str, ...]]]:
+def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer]) -> Names:
     """The names of this process's parameters in each group of each optimizer.
 
     Raises ArgumentError if a parameter is not the pipeline's, since its state would be lost.
     """
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    groups: dict[str, list[tuple[str, ...]]] = {label: [] for label in optimizers}
+    groups: Names = {label: [] for label in optimizers}
     for label, optimizer in optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
             real = [parameter for parameter in group["params"] if parameter.numel()]  # without any: a placeholder
@@ -191,7 +188,7 @@ def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer])
     return groups
 
 
-def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> dict[str, list[tuple[str, ...]]]:
+def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> Names:
     """The names in each group of each optimizer, over all processes.
 
     Raises ArgumentError unless every process has the same optimizers with the same number of groups.

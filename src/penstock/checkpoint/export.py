@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,17 +78,13 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
     together(pipe, lambda: _check(entries, notes), fails)
 
     def stream() -> None:
-        exchange = _Exchange(pipe, own)
-        if not pipe.is_first:
-            exchange.send(entries)
-            return
-        left = iter(entries)
+        data = _brought(pipe, entries, own)
         try:
-            alone = partial(pipe.session.control.working, OWN_PART)
-            write_file(path, entries, notes, (exchange.take(entry) for entry in left), alone)
+            if pipe.is_first:
+                write_file(path, entries, notes, data, partial(pipe.session.control.working, OWN_PART))
         finally:
-            for entry in left:  # a write failed, but the other ranks still send the rest
-                exchange.take(entry)
+            for _ in data:  # on the other ranks; and on the first, if a write failed: they still send the rest
+                pass
 
     with pipe.session.control.waiting("the weights"):
         done = attempt(stream)
@@ -130,31 +126,24 @@ def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: boo
     return Path(path)
 
 
-class _Exchange:
-    """Sends tensors from their owners to the first rank as bytes, in file order."""
-
-    def __init__(self, pipe: Pipeline, own: Mapping[str, Tensor]) -> None:
-        self._group = pipe.session.control.control_group
-        self._rank = 0 if self._group is None else dist.get_rank(self._group)
-        self._own = own
-
-    def take(self, entry: FileEntry) -> Tensor:
-        if entry.owner == self._rank:
-            return bytes_of(self._own[entry.name])
-        if entry.name in self._own:
-            whole(self._own[entry.name])
-        data = torch.empty(entry.bytes, dtype=torch.uint8)
-        if entry.bytes:
-            dist.recv(data, group=self._group, group_src=entry.owner)
-        return data
-
-    def send(self, entries: Iterable[FileEntry]) -> None:
-        for entry in entries:
-            if entry.name not in self._own:
-                continue
-            tensor = whole(self._own[entry.name])
-            if entry.owner == self._rank and entry.bytes:
-                dist.send(bytes_of(tensor), group=self._group, group_dst=0)
+def _brought(pipe: Pipeline, entries: Sequence[FileEntry], own: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The bytes of each tensor on the first rank, to which its owner sends them. Every rank takes all of its items: a
+    sharded tensor needs all that hold a part."""
+    group = pipe.session.control.control_group
+    rank = 0 if group is None else dist.get_rank(group)
+    for entry in entries:
+        tensor = whole(own[entry.name]) if entry.name in own else None
+        if entry.owner == rank and tensor is not None:
+            data = bytes_of(tensor)
+            if rank and entry.bytes:
+                dist.send(data, group=group, group_dst=0)
+        elif rank == 0:
+            data = torch.empty(entry.bytes, dtype=torch.uint8)
+            if entry.bytes:
+                dist.recv(data, group=group, group_src=entry.owner)
+        else:
+            continue
+        yield data
 
 
 def write_file(

@@ -17,6 +17,7 @@ from penstock.checkpoint.all_or_none import on_first, together
 from penstock.checkpoint.averages import Divided
 from penstock.checkpoint.contents import (
     LOSS,
+    Names,
     Optimizers,
     Rest,
     by_label,
@@ -85,10 +86,13 @@ def load(
     if path is None:
         return None
     fails = f"cannot read {path}"
-    reader = together(pipe, lambda: Reader(path, weights_only=weights_only), fails)
-    rest = together(pipe, reader.rest, fails)
-    optimizers, items = together(pipe, lambda: by_label(optimizer, others), fails)
-    own = together(pipe, lambda: group_names(pipe, optimizers), fails)
+
+    def parts() -> tuple[Reader, Rest, dict[str, Any], dict[str, Any], Names]:
+        reader = Reader(path, weights_only=weights_only)
+        optimizers, items = by_label(optimizer, others)
+        return reader, reader.rest(), optimizers, items, group_names(pipe, optimizers)
+
+    reader, rest, optimizers, items, own = together(pipe, parts, fails)
     merge_groups(pipe.gather(own))
 
     def check() -> tuple[dict[str, Divided], dict[str, Any]]:

@@ -7,6 +7,7 @@ group that training uses, ranks could issue collectives in different orders and 
 from __future__ import annotations
 
 import atexit
+import pickle
 import shutil
 import sys
 import threading
@@ -30,6 +31,7 @@ from penstock.checkpoint.all_or_none import OWN_PART, attempt, in_words, on_firs
 from penstock.checkpoint.averages import Divided, check_shared
 from penstock.checkpoint.contents import (
     REST,
+    Names,
     Optimizers,
     Rest,
     by_label,
@@ -47,24 +49,19 @@ _LOOK_SECONDS = 0.1
 """How often a rank that waits for its thread checks whether the thread is working or waiting for other ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnderWay:
-    """A save that the thread is working on."""
-
-    path: Path
-    future: Future[None]
-
-
 @dataclass(slots=True)
 class Background:
-    """What a pipeline's background saves use: a thread, and a process group (None: this process is alone).
+    """What a pipeline's background saves use, kept among the companions of its session.
 
-    The pipeline's session keeps it among its companions.
+    Attributes:
+        group: the process group of the thread's collectives; None: this process is alone.
+        under_way: the checkpoint that the thread is writing.
+        works: set while the thread's work waits for no other rank.
     """
 
     thread: ThreadPoolExecutor
     group: ProcessGroup | None
-    under_way: UnderWay | None = None
+    under_way: tuple[Path, Future[None]] | None = None
     works: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
@@ -86,9 +83,10 @@ class Background:
 
     def say_what_failed(self) -> None:
         """Reports a failed save when a script exits without closing its pipeline. The thread has ended by then."""
-        under_way = self.under_way
-        if under_way is not None and under_way.future.done() and (error := under_way.future.exception()):
-            print(f"penstock: cannot write {under_way.path}: {in_words(error, 0)[1]}", file=sys.stderr)
+        if self.under_way is not None:
+            path, future = self.under_way
+            if future.done() and (error := future.exception()):
+                print(f"penstock: cannot write {path}: {in_words(error, 0)[1]}", file=sys.stderr)
 
 
 def save(
@@ -141,23 +139,15 @@ def save(
         return folders.prepare(parent, pipe.step_count)
 
     aside = on_first(pipe, prepare, f"cannot write checkpoints to {parent}")
+    act = partial(_write, aside, state, pipe.is_first, keep)
+    control = pipe.session.control
     if wait:
-        act = partial(
-            _write,
-            aside,
-            state,
-            pipe.session.control.control_group,
-            pipe.is_first,
-            keep,
-            partial(pipe.session.control.working, OWN_PART),
-        )
-        with pipe.session.control.waiting("a checkpoint"):
-            future = attempt(act)
+        with control.waiting("a checkpoint"):
+            future = attempt(partial(act, control.control_group, partial(control.working, OWN_PART)))
         together(pipe, future.result, f"cannot write {path}")
     else:
         background = _background(pipe)
-        act = partial(_write, aside, state, background.group, pipe.is_first, keep, background.working)
-        background.under_way = UnderWay(path, background.thread.submit(act))
+        background.under_way = path, background.thread.submit(act, background.group, background.working)
     return path
 
 
@@ -173,10 +163,10 @@ def finish(pipe: Pipeline) -> Path | None:
     background: Background | None = pipe.session.companions.get(Background)
     if background is None or background.under_way is None:
         return None
-    under_way, background.under_way = background.under_way, None
-    background.wait(pipe, under_way.future)
-    together(pipe, under_way.future.result, f"cannot write {under_way.path}")
-    return under_way.path
+    (path, future), background.under_way = background.under_way, None
+    background.wait(pipe, future)
+    together(pipe, future.result, f"cannot write {path}")
+    return path
 
 
 def _collect(
@@ -184,14 +174,14 @@ def _collect(
 ) -> dict[str, Any]:
     """What this process has to write, once every rank has checked its own part. Tensors are live, not copies."""
 
-    def parts() -> tuple[dict[str, Any], dict[str, Divided]]:
+    def parts() -> tuple[dict[str, Any], dict[str, Divided], Names]:
         if keep is not None and keep < 1:
             raise ArgumentError(f"keep={keep}: expected an integer >= 1, or None to keep all")
         optimizers, rest = by_label(optimizer, others)
-        return optimizers, {label: Divided(item, pipe) for label, item in rest.items()}
+        divided = {label: Divided(item, pipe) for label, item in rest.items()}
+        return optimizers, divided, group_names(pipe, optimizers)
 
-    optimizers, divided = together(pipe, parts, "cannot save")
-    names = together(pipe, lambda: group_names(pipe, optimizers), "cannot save")
+    optimizers, divided, names = together(pipe, parts, "cannot save")
     of_ranks = pipe.gather((names, {label: part.digest() for label, part in divided.items()}))
     groups = merge_groups([names for names, _ in of_ranks])
     check_shared([digests for _, digests in of_ranks])
@@ -214,7 +204,7 @@ def _collect(
                     for label, one in optimizers.items()
                 },
             )
-            state[REST] = rest.to_bytes()
+            state[REST] = pickle.dumps(vars(rest))  # bytes: torch would split a dict into one entry per item
         return state
 
     return together(pipe, own_state, "cannot save")
@@ -223,9 +213,9 @@ def _collect(
 def _write(
     aside: Path,
     state: dict[str, Any],
-    group: ProcessGroup | None,
     is_first: bool,
     keep: int | None,
+    group: ProcessGroup | None,
     alone: storage.Around,
 ) -> None:
     try:

@@ -121,15 +121,11 @@ class FailureDetector:
         if self._ranks[rank].left is None:
             self._ranks[rank].gone = self._clock()
 
-    def accuse(self, failure: Failure) -> bool:
-        """Records why the run ends. Returns False if another cause was recorded before. Raises ValueError if it names
-        an unknown rank."""
+    def accuse(self, failure: Failure) -> None:
+        """Records why the run ends, unless it is known. Raises ValueError if it names an unknown rank."""
         if not 0 <= failure.rank < len(self._ranks):
             raise ValueError(f"rank {failure.rank} {failure.kind}, but the ranks are 0 to {len(self._ranks) - 1}")
-        if self.failure is None:
-            self.failure = failure
-            return True
-        return False
+        self.failure = self.failure or failure
 
     def judge(self) -> None:
         """Records the first rank that another waits for in vain. Must be called every beat."""
@@ -163,12 +159,9 @@ class FailureDetector:
 
     def _accuse_first_gone(self) -> None:
         """Accuses the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
-        gone = {
-            rank: entry.gone for rank, entry in enumerate(self._ranks) if entry.gone is not None and entry.left is None
-        }
-        first = min(gone, key=gone.__getitem__)
-        action = self._ranks[first].sighting.doing.action or None
-        self.accuse(Failure(first, action, GONE, "lost"))
+        ranks = enumerate(self._ranks)
+        _, first = min((entry.gone, rank) for rank, entry in ranks if entry.gone is not None and entry.left is None)
+        self.accuse(Failure(first, self._ranks[first].sighting.doing.action or None, GONE, "lost"))
 
     def _lost(self, entry: _RankState) -> str | None:
         """What the silence of a rank that has joined means; None while it may be alive."""

@@ -110,10 +110,6 @@ class Groups:
         if len(world.replicas) > 1:
             roles["weights"] = self._one_of(world.replica_sets, "gloo")
 
-    def check(self) -> None:
-        """Raises ArgumentError if groups of the backend cannot have the user's options."""
-        self._options.check(self.backend)
-
     def open(self, *, late: bool) -> None:
         """Creates the groups that carry tensors. Call it once the ranks have agreed on the backend: with another on one
         of them, they would wait for each other. `late`: losses are sent while the main threads exchange other values,

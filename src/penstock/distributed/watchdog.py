@@ -19,7 +19,6 @@ from typing import Any
 
 from penstock._base.errors import PipelineFailure
 from penstock._base.process import Process
-from penstock._base.words import in_a_line
 from penstock.distributed import heartbeat_server, host_clock
 from penstock.distributed.failure import (
     OUTSIDE,
@@ -29,23 +28,24 @@ from penstock.distributed.failure import (
     Sighting,
     long_action,
     name_ranks,
+    say,
     wait_chain,
 )
 from penstock.distributed.failure_detector import GONE, Patience, silence
 from penstock.distributed.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.distributed.host_clock import HostOffset
-from penstock.distributed.joining import Meeting, Missing, Store, say
+from penstock.distributed.joining import Launcher, Meeting, Missing, Store
 from penstock.distributed.launch.endings import FAILURES, await_culprit, exit_status, note
-from penstock.distributed.launcher import Launcher
 
-_REPORT_SECONDS = 2.0
-_NOTE_SECONDS = 2.0
+_TELL_SECONDS = 2.0
 _FLUSH_SECONDS, _LAST_WORDS_SECONDS = 1.0, 3.0
-_INTERRUPTED_SECONDS = 0.3  # instead of either, if Ctrl-C ends this rank: it most likely ends the others too
+_INTERRUPTED_SECONDS = 0.3  # instead of `_TELL_SECONDS`, if Ctrl-C ends this rank: it most likely ends the others too
 
 
 class Watchdog:
-    """One rank's view of the others. Made by `connect`; the main thread reports what it does:
+    """One rank's view of the others, made by `connect`; made without arguments it watches nothing, and has no thread.
+
+    The main thread reports what it does:
 
         watchdog.step += 1                    # at the start of a step, so that a repeated position counts as a new one
         watchdog.check()                      # raises PipelineFailure if another rank failed
@@ -71,12 +71,12 @@ class Watchdog:
 
     def __init__(
         self,
-        rank: int,
-        address: Address | None,
-        connection: Connection | None,
-        patience: Patience,
-        *,
+        rank: int = 0,
         ranks: int = 1,
+        patience: Patience | None = None,
+        address: Address | None = None,
+        connection: Connection | None = None,
+        *,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -84,9 +84,15 @@ class Watchdog:
         self.step = 0
         self.device: Callable[[], Behind | None] = _nothing
         self.behind: Behind | None = None
-        self.offset = HostOffset("" if address is None else address.get("clock", ""))
         self.failure: Failure | None = None
-        self._rank, self._address, self._connection, self._patience = rank, address, connection, patience
+        self.sightings: list[Sighting] = [Sighting()] * ranks
+        self.partners: Sequence[int] = ()
+        self.members: Sequence[int] = range(ranks)
+        self.raised: Callable[[Failure | None], object] = _nothing
+        self.last_words: Callable[[], object] = _nothing
+        self._rank, self._patience = rank, patience or Patience()
+        self._address, self._connection = address or {}, connection
+        self.offset = HostOffset(self._address.get("clock", ""))
         self._clock, self._leave = clock, leave
         self._pid = os.getpid()
         self._server: HeartbeatServer | None = None
@@ -96,7 +102,8 @@ class Watchdog:
         self._all_here.set()
         self._closed = threading.Event()
         self._known = threading.Event()
-        self._raising = self._interrupted = self._odd = False
+        self._raising = False
+        self._tell_seconds = _TELL_SECONDS
         self._status = 1
         self._failed: float | None = None
         self._held: tuple[int, Position, Behind | None] = (0, OUTSIDE, None)
@@ -104,30 +111,20 @@ class Watchdog:
         self._down: float | None = None
         self._asked = False
         self._warned_seconds = 0.0
-        self.sightings: list[Sighting] = [Sighting()] * ranks
-        self.partners: Sequence[int] = ()
-        self.members: Sequence[int] = range(ranks)
-        self.raised: Callable[[Failure | None], object] = _nothing
-        self.last_words: Callable[[], object] = _nothing
         self._launcher = Launcher()
 
     @classmethod
-    def connect(cls, rank: int, ranks: int, store: Store | None = None, patience: Patience | None = None) -> Watchdog:
-        """Connects the ranks of a pipeline and starts to watch them. Every rank must call it.
+    def connect(cls, rank: int, ranks: int, store: Store, patience: Patience | None = None) -> Watchdog:
+        """Connects the ranks of a pipeline and starts to watch them. Every rank must call it, with the same patience.
 
         Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
 
         Args:
-            rank: this rank, 0..ranks-1.
-            ranks: how many there are. With one there is nothing to watch, and no thread.
-            store: where these ranks meet, and no others; None with one rank.
-            patience: how long to wait for each kind of event; the same on all ranks.
+            store: where these ranks meet, and no others.
 
         Raises PipelineFailure if the ranks do not find each other, or if one of them ends meanwhile.
         """
         patience = patience or Patience()
-        if ranks == 1 or store is None:
-            return cls(rank, None, None, patience)
         server = HeartbeatServer(ranks, patience) if rank == 0 else None
         try:
             with Missing(rank, ranks, patience) as missing:
@@ -144,9 +141,16 @@ class Watchdog:
     @classmethod
     def join(cls, address: Address, rank: int, ranks: int, patience: Patience, missing: Missing) -> Watchdog:
         """Connects to rank 0's server, starts to watch, and waits until all ranks have come. Raises as `connect`."""
-        connection = heartbeat_server.reach(address, rank, patience.stall_seconds)
+        try:
+            connection = heartbeat_server.connect(address, rank, patience.stall_seconds)
+        except OSError as error:
+            where = f"{' or '.join(address['hosts'])}, port {address['port']}"
+            raise PipelineFailure(
+                f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
+                f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
+            ) from error
         there = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
-        watchdog = cls(rank, there, connection, patience, ranks=ranks)
+        watchdog = cls(rank, ranks, patience, there, connection)
         watchdog._all_here.clear()
         watchdog._thread = threading.Thread(target=watchdog._watch, name="penstock-watchdog", daemon=True)
         try:
@@ -168,19 +172,17 @@ class Watchdog:
             self._await_others()
             raise PipelineFailure(self._words(self.failure))
 
-    def report(self, action: str | None, error: BaseException) -> Failure:
-        """Tells the other ranks that `error` ended `action` here.
-
-        Returns the cause of the run's end, which is another rank's failure if that was reported first.
-        """
+    def report(self, action: str | None, error: BaseException) -> None:
+        """Tells the other ranks that `error` ended `action` here. The first failure of all ranks is `failure` then."""
         self._raising = True
-        self._interrupted = isinstance(error, KeyboardInterrupt)
+        if isinstance(error, KeyboardInterrupt):
+            self._tell_seconds = _INTERRUPTED_SECONDS
         self._status = exit_status(error) or 1
         mine = Failure.of(self._rank, action, error, self.behind)
-        if self._send(failure=mine.to_list()):
-            self._known.wait(_INTERRUPTED_SECONDS if self._interrupted else _REPORT_SECONDS)
+        if self._send(failure=mine):
+            self._known.wait(self._tell_seconds)
             self._await_others()
-        return self._fail(mine)
+        self._fail(mine)
 
     def cause(self, seconds: float | None = None) -> Failure | None:
         """Finds out why a wait of this rank raised: waits for another rank's failure to become known.
@@ -206,7 +208,7 @@ class Watchdog:
         """
         if self._closed.is_set():
             return
-        self._send(beat=Sighting(left=True).to_list())  # before the thread disconnects; the answer wakes it
+        self._send(beat=Sighting(left=True))  # before the thread disconnects; the answer wakes it
         self._end()
         if self._server is None and self.failure is None:
             atexit.unregister(self._at_exit)
@@ -241,11 +243,10 @@ class Watchdog:
         until = self._clock() + self._patience.beat_seconds
         try:
             if self._connection is None:
-                assert self._address is not None
                 self._connection = heartbeat_server.connect(self._address, self._rank, self._patience.beat_seconds)
                 self._asked = False
             if not self._asked:
-                self._asked = self._send(beat=self._sighting().to_list(), asked=host_clock.now_ns())
+                self._asked = self._send(beat=self._sighting(), asked=host_clock.now_ns())
             while (left := until - self._clock()) > 0 and not self._closed.is_set():
                 self._connection.link.settimeout(left)
                 for message in self._connection.receive():
@@ -253,17 +254,11 @@ class Watchdog:
         except TimeoutError:
             pass
         except Exception as error:  # whatever it sent ends the connection, never this thread
-            broke, joining = self._connection is not None, not self._all_here.is_set()
+            broke = self._connection is not None
             if self._connection:
                 self._connection.close()
                 self._connection = None
-            if not (self._odd or isinstance(error, OSError)):
-                self._odd = True
-                if joining:
-                    self._fail(Failure(0, None, f"it sent what no rank sends ({type(error).__name__})", "lost"))
-                else:
-                    say(f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}")
-            if self._down is None and isinstance(error, ConnectionError) and not (broke and joining):
+            if self._down is None and isinstance(error, ConnectionError) and (self._all_here.is_set() or not broke):
                 self._down = self._clock()  # strangers may have taken the place of a connection that had just been made
             left = until - self._clock()
             self._closed.wait(max(0.0, min(left, self._patience.beat_seconds / 4) if broke else left))
@@ -321,7 +316,6 @@ class Watchdog:
         if self._down is not None and now - self._down >= self._patience.beat_seconds:
             lost = GONE
         elif now - self._answered >= self._patience.stall_seconds:
-            assert self._address is not None
             lost = silence(now - self._answered, Process(*self._address["process"]).state(), self._patience)
         if lost is not None and self._rank != 0:
             self._record(Failure(0, action, lost, "lost"))
@@ -342,26 +336,24 @@ class Watchdog:
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
-        self._send(failure=failure.to_list())  # rank 0 may be stopped, and will read this when it wakes up
+        self._send(failure=failure)  # rank 0 may be stopped, and will read this when it wakes up
 
-    def _fail(self, failure: Failure) -> Failure:
+    def _fail(self, failure: Failure) -> None:
         """Records the first failure that this rank learns of, for whoever launched it, too."""
         if self.failure is None:
             self.failure = failure
             if self._all_here.is_set():  # otherwise the main thread raises it, and `members` may not be known
                 note(self.members[failure.rank], str(failure))
             self._known.set()
-        return self.failure
 
     def _send(self, **message: Any) -> bool:
         connection = self._connection
-        if connection is None or self._address is None:
-            return False
         try:
-            connection.send(message)
+            if connection is not None:
+                connection.send(message)
         except OSError:
             return False
-        return True
+        return connection is not None
 
     def _stop(self, failure: Failure) -> None:
         if FAILURES not in os.environ:  # otherwise the launcher will
@@ -382,7 +374,7 @@ class Watchdog:
     def _await_others(self) -> None:
         """Waits for the other ranks before rank 0 exits, which takes the failure detector with it."""
         if self._server:
-            self._server.await_noted(_INTERRUPTED_SECONDS if self._interrupted else _NOTE_SECONDS)
+            self._server.await_noted(self._tell_seconds)
 
     def _words(self, failure: Failure) -> str:
         words = f"rank {self._rank} stops: {failure}"
@@ -399,19 +391,8 @@ class Watchdog:
             self.last_words()
             self._leave_last(self.failure)
         self.close()
-        self._await_leaving()
-
-    def _await_leaving(self) -> None:
-        """Rank 0 waits at its end until no rank needs its server, and says so if that takes long."""
-        began = warned = self._clock()
-        while self._server and not self._server.join(min(1.0, self._patience.warn_seconds)):
-            now = self._clock()
-            if now - warned >= self._patience.warn_seconds and (ranks := self._server.remaining):
-                warned = now
-                say(
-                    f"rank {self._rank} has reached the end of its program, and has waited {now - began:.0f} s for "
-                    f"{name_ranks(ranks)} to close the pipeline"
-                )
+        if self._server:
+            self._server.await_leaving()
 
 
 def _nothing(*_: object) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
-from penstock.distributed import rendezvous
+from penstock.distributed.joining import start
 
 PIPELINE = "pp"
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -106,13 +106,17 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
     Raises:
         ArgumentError: `ranks` is not the number of processes, or the mesh's dimensions are not the pipeline's.
     """
-    _check(ranks, mesh)
-    if mesh is not None:
+    check_counts(required=False, ranks=ranks)
+    if isinstance(mesh, DeviceMesh):
         return _from_mesh(ranks, mesh)
+    if mesh is not None:
+        raise ArgumentError(
+            f"mesh={mesh!r}: expected a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes, or None"
+        )
     if not dist.is_initialized():
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return World(ranks or 1)
-        rendezvous.start("cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo")
+        start("cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo")
         atexit.register(_leave)
     size = dist.get_world_size()
     if size == 1:
@@ -123,14 +127,6 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
         )
     members = tuple(order) if len(order) == size else tuple(range(size))
     return World(size, members.index(dist.get_rank()), members)
-
-
-def _check(ranks: object, mesh: object) -> None:
-    check_counts(required=False, ranks=ranks)
-    if not (mesh is None or isinstance(mesh, DeviceMesh)):
-        raise ArgumentError(
-            f"mesh={mesh!r}: expected a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes, or None"
-        )
 
 
 def _leave() -> None:
@@ -147,8 +143,8 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
             reason = _UNSUPPORTED.get(name, f"the dimensions are {PIPELINE!r}, {TENSOR!r} and, for data, {DATA}")
             raise ArgumentError(f"mesh has a dimension {name!r}, which a pipeline cannot have: {reason}")
     grid = mesh.mesh
-    if ranks is not None and ranks != mesh.size(names.index(PIPELINE)):
-        size = mesh.size(names.index(PIPELINE))
+    size = mesh.size(names.index(PIPELINE))
+    if ranks not in (None, size):
         raise ArgumentError(f"ranks={ranks}, but the mesh has {size} ranks in its pipeline dimension")
     if grid.numel() == 1:
         return World(1)

@@ -21,7 +21,7 @@ POSITIONS = [Position(f"0F{number}") for number in range(40)]
 
 
 def _followed() -> tuple[Progress, Watchdog]:
-    watchdog = Watchdog.connect(0, 1)
+    watchdog = Watchdog()
     return Progress(torch.device(DEVICE, 0), watchdog), watchdog
 
 
@@ -74,7 +74,7 @@ def failed() -> None:
 
 def events_of_a_step() -> dict[str, int]:
     """How often a steady step of a process that is one of several records events, by what is made and done."""
-    dist_like = Watchdog.connect(0, 1)
+    dist_like = Watchdog()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.randn(4, 4)
     with penstock.pipeline(model, (x,), ranks=2, microbatches=2, loss=F.mse_loss, devices=DEVICE) as pipe:

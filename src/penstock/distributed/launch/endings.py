@@ -51,18 +51,13 @@ class RankFailure:
         return self.message or f"rank {self.rank} {how_it_ended(self.exitcode or 0)}"
 
     @classmethod
-    def read_all(cls, path: Path | str) -> list[Self]:
-        """What was left in the file that `FAILURES` names."""
-        found = []
+    def first(cls, path: Path | str) -> Self | None:
+        """What failed first, by the file of `FAILURES`, with the exit status of that rank; None if nothing did."""
+        found: list[Self] = []
         for line in _lines(path):
             with contextlib.suppress(ArgumentError):  # whatever a user's code wrote there
                 found.append(validate(cls, line, "failure"))
-        return found
-
-    @classmethod
-    def first(cls, path: Path | str) -> Self | None:
-        """What failed first, with the exit status of that rank; None if nothing did."""
-        found = sorted(cls.read_all(path), key=lambda failure: failure.at_ns)
+        found.sort(key=lambda failure: failure.at_ns)
         if not found or not found[0].message:
             return found[0] if found else None
         codes = [failure.exitcode or 0 for failure in found if failure.rank == found[0].rank]

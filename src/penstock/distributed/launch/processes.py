@@ -185,6 +185,7 @@ def supervise(
         TimeoutError: it took more than `seconds`.
     """
     until = time.monotonic() + seconds
+    shares_input = not (outputs or sys.stdin is None or sys.stdin.isatty())  # the background reads no terminal
     agents: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_end, agents)
@@ -199,7 +200,7 @@ def supervise(
                 subprocess.Popen(
                     command,
                     env={**environment, TAG: jobs[-1]},
-                    stdin=subprocess.DEVNULL if outputs else _usual_input(),
+                    stdin=None if shares_input else subprocess.DEVNULL,
                     stdout=outputs[number] if outputs else None,
                     stderr=subprocess.STDOUT if outputs else None,
                     process_group=0,  # a Ctrl-C of the terminal comes to us alone
@@ -274,11 +275,6 @@ def _forwarded(numbers: Sequence[int], agents: Sequence[subprocess.Popen[bytes]]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _usual_input() -> int | None:
-    """Ours, but never the terminal's, which a group in the background must not read."""
-    return subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ class Control:
         self.line = tuple(number for number in world.numbers if number != world.number)
         self.others = tuple(number for number in range(len(world.everyone)) if number != world.number)
         if world.rank is None:
-            self.watchdog = Watchdog.connect(0, 1)
+            self.watchdog = Watchdog()
             return
         place = place_of(default_store(), world.everyone)
         self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
@@ -77,7 +77,7 @@ class Control:
                 said = self.gather((device.type, backend), "its backend")
             with self.agreed():
                 check_alike([said[number] for number in world.numbers])
-                self.groups.check()
+                (group_options or GroupOptions()).check(backend)
             with self.waiting_for("process groups", self.others):
                 self.groups.open(late=is_accelerator(device))
             if is_accelerator(device):

@@ -17,7 +17,7 @@ from penstock._base.errors import ArgumentError, FabricError, PipelineFailure
 from penstock._base.files import write_json
 from penstock.distributed.failure import name_ranks
 from penstock.distributed.failure_detector import Patience
-from penstock.distributed.rendezvous import number_of, start
+from penstock.distributed.joining import number_of, start
 from penstock.network.conditions import environment
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.spec import Spec
