@@ -51,7 +51,7 @@ class Draws(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x) + random.random() * float(np.random.rand())
+            x = layer(x) + random.random() * np.random.rand()
         return x
 
 
