@@ -81,39 +81,6 @@ class ScalesByNumpy(Layered):
         return super().forward(x) * (float(np.random.rand()) if self.training else 1.0)
 
 
-@model(KIND, draws=True)
-class ScalesEachByBoth(Layered):
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x) * random.random() + np.random.uniform(-1, 1) * 0.1
-        return x
-
-
-@model(KIND, draws=True)
-class AddsWhatNumpyDraws(Layered):
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x) + torch.tensor(np.random.randn(WIDTH), dtype=torch.float32)
-        return x
-
-
-def masked(size: int) -> np.ndarray:
-    mask = np.zeros(size, dtype=bool)
-    mask[np.random.choice(size, 3, replace=False)] = True
-    return mask
-
-
-@model(KIND, draws=True)
-class MasksByNumpy(Layered):
-    """In a function, as SpecAugment does."""
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-            x[:, torch.tensor(masked(WIDTH))] = 0.0
-        return x
-
-
 @blocks(KIND, draws=True)
 class BlocksOfPython(Block):
     def forward(self, x: Tensor) -> Tensor:
@@ -424,4 +391,37 @@ class DrawsAroundCheckpoints(Droppings):
 
         for block in self.blocks:
             x = checkpoint(part, block, x, use_reentrant=False)
+        return x
+
+
+@model(KIND, draws=True)
+class ScalesEachByBoth(Layered):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x) * random.random() + np.random.uniform(-1, 1) * 0.1
+        return x
+
+
+@model(KIND, draws=True)
+class AddsWhatNumpyDraws(Layered):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x) + torch.tensor(np.random.randn(WIDTH), dtype=torch.float32)
+        return x
+
+
+def masked(size: int) -> np.ndarray:
+    mask = np.zeros(size, dtype=bool)
+    mask[np.random.choice(size, 3, replace=False)] = True
+    return mask
+
+
+@model(KIND, draws=True)
+class MasksByNumpy(Layered):
+    """In a function, as SpecAugment does."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+            x[:, torch.tensor(masked(WIDTH))] = 0.0
         return x
