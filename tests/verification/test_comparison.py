@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.verification.comparison import Comparison, Report, Verdict, WholeBatch, compare, merged
+from penstock.verification.comparison import Comparison, Difference, Report, Verdict, WholeBatch, compare, merged
 
 KINDS = ["output", "loss", "gradient", "buffer"]
 TIED = "terms of several stages, added in another order"
@@ -261,6 +262,15 @@ def test_one_wrong_row_is_enough(wrong: Verdict) -> None:
     assert report(fine, bad).wrong == (bad,)
     assert report(fine, bad).summary().startswith("1 of 2 values differ; the first is gradient b on stage 1")
     assert report(fine, bad).summary().endswith(", in step 2")
+
+
+def test_the_summary_begins_where_the_difference_does() -> None:
+    first = Difference(2, "what enters 'a'", 1, 0, 0.5, 1.0, "it is twice what it should be")
+    made = replace(report(Comparison("gradient", "a", (0,), "different", 0.5, 1.0, "", 2)), first=first)
+    assert made.summary().startswith(
+        "first difference: step 2, microbatch 1 on stage 0: what enters 'a' differs by 0.5"
+    )
+    assert ". Downstream, 1 of 1 values differ; the first is gradient a" in made.summary()
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def test_a_right_model_raises_no_alarm(name: str, autocast: bool, monkeypatch: p
         for schedule in ("1f1b", "gpipe", "zb-h1"):
             report = one.report(schedule)
             assert report.ok, report.summary()
+            assert report.first is None
     assert len(references) == 1
 
 

@@ -34,7 +34,7 @@ def blame(
     """
     from penstock.cli.show import refuse_other
     from penstock.verification.blame import command as job
-    from penstock.verification.blame.page import page
+    from penstock.verification.blame.finding import page
 
     check_counts(steps=steps, timeout=timeout)
     refuse_other("--out", out, ".html", ".htm")

@@ -23,9 +23,7 @@ from penstock.runtime.transport.protocol import (
     TransportFactory,
     missing,
 )
-from penstock.testing.on_device import OnDevice
-from penstock.testing.transport_scripts import scripts_for
-from penstock.testing.transport_steps import Rank
+from penstock.testing.transport_scripts import CPU, Rank, scripts_for
 
 WAIT_SECONDS = 60.0
 """How long `check_factory` waits for the scripts to end, and how long one rank waits for the other."""
@@ -42,12 +40,10 @@ def check_transport(transports: Mapping[int, PointToPoint], device: torch.device
     that raised only if both transports are given (see `PointToPoint.drop_step`). Raises AssertionError if a transport
     does not conform.
     """
-    if device is not None:
-        transports = {rank: cast(PointToPoint, OnDevice(given, device)) for rank, given in transports.items()}
-    return _run(transports, lambda name: None)
+    return _run(transports, CPU if device is None else device, lambda name: None)
 
 
-def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) -> list[str]:
+def _run(transports: Mapping[int, PointToPoint], device: torch.device, begins: Callable[[str], None]) -> list[str]:
     """Runs the scripts, and calls `begins` with the name of each."""
     for rank, transport in transports.items():
         lacking = missing(transport, POINT_TO_POINT)
@@ -56,7 +52,7 @@ def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) 
     both = not any(missing(transport, COLLECTIVES) for transport in transports.values())
     for program, script in enumerate(scripts_for(collectives=both, one_process=len(transports) > 1)):
         begins(script.__name__)
-        ranks = {rank: Rank(cast(Transport, transport), program) for rank, transport in transports.items()}
+        ranks = {rank: Rank(cast(Transport, transport), program, device) for rank, transport in transports.items()}
         try:
             for rank, step in script():
                 if rank in ranks:
@@ -88,11 +84,11 @@ def check_factory(factory: TransportFactory) -> list[str]:
             return everyone
 
         try:
-            made = factory(Endpoint(rank, (0, 1), torch.device("cpu"), gather))
+            made = factory(Endpoint(rank, (0, 1), CPU, gather))
         except BaseException:
             barrier.abort()
             raise
-        return _run({rank: made}, lambda name: at.__setitem__(rank, name))
+        return _run({rank: made}, CPU, lambda name: at.__setitem__(rank, name))
 
     late = time.monotonic() + WAIT_SECONDS
     with ThreadPool(2) as threads:

@@ -1,4 +1,7 @@
-"""Random numbers of Python and numpy in a forward: from keyed streams as torch's are, never frozen in a recording."""
+"""Random numbers of Python and numpy in a forward: from keyed streams as torch's are.
+
+That none is frozen in a recording, and that `verify` sees generators of the model's own, is in test_proof_table.py.
+"""
 
 from __future__ import annotations
 
@@ -120,43 +123,6 @@ def test_only_torchs_generator_is_set_for_a_loss_of_torchs_own(loss: Any, monkey
         assert len(seeds) == count
 
 
-def scaled(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
-    return block(x) * random.random() + np.random.uniform(-1, 1) * 0.1
-
-
-def dropped(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
-    return x if random.random() < 0.5 else x + block(x)
-
-
-def tensor(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
-    return block(x) + torch.tensor(np.random.randn(7), dtype=torch.float32)
-
-
-def masked(size: int) -> np.ndarray:
-    chosen = np.random.choice(size, 3, replace=False)
-    mask = np.zeros(size, dtype=bool)
-    mask[chosen] = True
-    return mask
-
-
-def by_function(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
-    x = block(x)
-    x[:, torch.tensor(masked(7))] = 0.0
-    return x
-
-
-@pytest.mark.parametrize("way", [scaled, tensor, by_function])
-def test_nothing_is_frozen(way: Callable[..., Tensor]) -> None:
-    """Every microbatch and every step has numbers of its own."""
-    torch.manual_seed(0)
-    x = torch.ones(4, 7)
-    model = Dropping(way)
-    model.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
-    with pipeline(model, (x,), ranks=2, microbatches=4, seed=SEED, loss=squared_error) as pipe:
-        outputs = [out for _ in range(2) for out in pipe.step(x, target=x, outputs=True).outputs]
-    assert not any(torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
-
-
 def test_a_number_of_the_stream() -> None:
     """Against plain arithmetic with the number that the call's stream gives."""
 
@@ -188,18 +154,6 @@ def test_a_number_that_reaches_a_block_is_refused() -> None:
     model.blocks = nn.ModuleList(Rated() for _ in range(4))
     with pytest.raises(PartitionError, match="a random number"):
         pipeline(model, (torch.ones(4, 7),), ranks=2, microbatches=2, loss=squared_error)
-
-
-@pytest.mark.parametrize("where", ["block", "model"])
-def test_verify_sees_draws_from_a_generator_of_the_models_own(where: str) -> None:
-    def make() -> nn.Module:
-        rng = np.random.default_rng(1)
-        if where == "block":
-            return nn.Sequential(Noisy(rng.random), nn.Linear(7, 7), Noisy(rng.random))
-        return Dropping(lambda self, number, block, x: block(x) * rng.random())
-
-    report = verify(make, (torch.ones(4, 7),), target=torch.zeros(4, 7), loss_fn=squared_error, ranks=2, microbatches=2)
-    assert not report.ok
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}

@@ -18,10 +18,9 @@ from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 from penstock.testing import assert_same_training
 from penstock.verification.blame.command import checked, run
-from penstock.verification.blame.finding import Blame, Finding
+from penstock.verification.blame.finding import Blame, Finding, page
 from penstock.verification.blame.names import Part, name_parts, read
-from penstock.verification.blame.page import page
-from penstock.verification.blame.watch import FOLDER
+from penstock.verification.blame.watch import FOLDER, Step
 from penstock.verification.first_difference import confusable_values, first_value
 from penstock.verification.trail import FORWARD, Place, Trail
 
@@ -144,7 +143,7 @@ def part(rank: int, stage: nn.Module) -> Part:
     """A stage of one rank, as it would be read from a file."""
     before = {name: value.detach() for name, value in stage.named_parameters()}
     modules = {name: type(module).__name__ for name, module in stage.named_modules()}
-    return Part(rank, 0, [{"stage": None, "names": {}, "before": before, "modules": modules}])
+    return Part(rank, 0, [Step(None, {}, before, modules=modules)])
 
 
 def test_renumbered_layers_are_known_by_their_weights() -> None:

@@ -37,7 +37,9 @@ if users is not None and users.loader is not None:
     sys.modules["sitecustomize"] = module_from_spec(users)
     users.loader.exec_module(sys.modules["sitecustomize"])
 if sys.argv[:1] != ["-c"] or "--multiprocessing-fork" in sys.argv:  # no helper of multiprocessing, but a rank
-    import penstock.verification.blame.rank
+    from penstock.verification.blame.pipelining import begin
+
+    begin()
 """
 
 
