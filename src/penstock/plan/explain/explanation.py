@@ -75,6 +75,7 @@ class Explanation:
         steps: each step of the run in short.
         even: the slowest replica's schedule if stages, ranks and microbatches were alike and nothing between actions.
         predicted: the same schedule by the plan's or profile's costs; None if there is none.
+        origin: "simulated" if the replay is exact and no rank loses any time between actions, else "measured".
     """
 
     run: Run
@@ -92,6 +93,7 @@ class Explanation:
     steps: tuple[StepSummary, ...]
     even: Timeline
     predicted: Timeline | None
+    origin: str
 
     @property
     def error(self) -> float:
@@ -102,11 +104,6 @@ class Explanation:
     def change_error(self) -> float:
         """By how much of the step a predicted gain may be wrong: the worst that any replay was."""
         return max(self.error, self.whole_error)
-
-    @property
-    def origin(self) -> str:
-        """Where the times are from: those of a simulation are replayed exactly."""
-        return "measured" if self.error > _EXACT else "simulated"
 
     @property
     def advice(self) -> tuple[Change, ...]:
@@ -226,6 +223,7 @@ def explain(
         summaries(run),
         even,
         planned,
+        "measured" if error > _EXACT or replay.host.any() else "simulated",
     )
 
 
