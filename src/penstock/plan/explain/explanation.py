@@ -114,8 +114,8 @@ class Explanation:
     def nothing(self) -> str:
         """What is said where there is no advice."""
         if self.change_error > LEAST_GAIN:
-            return f"nothing for certain: no change brings more than the replay's error, {self.change_error:.1%}"
-        return f"nothing: stages, ranks and microbatches are alike, as far as {LEAST_GAIN:.1%} of a step goes"
+            return f"no significant improvement: every change is within the replay's error, {self.change_error:.1%}"
+        return f"no imbalance above {LEAST_GAIN:.1%} of a step"
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
