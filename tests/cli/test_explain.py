@@ -343,7 +343,7 @@ def test_the_screen_says_what_to_do_first(tmp_path: Path) -> None:
     assert head.startswith("1f1b: 4 ranks, 8 microbatches")
     assert rest.splitlines()[1].startswith("at most -")
     assert head.splitlines()[0].endswith("simulated, with its costs' unit for a second")
-    assert "stage 2 takes 1.33 times the mean (rank 2): move work off it" in rest.splitlines()[1]
+    assert "stage 2 takes 1.33 times the mean (rank 2): move layers to other stages" in rest.splitlines()[1]
     assert "What if" in rest
     assert len(said.splitlines()) < 40
     assert max(map(len, said.splitlines())) <= 100
@@ -385,9 +385,9 @@ def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path
     for error in (0.231, 0.001):
         show(replace(found, worst_error=error), Console(width=200))
         said.append(capsys.readouterr().out)
-    assert "nothing for certain: no change brings more than the replay's error, 23.1%" in said[0]
+    assert "no significant improvement: every change is within the replay's error, 23.1%" in said[0]
     assert "are alike" not in said[0]
-    assert "are alike, as far as 0.5% of a step goes" in said[1]
+    assert "no imbalance above 0.5% of a step" in said[1]
 
 
 def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:

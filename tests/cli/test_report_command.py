@@ -52,7 +52,7 @@ def test_its_numbers_and_its_timeline_are_those_of_explain(trace: Path, open_pag
         zip(page.locator(".figures dt").all_inner_texts(), page.locator(".value").all_inner_texts(), strict=True)
     )
     assert seconds(cards["a step takes"]) == pytest.approx(found["step_seconds"], rel=1e-3)
-    assert seconds(cards["if all were even"]) == pytest.approx(found["even_seconds"], rel=1e-3)
+    assert seconds(cards["if perfectly balanced"]) == pytest.approx(found["even_seconds"], rel=1e-3)
     heads = page.locator(".shares").first.locator("th").all_inner_texts()
     for rank, line in enumerate(found["by_rank"]):
         cells = page.locator(".shares").first.locator("tr").nth(rank + 1).locator("td").all_inner_texts()
@@ -67,7 +67,7 @@ def test_its_numbers_and_its_timeline_are_those_of_explain(trace: Path, open_pag
     assert page.locator(".changes tr").count() == min(6, len(found["changes"]))
     for change in found["changes"][:1]:
         assert change["text"] in page.inner_text(".changes")
-    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["simulated", "if all were even"]
+    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["simulated", "if perfectly balanced"]
     spans = list(measured())
     ends = page.evaluate("timeline.bands[0].lanes.flatMap((lane) => [...lane.end])")
     assert ends == pytest.approx([span.end_seconds for span in spans])

@@ -92,6 +92,18 @@ def test_all_that_is_in_the_way_at_once() -> None:
     follow(model, said)
 
 
+def test_what_helps_with_a_block_is_said_where_the_model_itself_is_in_the_way() -> None:
+    class Checks(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            if y.isnan().any():
+                raise ValueError
+            return y
+
+    said = refusal(Checks(Reads()))
+    assert "With leaves=['part.m0'] the last one remains. Do it outside of the model, or in a module of its own" in said
+
+
 def test_many_of_one_kind_are_named_together() -> None:
     model = Model(*(Reads() for _ in range(20)))
     said = refusal(model)

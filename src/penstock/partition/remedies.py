@@ -79,7 +79,8 @@ def explained(
             remedies.append("leave out labels and pass loss_fn=... (tried)")
     if not remedies:
         failed = f" Tried: {failure.rstrip('.')}." if failure else ""
-        return f"{text}.{failed} {OUTSIDE if error.scope else ELSEWHERE}"
+        helped = f" With leaves={_listed(whole, model)} the last one remains." if len(found) > 1 and not scope else ""
+        return f"{text}.{failed}{helped} {OUTSIDE if found[-1].scope else ELSEWHERE}"
     first, *others = remedies
     return f"{text}. {', or '.join([first[:1].upper() + first[1:], *others])}"
 

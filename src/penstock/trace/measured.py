@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, starmap
+from operator import eq
 
 import numpy as np
 
@@ -293,9 +294,16 @@ def _judged(schedule: Schedule) -> Schedule | str:
     chunks = placement.stages // placement.ranks // placement.pipelines
     numbers = Numbers(placement.ranks, schedule.microbatches, chunks)
     for entry in generators():
-        if entry.fits(numbers, placement) and (made := entry.make(numbers)).rows == schedule.rows:
-            return made
+        if entry.fits(numbers, placement):
+            made = entry.make(numbers)
+            if all(starmap(_same_actions, zip(made.rows, schedule.rows, strict=True))):
+                return replace(schedule, name=made.name)
     return schedule
+
+
+def _same_actions(planned: Row, run: Row) -> bool:
+    """Whether a rank ran what was planned. A trace does not show which two actions were to overlap."""
+    return len(planned) == len(run) and all(map(eq, planned, run))
 
 
 def _step(number: int, replicas: Sequence[Replica], events: Sequence[Event]) -> Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -97,7 +97,9 @@ def _cells(values: Iterable[Any]) -> dict[int, CellType]:
     found: dict[int, CellType] = {}
     todo = [*values]
     while todo:
-        value = getattr(value := todo.pop(), "__func__", value)
+        value = todo.pop()
+        if isinstance(value, MethodType):  # no getattr: MONAI's stand-ins for missing modules raise ImportError for any
+            value = value.__func__
         cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
         new = {id(cell): cell for cell in cells if id(cell) not in found}
         found |= new

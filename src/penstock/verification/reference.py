@@ -197,6 +197,8 @@ class _Unsplit:
             values = self._run(training=True, trail=trail)
         if trail is not None:
             trail.uses = self._terms.uses
+        # A forward may have a buffer require a gradient from then on (vector_quantize_pytorch's VectorQuantize).
+        self.trained |= trained(self.alone.session.split.all_parameters(), self.alone)
         grads = {("gradient", n): _copy(t.grad) for n, t in (*self.trained.items(), *inputs.items())}
         buffers = {("buffer", name): _copy(buffer) for name, buffer in self.alone.named_buffers()}
         terms = {name: size for name, size in sizes.items() if name in self._reordered}

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -209,7 +209,8 @@ class Verification:
         for step, batch in enumerate(batches, 1):
             if step == len(batches):
                 _update(pipe, expected.updated)
-            for tensor in (*trained(pipe.named_parameters(), pipe).values(), *inputs_of(batch).values()):
+            held = chain(pipe.named_parameters(), pipe.named_buffers(), inputs_of(batch).items())
+            for _, tensor in held:
                 tensor.grad = None
             follows = trails is not None and trails[0].step == step
             with trails[0].following(pipe.model, {}) if trails and follows else nullcontext():

@@ -118,7 +118,8 @@ class Whole:
                     return WholeBatch(*losses, "explained", changes or drawn)
                 return WholeBatch(*losses, *self._cause(parts, whole))  # type: ignore[arg-type]
         except Exception as error:  # from the user's code: models may return something else in evaluation
-            return WholeBatch(*losses, "warning", f"the cause could not be found ({type(error).__name__}: {error})")
+            why = f"the cause could not be found, since evaluation mode raises {type(error).__name__}: {error}"
+            return WholeBatch(*losses, "warning", why)
 
     def _cause(self, parts: _Ran, whole: _Ran) -> tuple[str, str]:
         """The verdict where nothing is left to chance."""

@@ -308,6 +308,25 @@ def test_what_was_simulated_is_not_called_measured() -> None:
     assert explain(replace(simulated, events=tuple(late))).origin == "measured"
 
 
+def test_a_measured_step_may_be_replayed_without_an_error() -> None:
+    one = recorded(timeline(even, twice, ranks=1, microbatches=2))
+    gaps = [
+        replace(e, start_seconds=e.start_seconds + 0.1 * n, end_seconds=e.end_seconds + 0.1 * n)
+        for n, e in enumerate(one.events)
+    ]
+    found = explain(replace(one, events=tuple(gaps)))
+    assert (found.error, found.origin) == (pytest.approx(0.0), "measured")
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+def test_a_trace_of_actions_that_overlap_has_the_schedules_name(name: str) -> None:
+    """A trace has the two actions one after the other."""
+    schedule = generate(name, 4, 8)
+    ran = schedule.with_rows([*row] for row in schedule.rows)
+    found = explain(recorded(simulate(ran, StageCost(1.0, 1.0, 1.0), LinkCost(0.02))))
+    assert found.step.slowest.schedule.name == name
+
+
 def test_a_prediction_that_is_far_off_is_said_first() -> None:
     slow = recorded(timeline(lambda s, k: 1.9, lambda s, k: 3.8))
     assert explain(slow, predicted=profile()).run.notes[0].startswith("the pipeline took 1.91 times what was predicted")

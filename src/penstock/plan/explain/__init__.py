@@ -7,7 +7,7 @@
 >>> costs = [StageCost(1.0, 1.0, 1.0), StageCost(1.5, 1.5, 1.5)]
 >>> write_perfetto(simulate(generate("1f1b", ranks=2, microbatches=4), costs), "timeline.json")
 >>> print(explain(read_run(["timeline.json"])).changes[0].text)
-stage 1 takes 1.20 times the mean (rank 1): move work off it
+stage 1 takes 1.20 times the mean (rank 1): move layers to other stages
 
 Pure values and functions, but for `read_run`, which reads files; no torch.
 """

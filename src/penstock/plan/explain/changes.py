@@ -201,7 +201,7 @@ def _cut(trial: Trial) -> Iterator[Change]:
     if known is None or not known.units or known.unlikely(list(totals)):
         needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
         note = _doubted(trial, f"if stages were even; {needed} which cuts there are")
-        yield Change("cut", f"{is_so}: move work off it", (trial.even(trial.replay),), note, measured=False)
+        yield Change("cut", f"{is_so}: move layers to other stages", (trial.even(trial.replay),), note, measured=False)
         return
     starts, *ends = known.recut([float(total) for total in totals])
     moves = [
@@ -232,7 +232,7 @@ def _ranks(trial: Trial) -> Iterator[Change]:
             for row, op in enumerate(COMPUTE)
             if one.slow[row].any()
         )
-        text = f"{one.who} is slow ({ops} its replicas'): mend or replace it"
+        text = f"{one.who} is slow ({ops} its replicas'): check or replace its device"
         case = trial.scaled(trial.replay, scale[..., None])
         yield Change("rank", text, (case,), _doubted(trial, ""), key=one.who)
 
@@ -260,7 +260,7 @@ def _actions(trial: Trial) -> Iterator[Change]:
     name = f"{stage}{COMPUTE[op].value}{microbatch}{trial.of_replica(place)}"
     text = (
         f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name} most "
-        f"({own[place, op, stage, microbatch]:.1f}x): look for what else ran then"
+        f"({own[place, op, stage, microbatch]:.1f}x): check what else ran then"
     )
     note = "none slower than is usual there"
     yield Change("actions", text, (trial.usual(trial.replay),), note, measured=False)

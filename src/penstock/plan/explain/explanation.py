@@ -75,6 +75,7 @@ class Explanation:
         steps: each step of the run in short.
         even: the slowest replica's schedule if stages, ranks and microbatches were alike and nothing between actions.
         predicted: the same schedule by the plan's or profile's costs; None if there is none.
+        origin: "simulated" if the replay is exact and no rank loses any time between actions, else "measured".
     """
 
     run: Run
@@ -92,6 +93,7 @@ class Explanation:
     steps: tuple[StepSummary, ...]
     even: Timeline
     predicted: Timeline | None
+    origin: str
 
     @property
     def error(self) -> float:
@@ -104,11 +106,6 @@ class Explanation:
         return max(self.error, self.whole_error)
 
     @property
-    def origin(self) -> str:
-        """Where the times are from: those of a simulation are replayed exactly."""
-        return "measured" if self.error > _EXACT else "simulated"
-
-    @property
     def advice(self) -> tuple[Change, ...]:
         """The first of the changes, as every page and screen lists them."""
         return self.changes[:_MAX_ADVICE]
@@ -117,8 +114,8 @@ class Explanation:
     def nothing(self) -> str:
         """What is said where there is no advice."""
         if self.change_error > LEAST_GAIN:
-            return f"nothing for certain: no change brings more than the replay's error, {self.change_error:.1%}"
-        return f"nothing: stages, ranks and microbatches are alike, as far as {LEAST_GAIN:.1%} of a step goes"
+            return f"no significant improvement: every change is within the replay's error, {self.change_error:.1%}"
+        return f"no imbalance above {LEAST_GAIN:.1%} of a step"
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
@@ -226,6 +223,7 @@ def explain(
         summaries(run),
         even,
         planned,
+        "measured" if error > _EXACT or replay.host.any() else "simulated",
     )
 
 

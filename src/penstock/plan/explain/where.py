@@ -24,10 +24,10 @@ class Reason(StrEnum):
     STAGES = "uneven stages"
     RANKS = "slow ranks"
     MICROBATCHES = "unequal microbatches"
-    ACTIONS = "single slow actions"
-    LINKS = "transfers"
-    HOST = "between actions"
-    REST = "not explained"
+    ACTIONS = "outlier actions"
+    LINKS = "communication"
+    HOST = "host overhead"
+    REST = "unexplained"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[s
                 note=f"by what the plan or profile said of each stage{rough}",
             )
         ]
-    return [band("if all were even", found.even, schedule, note="stages, ranks and microbatches alike")]
+    return [band("if perfectly balanced", found.even, schedule, note="stages, ranks and microbatches alike")]
 
 
 def _curves(held: Sequence[Memory]) -> list[dict[str, Any] | None] | None:
@@ -96,7 +96,7 @@ def reasons(found: Explanation) -> list[Figure]:
     idle, pipeline = idle_of(found), duration(found.step.pipeline_seconds)
     return [
         Figure("idle", f"{idle.share:.1%}", f"of all ranks' time; most: {idle.worst}" if idle.worst else ""),
-        Figure("if all were even", duration(found.where.even_seconds), f"of the pipeline's {pipeline}"),
+        Figure("if perfectly balanced", duration(found.where.even_seconds), f"of the pipeline's {pipeline}"),
     ]
 
 
