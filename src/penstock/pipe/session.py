@@ -11,8 +11,7 @@ from torch import nn
 
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, ClosedError
-from penstock.partition.units.chain import unwrapped
-from penstock.partition.values.defaults import default_kwargs
+from penstock.partition.units.chain import default_kwargs, unwrapped
 from penstock.pipe.options import Options
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.steps import Steps
