@@ -18,9 +18,8 @@ from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
 from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings, gates_of
-from penstock.partition.state.left_behind import Left
-from penstock.partition.state.remembered import Remembered
-from penstock.partition.values.defaults import default_kwargs
+from penstock.partition.state.remembered import Left, Remembered
+from penstock.partition.units.chain import default_kwargs
 from penstock.partition.values.objects import leaves_of, tensors_in
 
 __all__ = [

@@ -16,9 +16,8 @@ from penstock._base.words import counted
 from penstock.costs import Problem, Profile, UnitCost, best_starts, stage_loads
 from penstock.costs.links import link_of
 from penstock.costs.stage_costs import crossing_seconds, priced, with_memory
-from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
+from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts, module_at
 from penstock.partition.cut.choice import Choice
-from penstock.partition.cut.places import module_at
 from penstock.partition.measure.clock import undisturbed
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.units import Units, UnmeasurableError, identity

@@ -14,16 +14,16 @@ from penstock._base.marks import computing
 from penstock._base.trees import Flat, flatten, unflatten
 from penstock._base.words import counted
 from penstock.costs import Profile
-from penstock.partition.cut.balance import Candidate, candidates, cut_at, joined, spans, too_few
+from penstock.partition.cut.balance import Candidate, candidates, cut_at, where_possible
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import Splits
-from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
+from penstock.partition.source import Obstacle
 from penstock.partition.stages.lengths import Dims, Lengths, at_length
 from penstock.partition.stages.partition import (
     Leaf,
@@ -37,9 +37,8 @@ from penstock.partition.stages.partition import (
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.state.assumptions import Assumptions, Attributes
-from penstock.partition.units.chain import as_module, known_names
+from penstock.partition.units.chain import as_module, default_kwargs, known_names
 from penstock.partition.units.units import Grain, Opening, find_units, public_name, refuse_compiled, refuse_lazy
-from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.objects import input_path
 
 Division = tuple[Decision, Opening]
@@ -277,14 +276,13 @@ class Partitioner:
         self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None = None
     ) -> tuple[Recording, Partition]:
         """Records these arguments, if it is not known what they are recorded as, and cuts the recording."""
-        model = self.model
         split = self._cut(known) if known is not None else self._divide(args, kwargs)
         recording = split.recording
         self._grain, self._opening = recording.grain, recording.opening
         self._look_around()
         self.cuts, work = tuple(split.cuts), split.work()
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
-        check_complete(recording, model, stages)
+        check_complete(split, stages)
         given = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
         partition = Partition(
@@ -304,6 +302,7 @@ class Partitioner:
             result_leaves=recording.result_leaves,
             elsewhere=not_on_the_last(recording, stages),
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
+            reorders_gradients=split.crosses_twice(),
             leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
         )
@@ -356,12 +355,14 @@ class Partitioner:
             return decided()
         except PartitionError as error:
             every = candidates(recording, self.model, self._choice.by, self.stages)
-            kept = spans(recording, self.model)
-            units = joined(every, kept)
+            units = where_possible(recording, self.model, every)
             if len(units) == len(every):
                 raise
             if len(units) < self.stages <= len(every):
-                raise too_few(error, self.stages, units, kept) from error
+                raise PartitionError(
+                    f"{error}. For stages={self.stages} there is no such cut: what must stay together leaves "
+                    f"{counted(len(units), 'stage')} at most"
+                ) from error
             return decided(units)
 
 

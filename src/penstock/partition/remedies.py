@@ -16,8 +16,8 @@ from torch import nn
 
 from penstock._base.words import counted
 from penstock.partition.cut.balance import candidates
-from penstock.partition.obstacle import ELSEWHERE, OUTSIDE, Obstacle
 from penstock.partition.recording.recording import Recording
+from penstock.partition.source import ELSEWHERE, OUTSIDE, Obstacle
 from penstock.partition.units.units import has_forward
 
 TRIALS = 12

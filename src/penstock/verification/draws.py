@@ -21,7 +21,7 @@ from penstock.partition.recorder import foreign
 from penstock.partition.source import is_ours
 from penstock.partition.stages.stage import Gate
 from penstock.partition.units.units import intercepted
-from penstock.partition.watch.observer import argument_names, is_seeded
+from penstock.partition.watch.work import argument_names, is_seeded
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 

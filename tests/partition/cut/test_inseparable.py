@@ -58,5 +58,5 @@ def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it() -> None:
 
 
 def test_what_is_used_from_beginning_to_end_leaves_one_stage() -> None:
-    with pytest.raises(PartitionError, match=r"'steps' is updated in place.* leave 1 stage at most"):
+    with pytest.raises(PartitionError, match=r"'steps' is updated in place.* leaves 1 stage at most"):
         inspect(Counting(), (torch.randn(4, WIDTH),), stages=2)

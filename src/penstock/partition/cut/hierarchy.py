@@ -11,8 +11,7 @@ from torch import nn
 
 from penstock._base.errors import PartitionError
 from penstock.costs import Profile
-from penstock.partition.cut.balance import Weighed, candidates, even_starts, heaviest_stage
-from penstock.partition.cut.places import is_mark, place_of
+from penstock.partition.cut.balance import Weighed, candidates, even_starts, heaviest_stage, is_mark, place_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import LISTS, Opening, Unit, canonical_names, find_units, repeats, resolve

@@ -27,9 +27,8 @@ from penstock.costs import Operations
 from penstock.costs.hardware import Operation
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
-from penstock.partition.watch.observer import argument_names
 from penstock.partition.watch.work import Operation as Call
-from penstock.partition.watch.work import group_of, operations_of, tensors_of
+from penstock.partition.watch.work import argument_names, group_of, operations_of, tensors_of
 
 _LSTM_VALUES = 9.3, 6.1
 """What `nn.LSTM` keeps on the CPU for each value of its result, and besides for each value of what is wider, its input

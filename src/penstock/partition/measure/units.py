@@ -17,7 +17,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, TensorMeta
 from penstock._base.trees import flatten
 from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, Tied, UnitCost
-from penstock.partition.cut.balance import Candidate, cut_at, joined, spans
+from penstock.partition.cut.balance import Candidate, cut_at, where_possible
 from penstock.partition.measure.footprint import Footprint, footprint, on_fakes
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
@@ -68,23 +68,15 @@ class Units:
     def of(cls, recording: Recording, model: nn.Module, candidates: Sequence[Candidate]) -> Units:
         """Cut at every candidate at which it can be; the others join the one before. Raises UnmeasurableError if the
         units cannot be run alone."""
-        kept = joined(candidates, spans(recording, model))
 
         def cut(units: Sequence[Candidate]) -> Units:
             return cls(model, units, cut_at(recording, model, [unit.name for unit in units[1:]]))
 
-        def can_be_cut_before(unit: Candidate) -> bool:
-            try:
-                cut([kept[0], unit])
-            except PartitionError:
-                return False
-            return True
-
         try:
             try:
-                return cut(kept)
+                return cut(candidates)
             except PartitionError:
-                return cut([kept[0], *filter(can_be_cut_before, kept[1:])])
+                return cut(where_possible(recording, model, candidates))
         except PartitionError as error:
             raise UnmeasurableError(f"it cannot be cut at every unit: {error}") from error
 

@@ -4,6 +4,10 @@ With several decisions there are too many paths to record them all. So the path 
 enough others are recorded to see any two decisions in all four combinations: two for each binary digit of a decision's
 number, and one with all decisions inverted. Each must be the base minus the nodes that it leaves out: these are the
 decision's region, which becomes one node.
+
+Fewer would not do. What replaces a skipped layer's result shows only where the layer before it and the one that reads
+it both run, whether these are one or s layers away. Numbers that differ by s differ in the digit of the largest power
+of 2 that divides s, so on one path the layer is inverted and neither of the others is.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording.recording import Branch, Fact, Recording
+from penstock.partition.source import Obstacle
 
 Answers = tuple[bool, ...]
 

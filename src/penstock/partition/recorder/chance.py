@@ -9,7 +9,6 @@ this recording was given. `branches` records the other paths too, and merges the
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from functools import partial, partialmethod
 from types import FunctionType
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch import fx
 
@@ -187,7 +187,7 @@ class Chance:
     def astype(self, array: DrawnArray, dtype: Any) -> DrawnArray:
         """The stand-in for an array of another dtype."""
         node = self._book.write_number("call_method", "astype", (array.node, self._book.argument(dtype)))
-        return DrawnArray(self, node, sys.modules["numpy"].empty(array.shape, dtype))
+        return DrawnArray(self, node, numpy.empty(array.shape, dtype))
 
     def _number(self, op: str, target: Any, args: tuple[Any, ...]) -> Drawn:
         self.held = True
@@ -265,14 +265,13 @@ class Chance:
     ) -> Any:
         """A stand-in for a drawn number or array, of which only the kind is used."""
         self._generators = foreign.states()
-        numpy = sys.modules.get("numpy")
         self.is_foreign = self.held = True
-        is_array = numpy is not None and isinstance(value, numpy.ndarray)
+        is_array = isinstance(value, numpy.ndarray)
         if is_array and value.dtype.kind not in "biufc":
             self.refuse("a random choice among objects")
         if is_array and target is foreign.draw and (function := foreign.enclosing_function()) is not None:
             raise Learned(f"{self._book.here()} draws an array", functions=[function])
-        if not is_array and not isinstance(value, (bool, int, float, *((numpy.generic,) if numpy else ()))):
+        if not is_array and not isinstance(value, (bool, int, float, numpy.generic)):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
         node = self._book.write_number("call_function", target, args, kwargs, draws=True)
         return DrawnArray(self, node, value) if is_array else DrawnNumber(self, node, low, high)
@@ -297,7 +296,7 @@ def _range(name: str, given: Sequence[Any]) -> tuple[float | None, float | None]
 def stand_ins(tree: Any) -> Any:
     """Replaces drawn numbers and arrays in a tree with values of the same type and shape, for calls on fake tensors."""
     if isinstance(tree, DrawnArray):
-        return sys.modules["numpy"].zeros(tree.shape, tree.dtype)
+        return numpy.zeros(tree.shape, tree.dtype)
     if isinstance(tree, Drawn):
         return 0.5
     if type(tree) in (tuple, list):

@@ -14,6 +14,7 @@ from functools import cache, partial
 from types import FrameType, FunctionType
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -35,13 +36,11 @@ def sources() -> Mapping[str, Callable[..., Any]]:
         function = getattr(random, name)
         if name not in SEEDING and isinstance(getattr(function, "__self__", None), random.Random):
             found[f"random.{name}"] = function
-    if (numpy := sys.modules.get("numpy")) is not None:
-        for name in dir(numpy.random):
-            function = getattr(numpy.random, name)
-            if name not in SEEDING and isinstance(getattr(function, "__self__", None), numpy.random.RandomState):
-                found[f"numpy.random.{name}"] = function
-        found[FRESH] = numpy.random.default_rng
-    return found
+    for name in dir(numpy.random):
+        function = getattr(numpy.random, name)
+        if name not in SEEDING and isinstance(getattr(function, "__self__", None), numpy.random.RandomState):
+            found[f"numpy.random.{name}"] = function
+    return {**found, FRESH: numpy.random.default_rng}
 
 
 def draw(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -102,8 +101,5 @@ def enclosing_function() -> FunctionType | None:
 
 def states() -> tuple[Any, ...]:
     """The states of Python's and numpy's generators, for comparison."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    kind, keys, *rest = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), *rest
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), kind, numpy.asarray(keys).tobytes(), *rest

@@ -26,20 +26,18 @@ from penstock._base.marks import cut
 from penstock._base.trees import flatten, leaf_tensors
 from penstock._base.words import in_ranges
 from penstock.partition import source
-from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
 from penstock.partition.recording.recording import Guard, ancestors, make_guard
 from penstock.partition.recording.result_checks import Returned
-from penstock.partition.run.known_values import CallResult, KnownValues
+from penstock.partition.run.known_values import CallResult, KnownValues, may_draw, run_for_real
 from penstock.partition.run.loan import Loan
-from penstock.partition.run.real import may_draw, run_for_real
-from penstock.partition.state.left_behind import attributes_of, taken
+from penstock.partition.source import Obstacle
 from penstock.partition.state.reach import Reach
+from penstock.partition.state.remembered import attributes_of, taken
 from penstock.partition.units.units import Call, Grain, Learned, Opening, Unit
-from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
-from penstock.partition.values.passed import Passed
+from penstock.partition.values.objects import Passed, hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Call as Running
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -295,14 +293,14 @@ class Recorder(Writer, TorchFunctionMode):
 
         Returns its result, which of its modules drew, and what it wrote.
         """
-        before = self.observer.mark()
+        rollback = self.observer.mark()
         try:
             with quiet():
                 return original(unit.module, *args, **kwargs), *self.observer.take()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
-            self.observer.rollback(before)
+            rollback()
             self.reach.cached.forget()  # what it cached from fakes before it failed
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.observer, error, self.taken

@@ -18,25 +18,26 @@ from penstock._base.compat import FakeTensor, in_checkpoint, storage_of
 from penstock._base.errors import PartitionError
 from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
 from penstock.partition import source
-from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
 from penstock.partition.recording.recording import EntryModes, Fact, Kind, tensor_meta
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
+from penstock.partition.source import Obstacle
 from penstock.partition.state.reach import Reach
 from penstock.partition.units.units import Learned, Opening, Unit, canonical_names
 from penstock.partition.values.objects import (
     CONSTANTS,
     OfNode,
+    Passed,
     child_items,
     free_name,
     hidden_tensors,
     hides_tensors,
     holds_tensors,
     is_named_tuple,
+    kept_by,
     rebuilt,
 )
-from penstock.partition.values.passed import Passed, kept_by
 from penstock.partition.watch.observer import Observer
 
 Seen = tuple[Tensor, fx.Node]

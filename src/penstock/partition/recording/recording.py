@@ -18,8 +18,7 @@ from torch.fx.node import map_aggregate
 from penstock._base.compat import autocast_state
 from penstock._base.stages import TensorMeta
 from penstock.partition.recording.calls import Target
-from penstock.partition.state.left_behind import Left
-from penstock.partition.state.remembered import Remembered
+from penstock.partition.state.remembered import Left, Remembered
 from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Opening
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]

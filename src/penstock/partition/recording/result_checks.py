@@ -127,12 +127,12 @@ def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:
     flat, expected = flatten(result), [path for path, *_ in pattern]
     if flat.paths != expected:
         recorded = [_expected(kind, value) for _, kind, value in pattern]
-        return _listed(flat.paths, [*map(_text, flat.leaves)]), _listed(expected, recorded)
+        return _listed(flat.paths, [*map(_found, flat.leaves)]), _listed(expected, recorded)
     for leaf, (_, kind, value) in zip(flat.leaves, pattern, strict=True):
         found, there = _described(leaf, shapes=value is not None)
         alike = type(there) is type(value) and (there == value or (there != there and value != value))  # NaN equals NaN
         if not (found != "tensor" if kind == "any" else found == kind and alike):
-            return _text(leaf), _expected(kind, value)
+            return _found(leaf), _expected(kind, value)
     return None
 
 
@@ -149,9 +149,6 @@ def _expected(kind: str, value: Any) -> str:
     return {"value": repr(value), "text": str(value), "any": "an object that is not a tensor"}[kind]
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"{len(value)} items"
-    return repr(value) if isinstance(value, (*VALUES, type(None))) else f"a {type(value).__name__}"
+def _found(leaf: Any) -> str:
+    kind, value = _described(leaf, shapes=True)
+    return f"a {type(leaf).__name__}" if kind == "any" else _expected(kind, value)

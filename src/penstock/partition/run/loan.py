@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -110,12 +110,12 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 def generators() -> Callable[[], None]:
     """What puts torch's, Python's and numpy's generators back to where they are now."""
-    numpy, cuda = sys.modules.get("numpy"), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     puts: list[Callable[[], object]] = [
         partial(torch.set_rng_state, torch.get_rng_state()),
         partial(random.setstate, random.getstate()),
         *([partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())] if cuda else []),
-        *([partial(numpy.random.set_state, numpy.random.get_state())] if numpy else []),
+        partial(numpy.random.set_state, numpy.random.get_state()),
     ]
 
     def put() -> None:
@@ -128,10 +128,9 @@ def generators() -> Callable[[], None]:
 @contextmanager
 def untouched_generators() -> Iterator[None]:
     """Restores torch's, Python's and numpy's generators on exit."""
-    restore, numpy = generators(), sys.modules.get("numpy")
+    restore = generators()
     random.seed()  # a new state, so that a forward that seeds it is noticed whatever the old state was
-    if numpy:
-        numpy.random.seed()
+    numpy.random.seed()
     try:
         yield
     finally:

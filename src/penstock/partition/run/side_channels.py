@@ -20,11 +20,10 @@ from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten, leaf_tensors, map_tensors
 from penstock._base.words import shortened
 from penstock.partition import source
-from penstock.partition.obstacle import Obstacle
+from penstock.partition.source import Obstacle
 from penstock.partition.state.assumptions import words_of_class
-from penstock.partition.state.left_behind import EVERY, SCALARS, SMALL, Absent, Left
 from penstock.partition.state.reach import Holder, Reach, in_context, is_below
-from penstock.partition.state.remembered import Remembered, carried
+from penstock.partition.state.remembered import EVERY, SCALARS, SMALL, Absent, Left, Remembered, carried
 from penstock.partition.units.units import Grain, Learned, Unit
 from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +14,10 @@ from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.trees import unflatten
 from penstock._base.words import shortened
 from penstock.partition.recording.recording import Constant, Guard, Recording
-from penstock.partition.stages.stage import Gate, Stage
+from penstock.partition.stages.split import CutRecording
+from penstock.partition.stages.stage import Stage
 from penstock.partition.state.assumptions import contents_of
-from penstock.partition.state.left_behind import Left, in_place
+from penstock.partition.state.remembered import Left, in_place
 from penstock.partition.units.units import has_forward
 from penstock.simulate.costs import LinkCost, StageCost
 
@@ -57,6 +58,8 @@ class Partition:
         left: what the forward leaves in attributes and shared objects, except what the last stage itself leaves.
         leaves_here: whether the last stage itself leaves anything.
         elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
+        reorders_gradients: whether gradients, apart from tied ones, may be added in a different order from the unsplit
+            model's.
     """
 
     stages: tuple[Stage, ...]
@@ -73,6 +76,7 @@ class Partition:
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
     leaves_here: bool = False
+    reorders_gradients: bool = False
     costs: tuple[StageCost, ...] = ()
     link: LinkCost | None = None
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
@@ -111,11 +115,6 @@ class Partition:
         return in_place(self.left, leaves) if self.left else nullcontext()
 
     @property
-    def reorders_gradients(self) -> bool:
-        """Whether gradients, apart from tied ones, may be added in a different order from the unsplit model's."""
-        return crosses_twice(self.stages)
-
-    @property
     def code(self) -> str:
         """The code of all stages, as Python text."""
         return "\n\n".join(stage.code for stage in self.stages)
@@ -132,47 +131,6 @@ def describe(leaf: object) -> Leaf:
     except TypeError:
         return "object", type(leaf), id(leaf), contents_of(leaf)
     return "constant", type(leaf), leaf, contents_of(leaf)
-
-
-def crosses_twice(stages: Iterable[Stage]) -> bool:
-    """Whether two values that are the same tensor when a branch is skipped cross the same cut.
-
-    They arrive as two tensors, so the gradients of each one's uses are summed separately before they meet. The unsplit
-    model adds all of them into one sum, in another order.
-    """
-    known: dict[str, Hashable] = {}
-    for stage in stages:
-        inputs = stage.meta.inputs
-        arriving = [known.get(value.name, value.name) for value in inputs if value.meta.requires_grad]
-        if len(set(arriving)) < len(arriving):
-            return True
-        *_, end = stage.module.graph.nodes
-        origins = dict(_origins(stage, [known.get(value.name, value.name) for value in inputs]))
-        for value, node in zip(stage.meta.outputs, end.args[0], strict=True):
-            known[value.name] = origins.get(node, value.name)
-    return False
-
-
-def _origins(stage: Stage, arriving: list[Hashable]) -> Iterator[tuple[fx.Node, Hashable]]:
-    """Each value of a stage, and the value that it equals if no branch runs."""
-    found: dict[fx.Node, Hashable] = {}
-    waiting = iter(arriving)
-    for node in stage.module.graph.nodes:
-        if node.op == "placeholder":
-            found[node] = next(waiting)
-        elif node.op == "call_function" and node.target is operator.getitem and (gate := _gate(stage, node.args[0])):
-            passed = node.args[0].args[1 : gate.outputs + 1][node.args[1]]
-            found[node] = found[passed]
-        else:
-            found[node] = (stage.meta.index, node)
-        yield node, found[node]
-
-
-def _gate(stage: Stage, node: object) -> Gate | None:
-    if not isinstance(node, fx.Node) or node.op != "call_module":
-        return None
-    module = stage.module.get_submodule(str(node.target))
-    return module if isinstance(module, Gate) else None
 
 
 def not_on_the_last(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
@@ -203,16 +161,17 @@ def _origin(recording: Recording, node: fx.Node) -> Origin:
     return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
 
 
-def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stage]) -> None:
+def check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
     """Raises PartitionError if a parameter or buffer that training needs is on no stage. Names it."""
+    recording = split.recording
     on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
     lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
-    used = _used(recording, model)
+    used = {name for node in recording.facts for name in split.held_by(node)}
     lost += [name for name in recording.held if name in recording.touched - used and name not in lost]
     if lost:
         raise PartitionError(
             f"the forward uses {shortened(lost)}, but no recorded call does, so that no stage would have "
-            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(model, lost)}"
+            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(split.model, lost)}"
         )
 
 
@@ -235,13 +194,3 @@ def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...
     if not unused:
         return ()
     return (f"the forward does not use {shortened(unused)}: on no stage",)
-
-
-def _used(recording: Recording, model: nn.Module) -> set[str]:
-    """The parameters and buffers that any recorded call uses."""
-    canonical = {id(tensor): name for name, tensor in recording.held.items()}
-    used = {str(node.target) for node, fact in recording.facts.items() if fact.kind in ("parameter", "buffer")}
-    for name in {name for fact in recording.facts.values() for name in fact.units}:
-        unit = model.get_submodule(name)
-        used |= {canonical[id(t)] for t in (*unit.parameters(), *unit.buffers())}
-    return used

@@ -6,10 +6,12 @@ uses them. Everything else is computed once, and sent by its producer or by the 
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import fx, nn
 
@@ -88,6 +90,26 @@ class CutRecording:
         """For each stage, how often each drawing module is called on the stages before it."""
         calls = self.recording.calls.items()
         return tuple({name: bisect_left(numbers, start) for name, numbers in calls} for start in (0, *self.starts))
+
+    def crosses_twice(self) -> bool:
+        """Whether two values that are the same tensor when a branch is skipped cross the same cut.
+
+        They arrive as two tensors, so the gradients of each one's uses are summed separately before they meet. The
+        unsplit model adds all of them into one sum, in another order.
+        """
+        origin: dict[fx.Node, fx.Node] = {}  # of each value, the one that it equals if no branch runs
+        for node in self.facts:
+            made = node.args[0] if node.target is operator.getitem else None
+            origin[node] = node
+            if isinstance(made, fx.Node) and self.facts[made].branch is not None:
+                passed: Any = made.args[1:]
+                origin[node] = origin[passed[node.args[1]]]
+        for plan in self.plans:
+            pairs = zip(plan.received, plan.inputs, strict=True)
+            arriving = [origin[node] for node, value in pairs if value.meta.requires_grad]
+            if len({*arriving}) < len(arriving):
+                return True
+        return False
 
     def last_has(self, units: Collection[str]) -> bool:
         """Whether all of these units (at least one) run on the last stage, each for the last time."""

@@ -1,11 +1,12 @@
-"""A list of layers as one model, in which each layer gets what the previous one returned."""
+"""The model as it is given: a list of layers as one model, in which each gets what the previous one returned; names as
+users know them; and the keyword arguments that a pipeline adds."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from inspect import signature
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Signature, signature
 from typing import Any
 
 from torch import nn
@@ -112,3 +113,33 @@ def known_names(model: nn.Module) -> dict[str, str]:
         first.setdefault(id(tensor), name)
     public = public_names(model, list(first.values()))
     return {each: public[first[id(tensor)]] for name, tensor in every for each in (name, unwrapped(name))}
+
+
+def default_kwargs(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for `transformers` models.
+
+    A key-value cache is useless in training, and everything that a block writes into it would cross every later cut.
+    Pass the same to the unsplit model when comparing.
+    """
+    if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
+        return {}
+    taken = _signature(model)
+    if "use_cache" in taken.parameters:
+        given = "use_cache" in taken.bind_partial(*args, **(kwargs or {})).arguments
+        return {} if given else {"use_cache": False}
+    # A wrapper, such as that of `peft` or of a vision-language model, passes keyword arguments on to the model inside.
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in taken.parameters.values())
+    return {"use_cache": False} if hands_on else {}
+
+
+def _keeps_a_cache(model: nn.Module) -> bool:
+    """Whether the model, or one inside it, makes a key-value cache unless told not to."""
+    configured = (m for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", False))
+    return any("use_cache" in _signature(m).parameters for m in configured)
+
+
+def _signature(module: nn.Module) -> Signature:
+    forward: Callable[..., Any] = module.forward
+    return signature(forward)

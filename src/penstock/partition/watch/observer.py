@@ -7,12 +7,11 @@ Python does not show such ways, but the operators below torch's functions receiv
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +22,8 @@ from penstock._base.compat import WeakStorage, size_of, storage_of, unset_fake_t
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock._base.trees import flatten
-from penstock.partition.obstacle import Obstacle
-from penstock.partition.source import current_line
-from penstock.partition.watch.work import Operation, tensors_of, work_of
-
-RUNNING = ("running_mean", "running_var")
-"""Arguments of batch norm that are updated only in training, whatever the schema says."""
-
-OVERWRITES = ("copy_", "zero_", "fill_")
-"""Operators that write all of their first argument, and take nothing of what was there."""
-
-SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
-"""Operators that use only the shape and kind of their first argument."""
+from penstock.partition.source import Obstacle, current_line
+from penstock.partition.watch.work import RUNNING, Operation, Traits, argument_names, tensors_of, traits_of, work_of
 
 SEED = 0x2D1B6A0F93C5E847
 """A seed that no forward would set. The same for every recording, so that made-up values are too."""
@@ -87,17 +76,6 @@ class Foreign:
     shape: tuple[int, ...]
     held: str | None
     made: Place | None
-
-
-class Mark(NamedTuple):
-    """A point of a recording; see `Observer.mark`."""
-
-    depth: int
-    called: int
-    kept: int
-    drew: list[nn.Module | None]
-    written: dict[int, Any]
-    work: int
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -353,26 +331,28 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.call = before
 
-    def mark(self) -> Mark:
-        """The running modules, calls, draws, writes and work so far; `rollback` forgets what came since. Where tensors
-        come from and which modules returned them stays known: hooks may have kept them."""
-        sizes = len(self.stack), len(self.calls), len(self._kept)
-        return Mark(*sizes, self._drew.copy(), self._written.copy(), self.work)
+    def mark(self) -> Callable[[], None]:
+        """What forgets the modules, calls, draws, writes and work that come from here on. Where tensors come from and
+        which modules returned them stays known: hooks may have kept them."""
+        depth, called, kept = len(self.stack), len(self.calls), len(self._kept)
+        drew, written, work = self._drew.copy(), self._written.copy(), self.work
 
-    def rollback(self, mark: Mark) -> None:
-        del self.stack[mark.depth :], self.calls[mark.called :]
-        self._kept[mark.kept :] = [one for one in self._kept[mark.kept :] if isinstance(one, WeakStorage)]
-        self._drew, self._written, self.work = mark.drew, mark.written, mark.work
+        def rollback() -> None:
+            del self.stack[depth:], self.calls[called:]
+            self._kept[kept:] = [one for one in self._kept[kept:] if isinstance(one, WeakStorage)]
+            self._drew, self._written, self.work = drew, written, work
+
+        return rollback
 
     @contextmanager
     def trial(self) -> Iterator[None]:
         """A context for operators that are none of the forward's."""
-        mark, returned = self.mark(), self.returned.copy()
+        rollback, returned = self.mark(), self.returned.copy()
         self.take()
         try:
             yield
         finally:
-            self.rollback(mark)
+            rollback()
             self.returned = returned
             self.foreign = {key: foreign for key, foreign in self.foreign.items() if key[0] >= 0}
 
@@ -413,51 +393,3 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
-
-
-@functools.cache
-def is_seeded(operator: Any) -> bool:
-    """Whether an operator draws random numbers, unless its arguments say otherwise."""
-    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # flex_attention's has none
-
-
-@functools.cache
-def argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
-
-
-class Traits(NamedTuple):
-    """What an operator does by its schema.
-
-    Attributes:
-        draws: whether it draws random numbers, unless its arguments say otherwise.
-        writes: the arguments that it updates in place. These include batch norm's running statistics, although the
-            schemas of some of its operators do not say so.
-        overwrites: whether it takes nothing of what was in the first of them.
-        takes_shapes: whether it uses only the shape and kind of its first argument.
-        aliases: whether it returns another view of its first argument. (Lifting a new constant does not count.)
-        is_view: whether it does, and takes nothing of the contents.
-    """
-
-    draws: bool
-    writes: tuple[str, ...] = ()
-    overwrites: bool = False
-    takes_shapes: bool = False
-    aliases: bool = False
-    is_view: bool = False
-
-
-@functools.cache
-def traits_of(operator: Any) -> Traits:
-    if not isinstance(operator, torch._ops.OpOverload):
-        return Traits(is_seeded(operator))
-    schema, name = operator._schema, operator._opname
-    writes = tuple(
-        argument.name
-        for argument in schema.arguments
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (argument.name in RUNNING and "batch_norm" in schema.name)
-    )
-    aliases = any(r.alias_info is not None for r in schema.returns) and name != "lift_fresh"
-    overwrites, is_view = name in OVERWRITES or "out" in writes, aliases and not schema.is_mutable
-    return Traits(is_seeded(operator), writes, overwrites, name in SHAPES, aliases, is_view)
