@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from step_proof import prove, wanted
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.algorithms import algorithms, generate, rooted
-from penstock.network.fabric.algorithms import tree as trees
-from penstock.network.fabric.algorithms.tree import double_tree
+from penstock.network.fabric.algorithms import algorithms, generate, generators
+from penstock.network.fabric.algorithms.generators import double_tree
 from penstock.network.fabric.steps import Collective, Move, StepList, cost, moves_of, slots_by_port
 
 
@@ -42,8 +41,7 @@ def test_every_rank_ends_with_what_the_table_says(collective: str, algorithm: st
 @given(st.sampled_from(EVERY), st.integers(2, 40), st.integers(1, 12))
 def test_for_any_number_of_ranks_and_pieces(named: tuple[str, str], ranks: int, pieces: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rooted, "PIECES", pieces)
-        patch.setattr(trees, "PIECES", pieces)
+        patch.setattr(generators, "PIECES", pieces)
         assert prove(generate(*named, ranks)) == []
 
 
