@@ -385,7 +385,7 @@ def test_show_as_nccl_tests(runs: Runs) -> None:
     rows = [line.split() for line in said.splitlines() if line.strip() and not line.startswith("#")]
     sizes = [transfer.bytes for transfer in preset("mlp").transfers]
     assert [int(row[0]) for row in rows] == sizes
-    assert [row["size"] for row in as_json("fabric", "show", str(runs.emulation), "--nccl")["results"]] == sizes
+    assert refusal("fabric", "show", str(runs.emulation), "--nccl", "--json").startswith("--nccl prints columns")
 
 
 @pytest.mark.distributed
