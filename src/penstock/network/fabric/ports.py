@@ -152,27 +152,26 @@ def lower_bound_seconds(
         None if the bound is unknown: a port has no known shaper and several partners, or the link to its only partner
         was not measured.
     """
-    found = dict(links)
-    bounds, out, into = [], [], []
+    found, ranks = dict(links), len(members)
+    bounds: list[float] = []
+    paths: list[tuple[Port, Port]] = []  # of each rank, out and in
     for place, rank in enumerate(members):
         targets, sources = [[other for other in members if other != rank]] * 2
         if collective == "sendrecv":
-            targets, sources = [members[(place + 1) % len(members)]], [members[place - 1]]
+            targets, sources = [members[(place + 1) % ranks]], [members[place - 1]]
         leaving = _joined(ports, found, [(rank, other) for other in targets])
         arriving = _joined(ports, found, [(other, rank) for other in sources])
         if leaving is None or arriving is None:
             return None
-        needs = _NEEDS[collective](len(members), place == 0)
+        needs = _NEEDS[collective](ranks, place == 0)
         if shares:
             own = shares[place] / sum(shares)
-            needs = 1 - own, (len(members) - 1) * own
-        sent, received = (share * size_bytes for share in needs)
-        bounds += [leaving.seconds(sent, iterations), arriving.seconds(received, iterations)]
-        out.append(leaving)
-        into.append(arriving)
+            needs = 1 - own, (ranks - 1) * own
+        paths.append((leaving, arriving))
+        bounds += [port.seconds(share * size_bytes, iterations) for port, share in zip(paths[-1], needs, strict=True)]
     if collective == "all_reduce":
-        carried = 2 * (len(members) - 1) * size_bytes
-        bounds += [_sum(ways).seconds(carried, iterations) for ways in (out, into)]
+        carried = 2 * (ranks - 1) * size_bytes
+        bounds += [_sum(way).seconds(carried, iterations) for way in zip(*paths, strict=True)]
     return max(bounds)
 
 
