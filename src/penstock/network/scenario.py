@@ -25,7 +25,7 @@ from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
 from penstock.network.parse import parse_link
-from penstock.network.topology import Topology
+from penstock.network.topology import State, Topology
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines
@@ -33,15 +33,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.01
 _MAX_MESSAGE = 300
 KEYS = ("at", "host", "link", "gone", "background", "for")
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A network at one moment: its links, the hosts that are cut off, and neighbors' traffic as texts."""
-
-    topology: Topology
-    gone: tuple[int, ...] = ()
-    background: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +200,13 @@ def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[
     first, over = State(machines.topology, background=machines.background), threading.Event()
 
     def apply() -> None:
-        play, began, before = Play(events, first), time.monotonic(), first
+        play, began = Play(events, first), time.monotonic()
         while not over.wait(LOOK_SECONDS):
             seconds, now = time.monotonic() - began, step()
             if said := play.at(seconds, now):
-                machines.change(**_differing(before, play.state))
-                before = play.state
+                machines.change(play.state)
                 happened.extend(Happened(seconds, now, text) for text in said)
-        machines.change(**_differing(before, first))
+        machines.change(first)
 
     with ThreadPoolExecutor(1, "penstock-scenario") as thread:
         played = thread.submit(apply)
@@ -225,8 +215,3 @@ def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[
         finally:
             over.set()
         played.result()
-
-
-def _differing(before: State, after: State) -> dict[str, Any]:
-    names = ("topology", "gone", "background")
-    return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}

@@ -84,6 +84,21 @@ class Topology:
         return not self.own and self.link.down is None and not self.link.impairment
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    """A network at one moment.
+
+    Attributes:
+        topology: its links.
+        gone: the hosts that are cut off: nothing leaves or reaches them.
+        background: neighbors' traffic, as texts (background.py).
+    """
+
+    topology: Topology
+    gone: tuple[int, ...] = ()
+    background: tuple[str, ...] = ()
+
+
 def _sized(link: Link, mtu: int) -> Link:
     return replace(link, mtu=mtu, down=None if link.down is None else replace(link.down, mtu=mtu))
 
