@@ -164,7 +164,7 @@ def predict(
     The prediction assumes that every host has such a link of its own, and that
     the network between the links is never the limit.
     """
-    from penstock.network.fabric.forecast import HOSTS, forecast
+    from penstock.network.fabric.alpha_beta import HOSTS, forecast
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock.network.link import NOTHING, Impairment, Link
@@ -70,6 +71,10 @@ class Topology:
             return up, self.down(target).impairment if target in self.own else NOTHING
         return self.link.impairment, self.link.down.impairment if self.link.down else NOTHING
 
+    def least_delay(self, source: int, target: int) -> float:
+        """Returns the seconds that impairments delay every frame from one host to another, at least."""
+        return sum(met.shortest_seconds for met in self.meets(source, target))
+
     def with_mtu(self, mtu: int) -> Topology:
         """Returns the same topology with another mtu on all links."""
         return Topology(_sized(self.link, mtu), {}, self.seed).with_own(self.own)
@@ -120,3 +125,12 @@ def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
             raise ArgumentError(f"host {host} has two links, {found[host]} and {link.strip()}: pass one")
         found[host] = parse_link(link)
     return found
+
+
+def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
+    """Rebuilds the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
+    if not network or not network.get("link") or network.get("rates") is None:
+        return None
+    own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
+    plain = Topology(parse_link(network["link"])).with_own(own)
+    return plain.with_mtu(int(network["mtu"])) if network.get("mtu") else plain

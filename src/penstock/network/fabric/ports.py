@@ -22,8 +22,7 @@ from typing import Any
 
 from penstock.network.fabric.alpha_beta import LinkFit
 from penstock.network.link import Link
-from penstock.network.parse import parse_link
-from penstock.network.topology import Topology
+from penstock.network.topology import topology_of
 
 Measured = tuple[tuple[int, int], LinkFit]
 """A link's ends (from, to), and its measured values."""
@@ -71,20 +70,6 @@ def changed(record: Mapping[str, Any]) -> bool:
     return bool(network.get("link")) and network.get("rates") is None
 
 
-def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
-    """Rebuilds the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
-    if not network or not network.get("link") or network.get("rates") is None:
-        return None
-    own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
-    plain = Topology(parse_link(network["link"])).with_own(own)
-    return plain.with_mtu(int(network["mtu"])) if network.get("mtu") else plain
-
-
-def least_delay(topology: Topology, source: int, target: int) -> float:
-    """Returns the seconds that impairments delay every frame from one host to another, at least."""
-    return sum(met.shortest_seconds for met in topology.meets(source, target))
-
-
 def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
     """Returns the ports as shaped according to a run's record; None if the shapers are unknown.
 
@@ -96,13 +81,13 @@ def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports 
     if topology is None:
         return None
     exact = record["network"].get("shaper") == "switch"
-    beside = [max(link.alpha_seconds - least_delay(topology, *ends), 0.0) for ends, link in links]
+    beside = [max(link.alpha_seconds - topology.least_delay(*ends), 0.0) for ends, link in links]
     own = 0.0 if any(link.varies for link in topology.links) else min(beside, default=0.0)
     pairs = [(a, b) for a in range(hosts) for b in range(hosts) if a != b]
     return Ports(
         tuple(_port(link, 0 if exact else link.burst) for link in map(topology.up, range(hosts))),
         tuple(_port(link, 0 if exact else link.port_burst) for link in map(topology.down, range(hosts))),
-        {pair: least_delay(topology, *pair) + own for pair in pairs},
+        {pair: topology.least_delay(*pair) + own for pair in pairs},
     )
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.network.fabric.algorithms import busbw_factor
-from penstock.network.fabric.alpha_beta import record_links
-from penstock.network.fabric.forecast import forecasts, network_seconds
+from penstock.network.fabric.alpha_beta import forecasts, network_seconds, record_links
 from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import (
     Run,
