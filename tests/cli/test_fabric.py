@@ -127,7 +127,7 @@ def test_what_is_wrong_is_said_before_anything_is_made(command: str) -> None:
         (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "two links"),
         (["--link", "1mbit", "--scenario", "none.toml"], "No such file"),
         (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
-        (["--link", "1mbit", "--slow", "7=10%"], "host 7 cannot be slowed, because it does not exist"),
+        (["--link", "1mbit", "--slow", "7=10%"], "host 7 does not exist: the hosts are 0 to"),
         (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf limits only the rate"),
         (["--link", "100gbit delay 1ms"], "a rate of"),
         (["--link", "up 1mbit"], "position 1"),

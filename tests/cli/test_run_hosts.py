@@ -205,9 +205,9 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
         (["--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts: pass as many ranks as hosts, or twice, "),
         (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
         (["--hosts", "0"], "0 hosts requested: pass 1 to 200"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "a link is given for host 2, but the hosts ar"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 has two links"),
-        (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': there is"),
+        (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "host 2 does not exist: the hosts are 0 to 1"),
+        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 is given twice"),
+        (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': host 2"),
         (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link, at position 9: 'delai' is not a word of a"),
     ],
 )

@@ -151,7 +151,7 @@ def test_what_changes_is_ordered_once_and_the_network_is_as_before_in_the_end() 
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nfor = "0s"', "above 0"),
         ('[[event]]\nat = "5s"\ngone = true\nfor = "1s"', "needs a host and a time"),
         ('[[event]]\nat = "5s"\ngone = true\nhost = 1', "never reach a later step"),
-        ('[[event]]\nat = "5s"\nbackground = ["1mbit to 9"]', "no host 9"),
+        ('[[event]]\nat = "5s"\nbackground = ["1mbit to 9"]', "host 9 does not exist"),
         ('[[event]]\nat = "5s"\nbackground = "1mbit"', "list of strings"),
         ('[[event]]\nat = "5s"\nbackground = ["1mbit"]\nhost = 2', "put the target in the traffic itself"),
         ('[[event]]\nat = "5s"\nlink = "1mbit"\ndelay = "5ms"', "'delay' is unknown"),

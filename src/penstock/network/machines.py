@@ -23,6 +23,7 @@ from penstock.network.checks import why_not
 from penstock.network.cpu_limit import Groups, check_slow, hold_back
 from penstock.network.link import Link
 from penstock.network.namespaces import set_up, within
+from penstock.network.quantities import check_host
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Setup, Switch
 from penstock.network.topology import State, Topology
@@ -75,8 +76,8 @@ class Machines:
         for text in background:
             parse_background(text, hosts)
         self.topology = Topology(link) if isinstance(link, Link) else link
-        if self.topology is not None and max(self.topology.own, default=0) >= hosts:
-            raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
+        for host in self.topology.own if self.topology is not None else ():
+            check_host(host, hosts)
         if self.topology is None and (background or changes):
             raise ArgumentError("neighbors and changes need links with a rate: pass --link 1gbit, for example")
         self.shaper: Shaper | None = None

@@ -98,8 +98,8 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
     if len(what) != 1:
         raise ValueError("use exactly one of link, gone = true, or background")
     host, is_gone = given.get("host"), what == ["gone"]
-    if host is not None and (type(host) is not int or not 0 <= host < hosts):
-        raise ValueError(f"host {host!r} does not exist: the hosts are 0 to {hosts - 1}")
+    if host is not None:
+        q.check_host(host, hosts)
     lasts = q.seconds(_text(given, "for")) if "for" in given else None
     if lasts is not None and lasts <= 0:
         raise ValueError(f"for is {given['for']!r}: use a time above 0")

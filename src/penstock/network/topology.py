@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock.network.link import NOTHING, Impairment, Link
 from penstock.network.parse import parse_link
+from penstock.network.quantities import by_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +109,10 @@ def _sized(link: Link, mtu: int) -> Link:
     return replace(link, mtu=mtu, down=None if link.down is None else replace(link.down, mtu=mtu))
 
 
-def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
-    """Parses links by host, from texts like `2=100mbit delay 20ms`. Raises ArgumentError: a text is not a link, the
-    host does not exist, or a host gets two links."""
-    found: dict[int, Link] = {}
-    for text in texts:
-        number, sign, link = text.partition("=")
-        if not sign or not (number.strip().isascii() and number.strip().isdigit()):
-            raise ArgumentError(
-                f'{text!r} is not the link of a host: pass the host and its link, like "2=100mbit delay 20ms"'
-            )
-        host = int(number)
-        if host >= hosts:
-            raise ArgumentError(f"a link is given for host {host}, but the hosts are 0 to {hosts - 1}")
-        if host in found:
-            raise ArgumentError(f"host {host} has two links, {found[host]} and {link.strip()}: pass one")
-        found[host] = parse_link(link)
-    return found
+def parse_own(texts: Iterable[str], hosts: int) -> dict[int, Link]:
+    """Parses links by host, from texts like `2=100mbit delay 20ms`. Raises ArgumentError as `by_host` and `parse_link`
+    do."""
+    return by_host(texts, hosts, 'its link, like "2=100mbit delay 20ms"', parse_link)
 
 
 def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
