@@ -13,9 +13,9 @@ import pytest
 
 from penstock._base.errors import FabricError
 from penstock.network import cpu_limit, keeper
-from penstock.network.checks import why_not
 from penstock.network.cpu_limit import Groups, quota
 from penstock.network.machines import Machines, clean
+from penstock.network.namespaces import why_not
 
 pytestmark = pytest.mark.alone
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import keeper, machines, shapers
-from penstock.network.checks import why_not
 from penstock.network.machines import Machines
+from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import Shaper, choose
 from penstock.network.switch import tap

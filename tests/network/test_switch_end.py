@@ -15,8 +15,8 @@ import pytest
 
 from penstock._base.errors import FabricError
 from penstock.network import keeper
-from penstock.network.checks import why_not
 from penstock.network.machines import Machines
+from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import why_no_switch
 from penstock.network.switch import client

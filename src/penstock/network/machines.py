@@ -19,10 +19,9 @@ from typing import Any, Self
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import MAX_HOSTS, keeper
 from penstock.network.background import parse_background
-from penstock.network.checks import why_not
 from penstock.network.cpu_limit import Groups, check_slow, hold_back
 from penstock.network.link import Link
-from penstock.network.namespaces import set_up, within
+from penstock.network.namespaces import set_up, why_not, within
 from penstock.network.quantities import check_host
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Setup, Switch
