@@ -42,7 +42,7 @@ def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
     """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raises ArgumentError as
     `by_host` does, or if a share is invalid."""
     pairs = [pair for text in ((texts,) if isinstance(texts, str) else texts) for pair in text.split(",")]
-    return check_slow(by_host(pairs, hosts, "its share of one core, like 2=25% or 2=0.25", _share), hosts)
+    return check_slow(by_host(pairs, hosts, "its share of one core: pass one like 2=25% or 2=0.25", _share), hosts)
 
 
 def _share(text: str) -> float:

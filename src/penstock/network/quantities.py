@@ -85,11 +85,11 @@ def count(text: str) -> int:
     return int(text)
 
 
-def check_host(host: object, hosts: int) -> None:
-    """Raises ArgumentError unless there is a host of this number among so many."""
+def check_host(host: object, hosts: int, where: str = "") -> None:
+    """Raises ArgumentError unless there is a host of this number among so many. `where` begins the message."""
     if type(host) is not int or host not in range(hosts):
         there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
-        raise ArgumentError(f"host {host!r} does not exist: {there}")
+        raise ArgumentError(f"{where}host {host!r} does not exist: {there}")
 
 
 _OF_HOST = re.compile(r"\s*(\d{1,9})\s*=\s*(\S.*?)\s*", re.ASCII | re.DOTALL)
@@ -102,9 +102,9 @@ def by_host(texts: Iterable[str], hosts: int, what: str, read: Callable[[str], T
     for text in texts:
         match = _OF_HOST.fullmatch(text)
         if match is None:
-            raise ArgumentError(f"{text!r}: pass a host and {what}")
+            raise ArgumentError(f"{text!r} is not a host with {what}")
         host = int(match[1])
-        check_host(host, hosts)
+        check_host(host, hosts, f"{text!r}: ")
         if host in found:
             raise ArgumentError(f"{text!r}: host {host} is given twice; pass it once")
         found[host] = read(match[2])

@@ -112,7 +112,7 @@ def _sized(link: Link, mtu: int) -> Link:
 def parse_own(texts: Iterable[str], hosts: int) -> dict[int, Link]:
     """Parses links by host, from texts like `2=100mbit delay 20ms`. Raises ArgumentError as `by_host` and `parse_link`
     do."""
-    return by_host(texts, hosts, 'its link, like "2=100mbit delay 20ms"', parse_link)
+    return by_host(texts, hosts, 'its link: pass one like "2=100mbit delay 20ms"', parse_link)
 
 
 def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
