@@ -205,7 +205,7 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
         (["--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts: pass as many ranks as hosts, or twice, "),
         (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
         (["--hosts", "0"], "0 hosts requested: pass 1 to 200"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "host 2 does not exist: the hosts are 0 to 1"),
+        (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "'2=1mbit': host 2 does not exist: the"),
         (
             ["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"],
             "host 1 is given twice",
