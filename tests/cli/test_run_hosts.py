@@ -208,7 +208,7 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
         (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "'2=1mbit': host 2 does not exist: the"),
         (
             ["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"],
-            "host 1 is given twice",
+            "'1=2mbit': host 1 is given twice",
         ),
         (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': host 2"),
         (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link, at position 9: 'delai' is not a word of a"),
