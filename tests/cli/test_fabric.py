@@ -16,13 +16,13 @@ from command_line import as_json, output, penstock, refusal
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.cli._traffic import TrafficOptions
 from penstock.cli.fabric import _check, _progress
-from penstock.network import checks, machines, shapers
-from penstock.network.checks import why_not
+from penstock.network import machines, namespaces, shapers
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
 from penstock.network.fabric.views import page
 from penstock.network.fabric.workload import Workload, preset
+from penstock.network.namespaces import why_not
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
 
@@ -123,11 +123,11 @@ def test_what_is_wrong_is_said_before_anything_is_made(command: str) -> None:
         (["--link-of", "1=1mbit"], "--link-of needs --link"),
         (["--scenario", "none.toml"], "--scenario needs --link"),
         (["--background", "1mbit"], "--background needs --link"),
-        (["--link", "1mbit", "--link-of", "2=1mbit"], "host 2, but the hosts are 0 to 1"),
-        (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "two links"),
+        (["--link", "1mbit", "--link-of", "2=1mbit"], "host 2 does not exist: the hosts are 0 to 1"),
+        (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 is given twice"),
         (["--link", "1mbit", "--scenario", "none.toml"], "No such file"),
-        (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
-        (["--link", "1mbit", "--slow", "7=10%"], "host 7 cannot be slowed, because it does not exist"),
+        (["--link", "1mbit", "--background", "1mbit to 7"], "host 7 does not exist"),
+        (["--link", "1mbit", "--slow", "7=10%"], "host 7 does not exist: the hosts are 0 to"),
         (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf limits only the rate"),
         (["--link", "100gbit delay 1ms"], "a rate of"),
         (["--link", "up 1mbit"], "position 1"),
@@ -183,12 +183,12 @@ def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(folder: Path) -> N
 
 @pytest.mark.usefixtures("nothing_is_made")
 def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checks, machines):
+    for module in (namespaces, machines):
         monkeypatch.setattr(module, "why_not", lambda: None)
     asked = ("fabric", *SIZES, "--link", "100mbit delay 5ms", "--shaper", "tbf", "--dry-run")
     assert refusal(*asked).startswith("tbf limits only the rate: 100mbit delay 5ms")
     assert penstock("fabric", *SIZES, "--link", "100mbit", "--shaper", "tbf", "--dry-run").exit_code == 0
-    for module in (checks, machines):
+    for module in (namespaces, machines):
         monkeypatch.setattr(module, "why_not", lambda: NO_ROOT)
     assert NO_ROOT in refusal(*asked[:-3], "--dry-run")
 
@@ -257,7 +257,7 @@ def test_memory_is_what_all_hosts_of_a_machine_take_together(
 @pytest.mark.usefixtures("nothing_is_made")
 @pytest.mark.parametrize("how", [("--link", "100mbit"), ("--slow", "0=50%")])
 def test_where_no_hosts_can_be_made_links_are_refused(how: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "why_not", lambda: NO_ROOT)
+    monkeypatch.setattr(namespaces, "why_not", lambda: NO_ROOT)
     for command in (("fabric", *SIZES), ("fabric", *SIZES, "--dry-run")):
         said = refusal(*command, *how)
         assert said == f"{NO_ROOT}. Without --link and --slow, hosts are plain processes of this machine"
@@ -385,7 +385,7 @@ def test_show_as_nccl_tests(runs: Runs) -> None:
     rows = [line.split() for line in said.splitlines() if line.strip() and not line.startswith("#")]
     sizes = [transfer.bytes for transfer in preset("mlp").transfers]
     assert [int(row[0]) for row in rows] == sizes
-    assert [row["size"] for row in as_json("fabric", "show", str(runs.emulation), "--nccl")["results"]] == sizes
+    assert refusal("fabric", "show", str(runs.emulation), "--nccl", "--json").startswith("--nccl prints columns")
 
 
 @pytest.mark.distributed

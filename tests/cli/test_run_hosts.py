@@ -16,8 +16,8 @@ from command_line import penstock, stay
 from processes import has_ended
 
 from penstock.distributed.launch.processes import Outcome
-from penstock.network import checks, keeper, nodes
-from penstock.network.checks import why_not
+from penstock.network import keeper, namespaces, nodes
+from penstock.network.namespaces import why_not
 from scaffolding.patient import TEST_SECONDS, end_of, finished, started
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -205,9 +205,12 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
         (["--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts: pass as many ranks as hosts, or twice, "),
         (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
         (["--hosts", "0"], "0 hosts requested: pass 1 to 200"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "a link is given for host 2, but the hosts ar"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 has two links"),
-        (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': there is"),
+        (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "'2=1mbit': host 2 does not exist: the"),
+        (
+            ["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"],
+            "'1=2mbit': host 1 is given twice",
+        ),
+        (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': host 2"),
         (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link, at position 9: 'delai' is not a word of a"),
     ],
 )
@@ -227,7 +230,7 @@ def test_shaper_that_cannot_is_refused_before_anything_is_made(folder: Path) -> 
 
 
 def test_without_root_it_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     done = penstock("run", "-n", "2", "--hosts", "2", "--link", "1mbit", "show.py")
     assert done.exit_code == 2
     assert "this is user 1000: run it with sudo. Without --hosts" in done.stderr

@@ -120,7 +120,7 @@ def test_links_of_some_hosts_need_one_of_the_others(arguments: dict[str, object]
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ("from penstock.network import checks; checks.os.geteuid = lambda: 1000", "this is user 1000"),
+        ("from penstock.network import namespaces; namespaces.os.geteuid = lambda: 1000", "this is user 1000"),
         (
             "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n: None if n == 'numba' else f(n)",
             "numba",

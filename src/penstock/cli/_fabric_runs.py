@@ -61,7 +61,7 @@ def report(output: Output, *, page: bool = True) -> None:
     found = results(run)
     made = _write(folder, run, found, chakra=output.chakra, page=page)
     if output.as_json:
-        print_json(nccl.to_dict(run, found, output.average) if output.as_nccl else found)
+        print_json(found)
     elif output.as_nccl:
         print(nccl.text(run, found, output.average))
     else:
@@ -97,7 +97,7 @@ def _write(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
 
 def show_run(
     folder: Path = RUN,
-    nccl: bool = option("As nccl-tests prints it; with --json, its JSON.", "--nccl", default=False),
+    nccl: bool = option("In the columns of nccl-tests.", "--nccl", default=False),
     average: Average | None = option("With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ..."),
     chakra: bool = option("Write Chakra traces to FOLDER, one file per rank.", "--chakra", default=False),
     as_json: bool = JSON,
@@ -107,6 +107,8 @@ def show_run(
         raise ArgumentError(
             "--average is for --nccl: Penstock's own tables have the slowest rank; pass both, or neither"
         )
+    if nccl and as_json:
+        raise ArgumentError("--nccl prints columns, and --json Penstock's own results: pass one of them")
     report(Output(folder, as_json, chakra, nccl, average or "avg"))
 
 
@@ -162,7 +164,7 @@ def predict(
     The prediction assumes that every host has such a link of its own, and that
     the network between the links is never the limit.
     """
-    from penstock.network.fabric.forecast import HOSTS, forecast
+    from penstock.network.fabric.alpha_beta import HOSTS, forecast
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
 

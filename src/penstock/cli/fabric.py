@@ -113,7 +113,7 @@ def fabric(
     # Without a link or a slowed host, they are plain processes.
     machines, events = asked.machines(hosts) if asked.given() else (None, ())
     if machines is not None:
-        from penstock.network.checks import why_not
+        from penstock.network.namespaces import why_not
 
         if (reason := why_not()) is not None:
             raise FabricError(f"{reason}. Without --link and --slow, hosts are plain processes of this machine")

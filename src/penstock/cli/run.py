@@ -98,8 +98,8 @@ def run(
 def _over_network(job: Job, machines: Machines, events: Sequence[Event], user: str | None) -> int:
     """Makes the hosts, runs the job on them, and reports what the network did. Returns the exit status."""
     from penstock.network import nodes
-    from penstock.network.checks import why_not
     from penstock.network.fabric.views.network import network_lines
+    from penstock.network.namespaces import why_not
 
     lacking = why_not()
     if lacking is not None:

@@ -99,8 +99,8 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
             raise ValueError(f"{word!r} needs a value")
         named[name] = options[name](given)
     target, size = named.get("to"), int(named.get("size", FRAME_BYTES))
-    if target is not None and target >= hosts:
-        raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
+    if target is not None:
+        q.check_host(target, hosts)
     if not 64 <= size <= 65535:
         raise ValueError(f"a frame cannot have {size} bytes: pass 64 to 65535")
     if kind == "trace":

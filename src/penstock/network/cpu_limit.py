@@ -21,13 +21,13 @@ so the period grows for shares below 10%.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import keeper
+from penstock.network.quantities import by_host, check_host
 
 PERIOD_US = 10_000
 LEAST_QUOTA_US = 1000
@@ -35,32 +35,28 @@ LEAST_QUOTA_US = 1000
 LEAST_SHARE = 0.001
 """The least quota divided by the longest period that the kernel accepts, which is one second."""
 
-_PAIR = re.compile(r"\s*(\d{1,9})\s*=\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", re.ASCII)
+_SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", re.ASCII)
 
 
 def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
-    """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raises ArgumentError: a
-    text has another form, a host does not exist or appears twice, or a share is invalid."""
-    slow: dict[int, float] = {}
-    for text in (texts,) if isinstance(texts, str) else texts:
-        for pair in text.split(","):
-            match = _PAIR.fullmatch(pair)
-            if match is None:
-                raise ArgumentError(f"slow host {pair!r}: pass a host and its share of one core, like 2=25% or 2=0.25")
-            host, share = int(match[1]), float(match[2]) / (100 if match[3] else 1)
-            if host in slow:
-                raise ArgumentError(f"slow host {pair!r}: host {host} has a share of {100 * slow[host]:g}% already")
-            slow[host] = share
-    return check_slow(slow, hosts)
+    """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raises ArgumentError as
+    `by_host` does, or if a share is invalid."""
+    pairs = [pair for text in ((texts,) if isinstance(texts, str) else texts) for pair in text.split(",")]
+    return check_slow(by_host(pairs, hosts, "its share of one core: pass one like 2=25% or 2=0.25", _share), hosts)
+
+
+def _share(text: str) -> float:
+    match = _SHARE.fullmatch(text)
+    if match is None:
+        raise ArgumentError(f"{text!r} is not a share of a core: pass one like 25% or 0.25")
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
     """Checks the shares of slow hosts, and returns them sorted by host. Raises ArgumentError: a host does not exist, or
     a share is invalid."""
     for host, share in slow.items():
-        if host not in range(hosts):
-            there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
-            raise ArgumentError(f"host {host} cannot be slowed, because it does not exist: {there}")
+        check_host(host, hosts)
         if not 0 < share <= 1:
             said = f"pass more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
             raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {said}")
@@ -129,11 +125,10 @@ class Groups:
 
     def _parent(self) -> Path:
         """Returns the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
-        mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self._version]
-        if not mounts:
-            raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted")
-        place, root = mounts[0]
-        folder = place / os.path.relpath(_own(self._version), root)
+        place = dict(keeper.group_mounts()).get(self._version)
+        if place is None:
+            raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted in {keeper.GROUPS}")
+        folder = place / _own(self._version).lstrip("/")
         if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
             folder = place
         # In version 2, a cgroup either delegates a controller or has processes. Making it delegate this one would

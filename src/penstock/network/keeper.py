@@ -24,6 +24,8 @@ from pathlib import Path
 
 FOLDER = Path("/var/run/netns")
 """Where `ip netns` keeps names."""
+GROUPS = Path("/sys/fs/cgroup")
+"""Where every distribution mounts cgroups."""
 PATHS = (*os.environ.get("PATH", os.defpath).split(os.pathsep), "/usr/sbin", "/sbin", "/usr/local/sbin")
 """Where to look for `ip` and `tc`, which are often not on a user's PATH."""
 MARK = "PENSTOCK_FABRIC"
@@ -45,26 +47,17 @@ def names_of(emulation: str | None = None) -> list[str]:
 def groups_of(emulation: str | None = None) -> list[Path]:
     """Returns the cgroups of an emulation, or of all emulations, wherever in the hierarchies they were created."""
     found = []
-    for _, place, _ in group_mounts():
+    for _, place in group_mounts():
         for folder, names, _ in os.walk(place):
             matches = [match for name in names if (match := _GROUP.fullmatch(name))]
             found += [Path(folder, match[0]) for match in matches if emulation in (None, match[1])]
     return found
 
 
-def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int, Path, str]]:
-    """Returns the cgroup hierarchies that divide processor time: version, mount point, and the cgroup mounted there."""
-    found = []
-    for line in mounts.read_text().splitlines() if mounts.exists() else ():
-        mount, _, system = line.partition(" - ")
-        kind, *_, options = system.split(" ")
-        # Spaces, tabs, newlines and backslashes in paths are written as octal escapes.
-        root, place = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in mount.split()[3:5])
-        if kind == "cgroup2" and "cpu" in words_of(Path(place, "cgroup.controllers")):
-            found.append((2, Path(place), root))
-        elif kind == "cgroup" and "cpu" in options.split(","):
-            found.append((1, Path(place), root))
-    return found
+def group_mounts() -> list[tuple[int, Path]]:
+    """Returns the cgroup hierarchies that divide processor time, by version."""
+    found = [(2, place) for place in (GROUPS, GROUPS / "unified") if "cpu" in words_of(place / "cgroup.controllers")]
+    return [*found, (1, GROUPS / "cpu")] if (GROUPS / "cpu/cgroup.procs").exists() else found
 
 
 def words_of(path: Path) -> list[str]:

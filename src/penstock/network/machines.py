@@ -12,19 +12,20 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import MAX_HOSTS, keeper
 from penstock.network.background import parse_background
-from penstock.network.checks import why_not
 from penstock.network.cpu_limit import Groups, check_slow, hold_back
 from penstock.network.link import Link
-from penstock.network.namespaces import set_up, within
+from penstock.network.namespaces import set_up, why_not, within
+from penstock.network.quantities import check_host
 from penstock.network.shapers import AUTO, Shaper, choose
-from penstock.network.switch.client import Order, Setup, Switch
-from penstock.network.topology import Topology
+from penstock.network.switch.client import Setup, Switch
+from penstock.network.topology import State, Topology
 
 INTERFACE = "eth0"
 """The interface that each host has besides lo."""
@@ -74,8 +75,8 @@ class Machines:
         for text in background:
             parse_background(text, hosts)
         self.topology = Topology(link) if isinstance(link, Link) else link
-        if self.topology is not None and max(self.topology.own, default=0) >= hosts:
-            raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
+        for host in self.topology.own if self.topology is not None else ():
+            check_host(host, hosts)
         if self.topology is None and (background or changes):
             raise ArgumentError("neighbors and changes need links with a rate: pass --link 1gbit, for example")
         self.shaper: Shaper | None = None
@@ -177,28 +178,16 @@ class Machines:
         """Returns the counters of the user-space switch; None without one."""
         if self._switch is None:
             return None
-        return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
+        return {"priority": self._switch.priority, **self._switch.told()}
 
-    def change(
-        self,
-        topology: Topology | None = None,
-        gone: tuple[int, ...] | None = None,
-        background: tuple[str, ...] | None = None,
-    ) -> None:
-        """Replaces what is given from now on; frames in flight are not affected.
-
-        `gone`: the hosts that are cut off: nothing leaves or reaches them. All others are connected (again).
-
-        Raises:
-            ArgumentError: the new links would need another frame size.
-            FabricError: the switch has ended.
-        """
+    def change(self, state: State) -> None:
+        """Makes the network like this from now on, at its frame size; frames in flight are not affected. Raises
+        ArgumentError: the links would need another frame size. Raises FabricError: the switch has ended."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         assert self.topology is not None
-        before, links = self.topology, topology and topology.with_mtu(self.topology.mtu)
-        self._switch.order(Order(links, gone, background))
-        self.topology = links or before
-        self.background = self.background if background is None else background
+        before, links = self.topology, state.topology.with_mtu(self.topology.mtu)
+        self._switch.change(replace(state, topology=links))
+        self.topology, self.background = links, state.background
         for host, name in enumerate(self.hosts):
             if self.topology.up(host) != before.up(host):
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
@@ -226,9 +215,9 @@ class Machines:
             self._run("ip", "netns", "add", name)
             within(keeper.FOLDER / name, set_up)
         if by_process and self.topology is not None:
-            order = Order(self.topology, background=self.background)
+            state = State(self.topology, background=self.background)
             namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
-            self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
+            self._switch = Switch(Setup(namespaces, INTERFACE, state), {keeper.MARK: self.id})
         else:
             self._make_bridge()
         for host, name in enumerate(self.hosts):

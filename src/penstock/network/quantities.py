@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from penstock._base.errors import ArgumentError
+
+T = TypeVar("T")
 
 NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([A-Za-z]*)")
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -80,6 +83,32 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is not an integer; use one such as 5 or 1500")
     return int(text)
+
+
+def check_host(host: object, hosts: int, where: str = "") -> None:
+    """Raises ArgumentError unless there is a host of this number among so many. `where` begins the message."""
+    if type(host) is not int or host not in range(hosts):
+        there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
+        raise ArgumentError(f"{where}host {host!r} does not exist: {there}")
+
+
+_OF_HOST = re.compile(r"\s*(\d{1,9})\s*=\s*(\S.*?)\s*", re.ASCII | re.DOTALL)
+
+
+def by_host(texts: Iterable[str], hosts: int, what: str, read: Callable[[str], T]) -> dict[int, T]:
+    """Parses values by host, from texts like "2=25%". Raises ArgumentError: a text has another form, a host does not
+    exist, or it gets two values."""
+    found: dict[int, T] = {}
+    for text in texts:
+        match = _OF_HOST.fullmatch(text)
+        if match is None:
+            raise ArgumentError(f"{text!r} is not a host with {what}")
+        host = int(match[1])
+        check_host(host, hosts, f"{text!r}: ")
+        if host in found:
+            raise ArgumentError(f"{text!r}: host {host} is given twice; pass it once")
+        found[host] = read(match[2])
+    return found
 
 
 # -- sizes of transfers and buffers ------------------------------------------------------------------------------------

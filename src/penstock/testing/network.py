@@ -20,8 +20,8 @@ from typing import IO, Any, Self
 
 from penstock._base.errors import ArgumentError
 from penstock.network import nodes
-from penstock.network.checks import why_not
 from penstock.network.machines import Machines
+from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.scenario import Event, read_scenario
 from penstock.network.shapers import AUTO, why_no_switch

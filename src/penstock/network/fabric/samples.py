@@ -28,10 +28,10 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
 from penstock._base.words import all_printable, line_of
 from penstock.network import MAX_HOSTS
-from penstock.network.fabric.ports import topology_of
 from penstock.network.fabric.steps import ROOTED
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
 from penstock.network.scenario import Happened
+from penstock.network.topology import topology_of
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")

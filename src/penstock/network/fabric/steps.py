@@ -67,6 +67,10 @@ class Move:
     adds: bool = False
 
 
+Rounds = tuple[tuple[Move, ...], ...]
+"""The messages of each round."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepList:
     """The steps by which `ranks` ranks perform a collective.
@@ -76,18 +80,18 @@ class StepList:
         ranks: the number of participants, numbered 0..ranks-1. The root is rank 0.
         chunks: the number of equal chunks into which the collective's bytes (the size of a rank's largest buffer, as in
             nccl-tests) are divided, the last one padded. A slot holds one chunk.
+        rounds: the messages of each round.
         slots: the number of slots in each rank's memory. A rank's input, if it has any, is in slots 0..chunks-1.
         output: the first slot of the result, which is stored in order from there.
         shares: for an uneven all_to_all, the number of chunks that go to each rank; empty if all get the same number.
-        rounds: the messages of each round.
     """
 
     collective: Collective
     algorithm: str
     ranks: int
     chunks: int
+    rounds: Rounds
     slots: int
-    rounds: tuple[tuple[Move, ...], ...]
     output: int = 0
     shares: tuple[int, ...] = ()
 
@@ -95,9 +99,6 @@ class StepList:
         """Returns the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""
         elements = -(-size_bytes // element_bytes)
         return -(-elements // self.chunks) * element_bytes
-
-
-Rounds = tuple[tuple[Move, ...], ...]
 
 
 def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
@@ -113,10 +114,10 @@ def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
     return tuple(made)
 
 
-def mirrored(rounds: Rounds) -> Rounds:
+def mirrored(rounds: Rounds, *, adds: bool = False) -> Rounds:
     """Reverses the rounds and each message's direction: data is gathered the way it was spread."""
     return tuple(
-        tuple(Move(move.target, move.source, move.into, move.count, move.first) for move in moves)
+        tuple(Move(move.target, move.source, move.into, move.count, move.first, adds) for move in moves)
         for moves in reversed(rounds)
     )
 

@@ -222,8 +222,6 @@ def op_of(text: str, dtype: str) -> Op:
 MLP_WIDTHS = (784, 256, 128, 64, 10)
 """The layer widths, input first, of the classic classifier of 28 x 28 images into ten digits."""
 
-FLOAT32_BYTES = 4
-
 
 def mlp() -> Workload:
     """Returns data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
@@ -234,19 +232,16 @@ def mlp() -> Workload:
     layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(MLP_WIDTHS), start=1)]
     return Workload(
         name=f"mlp {'-'.join(map(str, MLP_WIDTHS))}",
-        transfers=tuple(Transfer(name, count * FLOAT32_BYTES) for name, count in reversed(layers)),
+        transfers=tuple(Transfer(name, count * BYTES["float32"]) for name, count in reversed(layers)),
         notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
     )
 
 
-PRESETS: dict[str, Callable[[], Workload]] = {"mlp": mlp}
-
-
 def preset(name: str) -> Workload:
     """Returns the workload with this name. Raises ArgumentError if there is none."""
-    if name not in PRESETS:
-        raise ArgumentError(f"there is no preset {name!r}: pass one of {', '.join(PRESETS)}")
-    return PRESETS[name]()
+    if name != "mlp":
+        raise ArgumentError(f"there is no preset {name!r}: pass one of mlp")
+    return mlp()
 
 
 # -- groups of transfers that differ only in microbatch or replica: a row of a table, a curve of a plot ----------------

@@ -29,8 +29,8 @@ from penstock.network.fabric.emulation.payload import TYPES, Participant
 from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
+from penstock.network.fabric.statistics import WarmUp
 from penstock.network.fabric.steps import REDUCES
-from penstock.network.fabric.warmup import WarmUp
 from penstock.network.fabric.workload import Op
 
 

@@ -24,7 +24,7 @@ from penstock._base.errors import FabricError
 from penstock.network.fabric.emulation.collectives import Message, Wire
 from penstock.network.fabric.emulation.joining import Members, gathered
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.ports import least_delay, topology_of
+from penstock.network.topology import topology_of
 
 PING_BYTES = 4
 PING_PACKETS = (118, 84)
@@ -280,4 +280,4 @@ def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], Ends] | 
         return None
     ways = pair, pair[::-1]
     rates = {(a, b): (topology.up(a).bytes_per_second, topology.down(b).bytes_per_second) for a, b in ways}
-    return {way: Ends(*rates[way], least_delay(topology, *way)) for way in ways}
+    return {way: Ends(*rates[way], topology.least_delay(*way)) for way in ways}

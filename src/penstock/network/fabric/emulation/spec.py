@@ -16,6 +16,9 @@ from penstock.network.fabric.workload import Workload
 BACKENDS = ("gloo", "nccl")
 """Backends of torch.distributed."""
 
+BOARD = "PENSTOCK_START_BOARD"
+"""The environment variable that names the file in which host 0 announces trials; it is empty at first."""
+
 CHECKED = 3
 """The default number of warm-up trials whose results are checked."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from penstock._base.gradients import gradient_bytes
-from penstock.network.fabric.traffic.layers import Job, Layer, bytes_of, sharded_bytes
+from penstock.network.fabric.traffic.layers import Job, Layer, sharded_bytes
 from penstock.network.fabric.workload import Transfer
 
 Ready = tuple[int, Transfer]
@@ -39,7 +39,7 @@ def transfers(job: Job, forward: float, backward: Sequence[float]) -> list[Trans
 
 def shares(job: Job, seconds: float) -> list[float]:
     """A backward's seconds, divided among the layers in proportion to what they train."""
-    sizes = [bytes_of(layer.trained) for layer in backward_layers(job)]
+    sizes = [sum(parameter.nbytes for parameter in layer.trained) for layer in backward_layers(job)]
     return [seconds * size / max(sum(sizes), 1) for size in sizes]
 
 

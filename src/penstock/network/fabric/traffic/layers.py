@@ -214,10 +214,6 @@ def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 def sharded_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The size of tensors whose rows are divided among ranks like FSDP2's: padded to the same number on each."""
     found = [(tensor.shape[0] if tensor.ndim else 1, tensor.nbytes) for tensor in tensors]

@@ -223,44 +223,37 @@ def in_groups(results: dict[str, Any]) -> bool:
 
 def notes(run: Run, results: dict[str, Any]) -> list[str]:
     """Returns what a reader must know about the columns."""
-    found = [
-        "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
-        "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
-        "n/a above 100%."
-    ]
-    if in_groups(results):
-        found.append(
-            "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
-            "transfer, percentiles are over all of them, and those of one trial count as one sample."
-        )
-    if (count := iterations_of(run.record)) > 1:
-        found.append(f"Times are per iteration, of {count} in a row; a trial's skew is that of its first iteration.")
-    if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
-        found.append("Rates and ideal of a send are measured from when both of its ranks had arrived.")
-    if changed(run.record):
-        found.append("Ideal is n/a: a scenario may have changed the links.")
-    elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
-        found.append("Ideal is n/a if a host has several partners and no shaper sets the rate of its port.")
     trials, times = len(run.start_ns), [one["time_s"] for one in results["groups"]]
     worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
-    if worth < _DEPENDENT * trials:
-        found.append(
-            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many."
-        )
-    if 0 < trials < FEWEST:
-        found.append(
-            "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
-            f"narrow. Pass --trials {FEWEST} or more."
-        )
+    depend, count = worth < _DEPENDENT * trials, iterations_of(run.record)
     short = [
         f"{TIMES[name]} needs {fewest(q):,}"
         for name, q in PERCENTILES.items()
         if name in TIMES and any(one[name] is None for one in times)
     ]
-    if short:
-        kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"
-        found.append(f"n/a: {min(trials, int(worth)):,} {kind} are too few for that percentile; {', '.join(short)}.")
-    return [*found, *run.record["workload"]["notes"]]
+    sends = any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"])
+    unbounded = results["links"] and None in {one["bound_s"] for one in results["groups"]}
+    known = {
+        "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
+        "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
+        "n/a above 100%.": True,
+        "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
+        "transfer, percentiles are over all of them, and those of one trial count as one sample.": in_groups(results),
+        f"Times are per iteration, of {count} in a row; a trial's skew is that of its first iteration.": count > 1,
+        "Rates and ideal of a send are measured from when both of its ranks had arrived.": sends,
+        "Ideal is n/a: a scenario may have changed the links.": changed(run.record),
+        "Ideal is n/a if a host has several partners and no shaper sets the rate of its port.": (
+            unbounded and not changed(run.record)
+        ),
+        f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many.": (
+            depend
+        ),
+        "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
+        f"narrow. Pass --trials {FEWEST} or more.": 0 < trials < FEWEST,
+        f"n/a: {min(trials, int(worth)):,} {'independent ' if depend else ''}trials are too few for that percentile; "
+        f"{', '.join(short)}.": short,
+    }
+    return [*(note for note, holds in known.items() if holds), *run.record["workload"]["notes"]]
 
 
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
