@@ -263,9 +263,11 @@ def cut(
     else:
         sized = partial(sizes_of, microbatches=microbatches, pipelines=pipelines, min_rows=dims.min_rows)
         sizes = sized(rows_of(tree, what, dims, raw, sized))
-    pieces = _split(tree, sizes, what, device, dims)
-    if given or pieces[0].structure != raw.structure or any(map(is_block_mask, raw.leaves)):
-        pieces = [flatten(unflatten(p.leaves, p.structure)) for p in pieces]  # pieces of one leaf may differ in theirs
+    flat, leaves = _split(tree, sizes, what, device, dims)
+    if given or flat.structure != raw.structure or any(map(is_block_mask, raw.leaves)):
+        pieces = [flatten(unflatten(own, flat.structure)) for own in leaves]  # pieces of one leaf may differ in theirs
+    else:
+        pieces = [Flat(own, flat.paths, flat.structure) for own in leaves]
     return CutBatch(tuple(pieces), sizes, kind_of(raw))
 
 
@@ -278,19 +280,21 @@ def split(
         ShapeError: a tensor's rows are not the sum of `sizes`, a tensor requires a gradient, or something already cut
             has another number of pieces.
     """
-    return [unflatten(piece.leaves, piece.structure) for piece in _split(tree, sizes, what, device, dims)]
+    flat, pieces = _split(tree, sizes, what, device, dims)
+    return [unflatten(leaves, flat.structure) for leaves in pieces]
 
 
-def _split(tree: Any, sizes: Sequence[int], what: str, device: torch.device | None, dims: Dims) -> list[Flat]:
-    """Like `split`. Each piece is flattened, but what `Microbatches` and columns become in it is not."""
+def _split(
+    tree: Any, sizes: Sequence[int], what: str, device: torch.device | None, dims: Dims
+) -> tuple[Flat, list[list[Any]]]:
+    """The batch, flattened, and the leaves of each piece; what `Microbatches` and columns become there is not flat."""
     rows = sum(sizes)
     flat = flatten(tree, is_leaf=lambda v, path: is_block_mask(v) or is_column(v, path, rows, what + path, dims))
     columns = [
         _split_leaf(leaf, path, sizes, f"{what}{path}", device, dims)
         for leaf, path in zip(flat.leaves, flat.paths, strict=True)
     ]
-    pieces = zip(*columns, strict=True) if columns else ((),) * len(sizes)
-    return [Flat(list(leaves), flat.paths, flat.structure) for leaves in pieces]
+    return flat, [*map(list, zip(*columns, strict=True))] if columns else [[] for _ in sizes]
 
 
 def _split_leaf(
@@ -318,7 +322,11 @@ def _split_leaf(
             f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
             f"{_ready_made(leaf.shape[dim], sizes, dim)} if it is to go whole to each microbatch, batch_dims= says so"
         )
-    return [_own(_dense(part) if dim else part, where, device, dims) for part in torch.split(leaf, list(sizes), dim)]
+    parts, (_, *rest), stride = torch.split(leaf, list(sizes), dim), leaf.shape, leaf.stride()
+    plain = not dim and device is None and not leaf.requires_grad
+    if plain and all(exact.is_dense((size, *rest), stride) for size in {*sizes}):
+        return [part.clone() for part in parts]  # what `_own` does, looked up once
+    return [_own(_dense(part) if dim else part, where, device, dims) for part in parts]
 
 
 def _dense(part: Tensor) -> Tensor:

@@ -163,23 +163,20 @@ class Buffer(NamedTuple):
 
 
 def handed_on(values: list[Tensor | None]) -> list[Tensor | None]:
-    """The tensors without their graphs, with any conjugation or negation that torch has put off carried out. Empties
-    `values`: whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=` or
-    scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
+    """The tensors without their graphs, in the same list, with any conjugation or negation that torch has put off
+    carried out. Whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=`
+    or scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
     """
-    nodes = [None if value is None else value.grad_fn for value in values]
-    values.reverse()
-    given = [_settled(values.pop()) for _ in nodes]
-    for index, (value, node) in enumerate(zip(given, nodes, strict=True)):
-        if value is None or (held := holders(value, node)) == 1:
+    for place in range(len(values)):  # `enumerate` would hold on to the tensor, and so would `detach`
+        value = values[place]
+        if value is None:
             continue
-        if held > sum(other is not None and storage_of(other) == storage_of(value) for other in given):
-            given[index] = copy_as(Layout.of(value), value)
-    return given
-
-
-def _settled(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.data.resolve_conj().resolve_neg()  # `detach` would hold on to the tensor
+        node = value.grad_fn
+        values[place] = value = value.data.resolve_conj().resolve_neg()
+        held = holders(value, node)
+        if held > 1 and held > sum(other is not None and storage_of(other) == storage_of(value) for other in values):
+            values[place] = copy_as(Layout.of(value), value)
+    return values
 
 
 def pack(tensor: Tensor) -> Tensor:
@@ -245,8 +242,11 @@ def copy_as(
     device = tensor.device if device is None else device
     shape, stride, dtype, misalignment, _ = layout
     if not misalignment and tensor.stride() == stride and tensor.shape == shape and is_dense(shape, stride):
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if type(tensor) is Tensor and tensor.device == device and tensor.dtype is dtype:
+            return tensor.clone()
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return made.copy_(tensor.detach(), non_blocking=non_blocking)
+        return made.copy_(tensor, non_blocking=non_blocking)
     buffer = allocate(layout, device)
     buffer.flat.copy_(pack(tensor), non_blocking=non_blocking)
     return unpack(buffer)

@@ -52,8 +52,9 @@ class StepCheck(Feature):
         self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(stage.device)]))
         own = [(a.op is Op.W, a.microbatch) for a in stage.row if a.stage == stage.index and a.op in (Op.B, Op.I, Op.W)]
         reached = any(i.meta.requires_grad for each in stage.stages for i in each.meta.inputs)
-        # Where no input takes a gradient, layer drop may leave a microbatch without a backward: the first may be any.
-        self._looks_at = {*own[:1], *own[-1:]} if reached else {*own}
+        # Where no input takes a gradient, a branch may leave a microbatch without a backward: the first may be any.
+        branches = one.meta.branches or len(stage.binding.kinds.metas) > 1
+        self._looks_at = {*own} if branches and not reached else {*own[:1], *own[-1:]}
         self._done = 0
         self._before: dict[str, int] = {}
         self._states: list[tuple[int, bytes]] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from penstock._base.stages import Link
 from penstock.runtime.exact import rules as exact
@@ -33,11 +34,11 @@ class LocalChannel(Mailbox):
         self._device = device
 
     def send(self, microbatch: int, message: Message) -> None:
-        layouts = self.agreement.check(microbatch, message)
-        self._mail[microbatch] = [
-            None if tensor is None or layout is None else exact.copy_as(layout, tensor, self._device)
-            for layout, tensor in zip(layouts, message, strict=True)
-        ]
+        copies: list[Tensor | None] = [*message]
+        for place, layout in enumerate(self.agreement.check(microbatch, message)):
+            if layout is not None and (tensor := message[place]) is not None:
+                copies[place] = exact.copy_as(layout, tensor, self._device)
+        self._mail[microbatch] = copies
 
     def drop_step(self) -> None:
         self.agreement.drop_step()
