@@ -23,15 +23,13 @@ from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import arguments_for, effective_compile
-from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
-from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
-from penstock.runtime.features.registry import RECOMPUTE
+from penstock.runtime.features.feature import Binding
+from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import Kinds
-from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
-from penstock.runtime.loss.loss import Loss, Reduction, weights
-from penstock.runtime.loss.of_torch import padding
+from penstock.runtime.loss.functions import Loss, OutputLoss, padding, saying_what_is_missing
+from penstock.runtime.loss.loss import Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.one_at_a_time import one_at_a_time

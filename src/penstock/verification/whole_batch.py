@@ -26,8 +26,8 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import Dims
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import Microbatches, split
-from penstock.runtime.loss.loss import Loss, Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
-from penstock.runtime.loss.of_torch import advice, padding
+from penstock.runtime.loss.functions import Loss, advice, padding
+from penstock.runtime.loss.loss import Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
 from penstock.verification.comparison import WholeBatch
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.exact.saved import SavedTensor
+from penstock.runtime.exact.rules import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, Product, value_of
 from penstock.runtime.split_backward.weight_uses import Waiting, _node_of, keys_of
 

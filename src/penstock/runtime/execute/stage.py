@@ -21,8 +21,17 @@ from penstock._base.errors import PartitionError
 from penstock._base.marks import NOW
 from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.features.context import MakeFeature, StageContext
-from penstock.runtime.features.feature import NOTHING, Forward, Rerun, Start, calls, contexts, within
+from penstock.runtime.features.feature import (
+    NOTHING,
+    Forward,
+    MakeFeature,
+    Rerun,
+    StageContext,
+    Start,
+    calls,
+    contexts,
+    within,
+)
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.registry import FEATURES, own_feature
 from penstock.runtime.gradients.distribution import is_distributed

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from penstock._base.compat import generator_of
 from penstock._base.errors import PartitionError
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.schedule import Action, Op
 
@@ -36,8 +35,7 @@ class StepCheck(Feature):
         return cls(stage) if stage.training else None
 
     def __init__(self, stage: StageContext) -> None:
-        one, norms = stage.stage, stage.binding.norms
-        deferred = {id(buffer) for buffer in norms.buffers()} if norms is not None else set()
+        one, deferred = stage.stage, stage.deferred
         updated = {*one.meta.updated, *one.may_update}
         held: dict[str, Tensor] = {name: p for name, p in one.parameters.items() if not is_distributed(p)}
         held |= {

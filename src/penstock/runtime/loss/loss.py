@@ -15,11 +15,8 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
-from penstock.runtime.loss.of_torch import is_of_torch, may_draw
+from penstock.runtime.loss.functions import Loss, is_of_torch, may_draw
 from penstock.runtime.loss.own_tensors import Watching, check_graph
-
-Loss = Callable[[Any, Any], Tensor]
-"""`loss(output, target)`, a scalar."""
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 """How the loss reduces a batch: a mean over its rows, a sum, or a function of a microbatch's target that gives the

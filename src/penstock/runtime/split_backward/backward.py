@@ -28,7 +28,7 @@ from penstock._base.compat_compiler import compiled as compiled_as
 from penstock._base.gradients import gradient_dtype
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import Keeper
+from penstock.runtime.exact.rules import Keeper
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.split_backward.weight_gradients import Product, Term, total_of, value_of
 from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of

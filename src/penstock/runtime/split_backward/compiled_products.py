@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from penstock._base.compat_compiler import add_input, copy_of_recorded, size_in
 from penstock._base.errors import PartitionError
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import SavedTensor
+from penstock.runtime.exact.rules import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall, Term, cast_back, total_of, value_of
 from penstock.runtime.split_backward.weight_uses import RUNNING, Waiting, WeightUses, keys_of
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 
 from penstock._base.compat import holders, saved_tensors_hooks
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import Keeper, Saved, SavedTensor
+from penstock.runtime.exact.rules import Keeper, Saved, SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, Term, lowered
 
 
