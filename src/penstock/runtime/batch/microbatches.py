@@ -322,11 +322,10 @@ def _split_leaf(
             f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
             f"{_ready_made(leaf.shape[dim], sizes, dim)} if it is to go whole to each microbatch, batch_dims= says so"
         )
-    parts, (_, *rest), stride = torch.split(leaf, list(sizes), dim), leaf.shape, leaf.stride()
     plain = not dim and device is None and not leaf.requires_grad
-    if plain and all(exact.is_dense((size, *rest), stride) for size in {*sizes}):
-        return [part.clone() for part in parts]  # what `_own` does, looked up once
-    return [_own(_dense(part) if dim else part, where, device, dims) for part in parts]
+    if plain and (parts := exact.own_parts(leaf, sizes)) is not None:
+        return parts
+    return [_own(_dense(part) if dim else part, where, device, dims) for part in torch.split(leaf, list(sizes), dim)]
 
 
 def _dense(part: Tensor) -> Tensor:

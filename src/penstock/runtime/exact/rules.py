@@ -117,6 +117,13 @@ def own(tensor: Tensor) -> Tensor:
     return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
 
 
+def own_parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
+    """`own` for each of the parts into which a tensor's first dimension is cut; None unless all of them are dense."""
+    (_, *rest), stride = tensor.shape, tensor.stride()
+    dense = all(is_dense((size, *rest), stride) for size in {*sizes})
+    return [part.clone() for part in torch.split(tensor.detach(), list(sizes))] if dense else None
+
+
 class Own(torch.autograd.Function):
     """`own`, through which a gradient goes back to where the caller's tensor came from."""
 

@@ -50,9 +50,9 @@ class StepCheck(Feature):
         self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(stage.device)]))
         own = [(a.op is Op.W, a.microbatch) for a in stage.row if a.stage == stage.index and a.op in (Op.B, Op.I, Op.W)]
         reached = any(i.meta.requires_grad for each in stage.stages for i in each.meta.inputs)
-        # Where no input takes a gradient, a branch may leave a microbatch without a backward: the first may be any.
-        branches = one.meta.branches or len(stage.binding.kinds.metas) > 1
-        self._looks_at = {*own} if branches and not reached else {*own[:1], *own[-1:]}
+        # Where no input takes a gradient, layer drop may leave a microbatch without a backward: the first may be any.
+        self._looks_at = {*own[:1], *own[-1:]} if reached else {*own}
+        self._last = len(self._looks_at)
         self._done = 0
         self._before: dict[str, int] = {}
         self._states: list[tuple[int, bytes]] = []
@@ -68,7 +68,7 @@ class StepCheck(Feature):
     def autograd(self, microbatch: int) -> Context:
         """Wraps autograd's backward."""
         self._done += 1
-        return self if self._done in (1, len(self._looks_at)) else NOTHING
+        return self if self._done in (1, self._last) else NOTHING
 
     def weights(self, microbatch: int) -> Context:
         """Wraps the work that a split backward put off."""
