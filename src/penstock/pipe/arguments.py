@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock._base.errors import ArgumentError
 from penstock._base.words import a
 from penstock.partition.units.chain import as_module
-from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.batch_dims import Microbatches
 from penstock.runtime.gradients.distribution import parallelized_by
 from penstock.runtime.step.example import tensors_of
 
@@ -42,7 +42,7 @@ def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
     Raises:
         ArgumentError: they are not a sequence and a mapping, or a name is one that `Pipeline.step` takes itself.
     """
-    if isinstance(args, (Tensor, batches.Microbatches)):
+    if isinstance(args, (Tensor, Microbatches)):
         kind = "a tensor" if isinstance(args, Tensor) else "a Microbatches"
         raise ArgumentError(f"args is {kind}; expected a tuple of the model's positional inputs: pass (x,)")
     if isinstance(args, (Mapping, str)) or not isinstance(args, Iterable):

@@ -17,8 +17,7 @@ from penstock.distributed.launch.step_file import announcer
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.aliases import refuse_aliases
-from penstock.runtime.batch.cutting import Batch, Microbatch
+from penstock.runtime.batch.cutting import Batch, Microbatch, refuse_aliases
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed

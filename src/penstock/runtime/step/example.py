@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
-from penstock.runtime.batch.microbatches import leaves_of
+from penstock.runtime.batch.batch_dims import leaves_of
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control
 
