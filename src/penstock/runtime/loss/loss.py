@@ -16,7 +16,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.functions import Loss, is_of_torch, may_draw
-from penstock.runtime.loss.own_tensors import Watching
+from penstock.runtime.loss.own_tensors import Watching, check_graph
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 """How the loss reduces a batch: a mean over its rows, a sum, or a function of a microbatch's target that gives the
@@ -179,7 +179,9 @@ class LossHead:
         elif self._targets is not None:
             returned = self._returned(microbatch, output, leaves)
             loss = returned if type(returned) is Tensor else loss_in(returned)
-            self._watched = self._watched or isinstance(loss, Tensor)
+            if not self._watched and isinstance(loss, Tensor):
+                check_graph(loss, self._elsewhere)
+                self._watched = True
         if loss is None and not self._needed:
             return None
         if type(loss) is not Tensor or loss.dim():

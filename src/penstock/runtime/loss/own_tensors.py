@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock._base.closures import contents, globals_named
 from penstock._base.errors import ArgumentError
-from penstock.partition import tensors_in
+from penstock.partition import leaves_of, tensors_in
 from penstock.partition.source import is_library
 from penstock.runtime.front_end import Partition
 
@@ -147,6 +147,13 @@ class Watching(TorchFunctionMode):
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) in self._elsewhere:
                 raise _refusal(self._elsewhere[id(tensor)])
+
+
+def check_graph(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
+    """Raises ArgumentError if a gradient would flow from the loss directly into one of these tensors."""
+    for leaf in leaves_of([loss]):
+        if id(leaf) in elsewhere:
+            raise _refusal(elsewhere[id(leaf)])
 
 
 def _refusal(name: str) -> ArgumentError:
