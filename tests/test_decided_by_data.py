@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import PartitionError, pipeline
-from penstock.partition.run import real
+from penstock.partition.run import known_values
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import squared_error
 
@@ -152,14 +152,14 @@ def doing(what: str) -> nn.Sequential:
 @pytest.fixture(params=[1, -1], ids=["seen", "unseen"])
 def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sign of the values with which a block is recorded: it does it then, or not."""
-    make = real._make
+    make = known_values._make
 
     def making(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
         made = make(fake, original, device)
         with torch.no_grad():
             return made if original is not None else made.copy_(made.abs() * request.param)
 
-    monkeypatch.setattr(real, "_make", making)
+    monkeypatch.setattr(known_values, "_make", making)
 
 
 @pytest.mark.usefixtures("made_up")

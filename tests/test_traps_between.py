@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, ScheduleError, ShapeError, VerificationError, pipeline, verify
-from penstock.runtime.transport.local import LocalChannel
+from penstock.runtime.transport.routes import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import InPlace, OneLayer, SkipsTwice, squared_error

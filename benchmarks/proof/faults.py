@@ -25,7 +25,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features import deferred_norm
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.transport.local import LocalChannel
+from penstock.runtime.transport.routes import LocalChannel
 
 WIDTH, MICROBATCHES = 7, 4
 

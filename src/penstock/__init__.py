@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from penstock.pipe.result import StepResult as StepResult
     from penstock.pipe.scaler import GradScaler as GradScaler
     from penstock.runtime.batch.batch_dims import BatchDims as BatchDims
+    from penstock.runtime.batch.batch_dims import Microbatches as Microbatches
     from penstock.runtime.batch.cutting import Microbatch as Microbatch
-    from penstock.runtime.batch.microbatches import Microbatches as Microbatches
     from penstock.schedule import Schedule as Schedule
     from penstock.schedule.timeline import Timeline as Timeline
     from penstock.verification.comparison import Report as Report
@@ -51,8 +51,7 @@ _HOMES = {
         "PartitionError PenstockError PipelineFailure PlanError ScheduleError ShapeError VerificationError"
     ),
     "pipe.result": "StepResult",
-    "runtime.batch.microbatches": "Microbatches",
-    "runtime.batch.batch_dims": "BatchDims",
+    "runtime.batch.batch_dims": "BatchDims Microbatches",
     "runtime.batch.cutting": "Microbatch",
     "pipe.scaler": "GradScaler",
     "schedule": "Schedule",

@@ -11,7 +11,7 @@ from command_line import output
 from torch import nn
 
 import penstock
-from penstock.runtime.batch.microbatches import Microbatches
+from penstock.runtime.batch.batch_dims import Microbatches
 from penstock.schedule import MICROBATCHES
 
 TARGET = """

@@ -28,8 +28,8 @@ from penstock.distributed.failure_detector import Patience
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage import BoundStage
-from penstock.runtime.features.frame import Sharded
-from penstock.runtime.gradients.ties import TieReducer
+from penstock.runtime.gradients.distribution import Sharded
+from penstock.runtime.gradients.sums import TieReducer
 from penstock.runtime.transport.shared_memory import Neighbors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

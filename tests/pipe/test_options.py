@@ -17,8 +17,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
 from penstock.plan import Choice, Plan
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
 from penstock.schedule import generate
 from penstock.simulate import LinkCost
 from scaffolding.models import GPT, OneLayer, SkipsTwice, squared_error, token_error

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock._base.errors import ArgumentError
 from penstock._base.words import a
 from penstock.partition.units.chain import as_module
-from penstock.runtime.batch.microbatches import Microbatches, leaves_of
+from penstock.runtime.batch.batch_dims import Microbatches, leaves_of
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control
 from penstock.runtime.gradients.distribution import parallelized_by

@@ -37,14 +37,14 @@ from penstock.runtime.batch.outline import Example, Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.runtime.features.compiled import Compile
-from penstock.runtime.features.context import MakeFeature
-from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.features.feature import MakeFeature
+from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
 from penstock.runtime.front_end import FrontEnd, MakeFrontEnd
 from penstock.runtime.gradients.distribution import accumulate_in
-from penstock.runtime.loss.loss import Loss, Reduction
-from penstock.runtime.model.materialize import Materialize
+from penstock.runtime.loss.functions import Loss
+from penstock.runtime.loss.loss import Reduction
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.model.taking_over import HeldElsewhereError
+from penstock.runtime.model.taking_over import HeldElsewhereError, Materialize
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
@@ -164,7 +164,7 @@ def pipeline(
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
         recompute: which forwards run again in backward, so that their activations need not be kept: "never",
             "except_last" (all but each stage's last microbatch), "always", an integer n (every n-th layer), or a
-            function that makes a kind of your own; see `penstock.runtime.features.context.Recompute`. One for all
+            function that makes a kind of your own; see `penstock.runtime.features.feature.Recompute`. One for all
             stages, a list with one for each, or a dict by stage.
         offload: keep activations in the host's memory between forward and backward, if they are away for long enough
             to make room; also by stage.

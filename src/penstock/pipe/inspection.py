@@ -35,8 +35,9 @@ from penstock.pipe.verified import Unverified
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitFunction
 from penstock.runtime.batch.outline import Example
-from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
-from penstock.runtime.loss.loss import Loss, Reduction
+from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
+from penstock.runtime.loss.functions import Loss
+from penstock.runtime.loss.loss import Reduction
 from penstock.runtime.model.taking_over import refuse_overlaps
 from penstock.schedule import Schedule, generator
 from penstock.schedule.lowering import order_of

@@ -18,12 +18,11 @@ from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transport_choice import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
-from penstock.runtime.features.context import MakeFeature
-from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class
-from penstock.runtime.loss.functions import checked_loss
-from penstock.runtime.loss.loss import Loss, Reduction
-from penstock.runtime.loss.of_torch import advice
-from penstock.runtime.model.materialize import Materialize
+from penstock.runtime.features.feature import MakeFeature
+from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, refuse_class
+from penstock.runtime.loss.functions import Loss, advice, checked_loss
+from penstock.runtime.loss.loss import Reduction
+from penstock.runtime.model.taking_over import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
 from penstock.simulate import LinkCost
 from penstock.trace.runs.option import RunFolder

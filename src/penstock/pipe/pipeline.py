@@ -24,8 +24,7 @@ from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, passed
 from penstock.runtime.batch.cutting import Batch
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
-from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
-from penstock.runtime.features.registry import RECOMPUTE
+from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
 from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into

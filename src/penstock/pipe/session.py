@@ -23,21 +23,18 @@ from penstock.pipe.recorder import Recorder
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import fingerprint_of
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.aliases import refuse_aliases
-from penstock.runtime.batch.cutting import Batch, Microbatch
+from penstock.runtime.batch.cutting import Batch, Microbatch, refuse_aliases
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_in_glue
 from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
-from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms
-from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
-from penstock.runtime.features.registry import RECOMPUTE
+from penstock.runtime.features.feature import Binding
+from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
-from penstock.runtime.loss.loss import Loss, Reduction, weights
-from penstock.runtime.loss.of_torch import padding
+from penstock.runtime.loss.functions import Loss, OutputLoss, padding, saying_what_is_missing
+from penstock.runtime.loss.loss import Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.one_at_a_time import one_at_a_time

@@ -16,7 +16,7 @@ from penstock._base.marks import NOW, computing
 from penstock._base.stages import needs_backward, ties
 from penstock._base.trees import flatten, leaf_tensors
 from penstock.distributed.world import World
-from penstock.partition.values.defaults import default_kwargs
+from penstock.partition.units.chain import default_kwargs
 from penstock.partition.values.memory import same_bits
 from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build

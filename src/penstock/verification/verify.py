@@ -31,10 +31,10 @@ from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
 from penstock.runtime.gradients.distribution import copy_into, whole
-from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
+from penstock.runtime.loss.functions import Loss
+from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.verification.comparison import Comparison, Difference, Report, compare, merged

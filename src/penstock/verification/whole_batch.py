@@ -22,13 +22,13 @@ from penstock._base.marks import NOW, computing
 from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock._base.words import shortened
 from penstock.partition.state.reach import Reach
-from penstock.partition.values.defaults import default_kwargs
+from penstock.partition.units.chain import default_kwargs
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.batch.batch_dims import Dims
+from penstock.runtime.batch.batch_dims import Dims, Microbatches
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.microbatches import Microbatches, split
-from penstock.runtime.loss.loss import Loss, Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
-from penstock.runtime.loss.of_torch import advice, padding
+from penstock.runtime.batch.microbatches import split
+from penstock.runtime.loss.functions import Loss, advice, padding
+from penstock.runtime.loss.loss import Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
 from penstock.verification.comparison import WholeBatch
 

@@ -12,8 +12,8 @@ from torch import nn
 import penstock
 from penstock.distributed.failure import OUTSIDE, Behind, Position
 from penstock.distributed.watchdog import Watchdog
-from penstock.runtime.execute import progress
-from penstock.runtime.execute.progress import Progress, has_events
+from penstock.runtime.execute import clock
+from penstock.runtime.execute.clock import Progress, has_events
 from scaffolding import stand_in
 from scaffolding.stand_in import DEVICE
 
@@ -41,7 +41,7 @@ def hangs() -> None:
 
 def used_again() -> None:
     """Events are made once. The host may go on by more than there are, and is then only known to be ahead."""
-    with mock.patch.object(progress, "KEPT", 8):
+    with mock.patch.object(clock, "KEPT", 8):
         followed, watchdog = _followed()
         before = stand_in.calls["Event"]
         for position in POSITIONS:

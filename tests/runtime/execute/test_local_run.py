@@ -16,7 +16,7 @@ from torch import nn
 import penstock
 from penstock._base.errors import ArgumentError
 from penstock.distributed.world import World, device_of, join
-from penstock.runtime.transport.local import LocalHub, LocalTransport
+from penstock.runtime.transport.routes import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
 from penstock.testing.transport_scripts import scripts_for

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -117,6 +117,13 @@ def own(tensor: Tensor) -> Tensor:
     return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
 
 
+def own_parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
+    """`own` for each of the parts into which a tensor's first dimension is cut; None unless all of them are dense."""
+    (_, *rest), stride = tensor.shape, tensor.stride()
+    dense = all(is_dense((size, *rest), stride) for size in {*sizes})
+    return [part.clone() for part in torch.split(tensor.detach(), list(sizes))] if dense else None
+
+
 class Own(torch.autograd.Function):
     """`own`, through which a gradient goes back to where the caller's tensor came from."""
 
@@ -163,23 +170,20 @@ class Buffer(NamedTuple):
 
 
 def handed_on(values: list[Tensor | None]) -> list[Tensor | None]:
-    """The tensors without their graphs, with any conjugation or negation that torch has put off carried out. Empties
-    `values`: whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=` or
-    scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
+    """The tensors without their graphs, in the same list, with any conjugation or negation that torch has put off
+    carried out. Whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=`
+    or scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
     """
-    nodes = [None if value is None else value.grad_fn for value in values]
-    values.reverse()
-    given = [_settled(values.pop()) for _ in nodes]
-    for index, (value, node) in enumerate(zip(given, nodes, strict=True)):
-        if value is None or (held := holders(value, node)) == 1:
+    for place in range(len(values)):  # `enumerate` would hold on to the tensor, and so would `detach`
+        value = values[place]
+        if value is None:
             continue
-        if held > sum(other is not None and storage_of(other) == storage_of(value) for other in given):
-            given[index] = copy_as(Layout.of(value), value)
-    return given
-
-
-def _settled(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.data.resolve_conj().resolve_neg()  # `detach` would hold on to the tensor
+        node = value.grad_fn
+        values[place] = value = value.data.resolve_conj().resolve_neg()
+        held = holders(value, node)
+        if held > 1 and held > sum(other is not None and storage_of(other) == storage_of(value) for other in values):
+            values[place] = copy_as(Layout.of(value), value)
+    return values
 
 
 def pack(tensor: Tensor) -> Tensor:
@@ -245,8 +249,11 @@ def copy_as(
     device = tensor.device if device is None else device
     shape, stride, dtype, misalignment, _ = layout
     if not misalignment and tensor.stride() == stride and tensor.shape == shape and is_dense(shape, stride):
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if type(tensor) is Tensor and tensor.device == device and tensor.dtype is dtype:
+            return tensor.clone()
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return made.copy_(tensor.detach(), non_blocking=non_blocking)
+        return made.copy_(tensor, non_blocking=non_blocking)
     buffer = allocate(layout, device)
     buffer.flat.copy_(pack(tensor), non_blocking=non_blocking)
     return unpack(buffer)
@@ -294,3 +301,51 @@ def _numel(shape: tuple[int, ...]) -> int:
     for size in shape:
         numel *= size
     return numel
+
+
+class Saved(Protocol):
+    """A tensor that waits for backward, wherever it is."""
+
+    def get(self) -> Tensor:
+        """The tensor, on its device. Raises RuntimeError, as autograd does, if it was updated in place since."""
+
+
+class Keeper(Protocol):
+    """Keeps what a forward saves for backward, instead of autograd."""
+
+    @property
+    def pack(self) -> Callable[[Tensor], Any]:
+        """The hook that is given what autograd saves."""
+
+    def save(self, tensor: Tensor) -> Saved:
+        """Keeps what W needs."""
+
+
+class SavedTensor(NamedTuple):
+    """A tensor without its graph, in the same memory, so that whatever it was computed from can be freed.
+
+    Attributes:
+        version: autograd's count of in-place updates of the tensor.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> SavedTensor:
+        """The tensor as it is now."""
+        return cls(tensor.detach(), tensor._version)
+
+    def get(self) -> Tensor:
+        """The tensor. Raises RuntimeError, as autograd does, if it was updated in place since."""
+        check_unchanged(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+def check_unchanged(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
+    """Raises RuntimeError, as autograd does, if a tensor that backward needs has another version than it had."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(shape)} that is needed for a gradient has been modified by an inplace operation: "
+            f"it is at version {tensor._version}; expected version {version}"
+        )

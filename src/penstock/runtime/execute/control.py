@@ -114,19 +114,19 @@ class Control:
             dist.broadcast_object_list(box, group=group, group_src=source)
         return box[0]
 
-    def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
-        """Copies a CPU tensor, in place, from one rank to others. Exactly these ranks call it."""
+    def bring(self, value: T, source_rank: int, target_ranks: Sequence[int]) -> T:
+        """Returns one rank's object on some others. Exactly these ranks call it."""
         if self.groups is None:
-            return
-        group, here = self.groups["control"], self.world.rank
+            return value
+        group, here, box = self.groups["control"], self.world.rank, [value]
         targets = [rank for rank in target_ranks if rank != source_rank]
         waited = targets if here == source_rank else [source_rank]
         with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in waited)):
             if here != source_rank:
-                dist.recv(buffer, group=group, group_src=source_rank)
-            else:
-                for target in targets:
-                    dist.send(buffer, group=group, group_dst=target)
+                dist.recv_object_list(box, group=group, group_src=source_rank)
+            for target in targets if here == source_rank else ():
+                dist.send_object_list(box, group=group, group_dst=target)
+        return box[0]
 
     @property
     def sends_late(self) -> bool:

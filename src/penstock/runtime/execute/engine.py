@@ -21,7 +21,16 @@ from penstock.distributed.failure_detector import Patience
 from penstock.distributed.groups import GroupOptions
 from penstock.distributed.world import World, is_accelerator
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.clock import Marks, Moment, clock_of, counter, noting_messages, shifted
+from penstock.runtime.execute.clock import (
+    Marks,
+    Moment,
+    Progress,
+    clock_of,
+    counter,
+    has_events,
+    noting_messages,
+    shifted,
+)
 from penstock.runtime.execute.control import Arriving, Control
 from penstock.runtime.execute.program import (
     BoundAction,
@@ -33,17 +42,15 @@ from penstock.runtime.execute.program import (
     run_actions,
     run_timed,
 )
-from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.transport_choice import STAGES_NOTHING, TransportChoice, staged_note, transport_of
-from penstock.runtime.features.context import Binding
+from penstock.runtime.features.feature import Binding
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas
-from penstock.runtime.gradients.ties import Tied, TieGroup, TieReducer, refuse_hooks, tied_among
+from penstock.runtime.gradients.sums import Tied, TieGroup, TieReducer, refuse_hooks, tied_among
 from penstock.runtime.kinds import Kinds, all_uses, distinct
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Transport
-from penstock.runtime.transport.routes import between_ranks
+from penstock.runtime.transport.routes import LocalHub, LocalTransport, between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import ways
 

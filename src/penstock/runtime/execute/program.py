@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +27,14 @@ from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage import BoundStage
-from penstock.runtime.features.context import Binding, StageContext
-from penstock.runtime.features.feature import Feature, Start, calls, contexts, within
+from penstock.runtime.features.feature import Binding, Feature, StageContext, Start, calls, contexts, within
+from penstock.runtime.gradients.distribution import Sharded
 from penstock.runtime.gradients.replicas import Average
-from penstock.runtime.gradients.ties import TieReducer
+from penstock.runtime.gradients.sums import TieReducer
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import Route, RouteBuilder, route_of
 from penstock.schedule import Action, Op
-
-if TYPE_CHECKING:
-    from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP
 
 
 @dataclass(frozen=True, slots=True)

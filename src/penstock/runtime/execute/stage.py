@@ -7,13 +7,13 @@ needs for that. Values and gradients are dropped as soon as they are passed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from penstock._base.compat import gradient_edge
@@ -21,14 +21,23 @@ from penstock._base.errors import PartitionError
 from penstock._base.marks import NOW
 from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.features.context import MakeFeature, StageContext
-from penstock.runtime.features.feature import NOTHING, Forward, Rerun, Start, calls, contexts, within
+from penstock.runtime.features.feature import (
+    NOTHING,
+    Forward,
+    MakeFeature,
+    Rerun,
+    StageContext,
+    Start,
+    calls,
+    contexts,
+    within,
+)
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.registry import FEATURES, own_feature
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import no_gradient
-from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.runtime.split_backward.backward import SplitBackward, weight_uses_of
 from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
 from penstock.schedule import Op
 
@@ -162,7 +171,7 @@ class BoundStage:
         begin = self._beginning(microbatch, stage=index)
         head, saved = None if drops else stage.head, self._saved if stage.training and not drops else None
         learn = None if split is None or (drops and stage.head is not None) else split.learn
-        pass_on = None if again else self._passing_on(microbatch, kind.routes.values_out)
+        pass_on = None if again else self._passing_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
         if pass_on is None and head is not None:
             pass_on = partial(head.keep, microbatch)
 
@@ -201,22 +210,23 @@ class BoundStage:
             return None
         return partial(streams.begin, microbatch, self._context.draw_offsets(microbatch), **options)
 
-    def _passing_on(self, microbatch: int, routes: Sequence[Route]) -> Callable[[Values], None] | None:
-        """Passes values on to stages of this rank, and keeps the rest until the schedule sends them."""
+    def _passing_on(self, microbatch: int, routes: Sequence[Route], count: int) -> Callable[[Values], None] | None:
+        """Passes `count` values on to stages of this rank, and keeps the rest until the schedule sends them."""
         keep = self._mail.__setitem__
-        ways = [
-            (route.positions, partial(keep, (route.stage, microbatch)))
-            if route.remote
-            else (route.positions, partial(route.channel.send, microbatch))
+        puts: list[Callable[[Values], None]] = [
+            partial(keep, (route.stage, microbatch)) if route.remote else partial(route.channel.send, microbatch)
             for route in routes
         ]
+        if [route.positions for route in routes] == [(*range(count),)]:
+            (put_all,) = puts
+            return lambda values: put_all(exact.handed_on(values))
 
         def pass_on(values: Values) -> None:
             given = exact.handed_on(values)
-            for positions, put in ways:
-                put([None if position is None else given[position] for position in positions])
+            for route, put in zip(routes, puts, strict=True):
+                put([None if position is None else given[position] for position in route.positions])
 
-        return pass_on if ways else None
+        return pass_on if puts else None
 
     def backward(self, microbatch: int) -> Callable[[Values], None]:
         """Runs B or I, and passes the gradients of the inputs on."""
@@ -225,7 +235,7 @@ class BoundStage:
         enter, begin = contexts(self.features, "backward", microbatch), self._beginning(microbatch, again=True)
         again = self._again(microbatch) if calls(self.features, "keep", microbatch) else None
         autograd = self._autograd(microbatch)
-        pass_on = self._passing_on(microbatch, kind.routes.grads_out)
+        pass_on = self._passing_on(microbatch, kind.routes.grads_out, inputs)
 
         def run_backward(grads: Values) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
@@ -365,7 +375,7 @@ def _splits(stage: StageContext) -> list[SplitBackward | None]:
     """
     split = {*stage.microbatches(Op.I)}
     partitions = stage.binding.partitions
-    uses = {id(each): _weight_uses(each.stages[stage.index].module) for each in distinct(partitions)}
+    uses = {id(each): weight_uses_of(each.stages[stage.index].module) for each in distinct(partitions)}
     ways = [(kind, uses[id(each)]) for kind, each in zip(stage.binding.kinds.of, partitions, strict=True)]
     first = {way: microbatch for microbatch, way in reversed([*enumerate(ways)]) if microbatch in split}
     own = {way: _split(stage, microbatch, alike=len({*ways}) == 1) for way, microbatch in first.items()}
@@ -381,23 +391,4 @@ def _split(stage: StageContext, first: int, *, alike: bool) -> SplitBackward:
         in_order=in_order and alike,
         keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
         compiled=stage.binding.compile is not None,
-    )
-
-
-def _weight_uses(module: nn.Module) -> Hashable:
-    """Return a key that is equal for recorded forwards that use weights alike: the calls that get a weight, and their
-    plain arguments, since a unit may branch on those. Names of values, which are numbered, are not in it."""
-    if not isinstance(module, fx.GraphModule):
-        return type(module).__qualname__
-    weights = dict(module.named_parameters(remove_duplicate=False))
-    units = {name[:end] for name in weights for end, letter in enumerate(name) if letter == "."}
-    held = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
-
-    def plain(argument: fx.Node) -> Any:
-        return held.get(argument, "")
-
-    return tuple(
-        (node.op, str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), plain)))
-        for node in module.graph.nodes
-        if (node.op == "call_module" and node.target in units) or any(each in held for each in node.all_input_nodes)
     )

@@ -18,8 +18,7 @@ from torch import Tensor, fx, nn
 from penstock._base.compat_compiler import backend_named, compiled, inductor_options, noticing_hooks
 from penstock._base.errors import ArgumentError
 from penstock.partition.stages.stage import enter_autocast, leave_autocast
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Forward
+from penstock.runtime.features.feature import Feature, Forward, StageContext
 from penstock.runtime.front_end import Stage
 from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from penstock.schedule import Action, Op, Schedule

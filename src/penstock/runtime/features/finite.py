@@ -17,8 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from penstock._base.errors import NonFiniteError
 from penstock._base.trees import flatten
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Forward, Start, recorded_code
+from penstock.runtime.features.feature import Feature, Forward, StageContext, Start, recorded_code
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import LossHead

@@ -17,8 +17,7 @@ from typing import Any
 from torch import nn
 
 from penstock.partition.source import OF_TORCH
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.schedule import Op
 
 MISSING = object()

@@ -29,10 +29,9 @@ from penstock._base.compat import WeakStorage, storage_of
 from penstock._base.errors import ArgumentError
 from penstock._base.words import in_ranges
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import Saved, SavedTensor, check_unchanged
+from penstock.runtime.exact.rules import Saved, SavedTensor, check_unchanged
 from penstock.runtime.features.compiled import any_compiled
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.feature import Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import local
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.activations import NEAR, Trips, trips

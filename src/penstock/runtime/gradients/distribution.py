@@ -1,15 +1,19 @@
-"""Distributed tensors, of which each process holds a part, and the dtype in which gradients accumulate.
+"""Distributed tensors, of which each process holds a part, stages that `fully_shard` was applied to, and the dtype in
+which gradients accumulate.
 
 torch's `DTensor` is slow to import. `_base.gradients` says what follows from `gradient_dtype=`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock._base.compat import reduction_dtype
 from penstock._base.errors import ArgumentError
 from penstock._base.gradients import gradient_dtype
 from penstock.runtime.front_end import Stage
@@ -143,3 +147,78 @@ def accumulate_in(dtype: torch.dtype, named: Iterable[tuple[str, Tensor]], divid
         grad, parameter.grad = parameter.grad, None
         parameter.grad_dtype = dtype
         parameter.grad = None if grad is None else grad.to(dtype)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module. Does not load FSDP, which takes long."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+class Sharded:
+    """The parts of one stage that `fully_shard` was applied to, controlled by a schedule.
+
+    `unshard` starts to gather parameters, `wait` waits for them, and `reshard` frees them. Gradients stay whole until
+    the stage's last backward, which runs within `reducing`, however often the parameters are freed in between. All of
+    this uses FSDP's public API, as its documentation requires with microbatches.
+    """
+
+    def __init__(self, frame: nn.Module) -> None:
+        self.frame = frame
+        self._parts: list[Any] = [module for module in frame.modules() if is_sharded(module)]
+        self._arriving: list[Any] = []
+        self._whole = {id(p) for p in frame.parameters() if not is_distributed(p)}
+        self._widened = False
+        for part in self._parts:
+            part.set_reshard_after_forward(False, recurse=False)
+        self._reduce(False)
+
+    def unshard(self) -> None:
+        """Starts to gather the parameters."""
+        handles = [part.unshard(async_op=True) for part in self._parts]
+        self._arriving = [handle for handle in handles if handle is not None]
+
+    def wait(self) -> None:
+        """Waits until the parameters are there, before the first computation that uses them."""
+        for handle in self._arriving:
+            handle.wait()
+        self._arriving.clear()
+        if not self._widened:
+            self._widen()
+            self._widened = True
+
+    def _widen(self) -> None:
+        """Lets gradients accumulate in the dtype in which they are reduced, if that is wider than the parameters' own.
+
+        FSDP converts them after each backward. But what several Ws add in between would be summed in the narrow dtype.
+        """
+        dtypes = {p: reduction_dtype(part) for part in self._parts for p in part.parameters()}  # inner parts come last
+        for parameter, dtype in dtypes.items():
+            narrow = dtype is not None and gradient_dtype(parameter).itemsize < dtype.itemsize
+            if narrow and parameter.is_floating_point() and id(parameter) not in self._whole:
+                parameter.grad_dtype = dtype
+
+    def reshard(self) -> None:
+        """Frees the gathered parameters."""
+        self.wait()  # a replica with fewer microbatches may have had no use for them
+        for part in self._parts:
+            part.reshard()
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that a forward uses: the whole ones between `wait` and `reshard`."""
+        return dict(self.frame.named_parameters())
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Wraps the last backward of a stage, which sums and scatters gradients."""
+        self._reduce(True)
+        try:
+            yield
+        finally:
+            self._reduce(False)
+
+    def _reduce(self, now: bool) -> None:
+        for part in self._parts:
+            part.set_requires_gradient_sync(now, recurse=False)
+            part.set_is_last_backward(now)
+            part.set_reshard_after_backward(False, recurse=False)

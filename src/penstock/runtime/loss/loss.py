@@ -15,11 +15,8 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
-from penstock.runtime.loss.of_torch import is_of_torch, may_draw
+from penstock.runtime.loss.functions import Loss, is_of_torch, may_draw
 from penstock.runtime.loss.own_tensors import Watching, check_graph
-
-Loss = Callable[[Any, Any], Tensor]
-"""`loss(output, target)`, a scalar."""
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 """How the loss reduces a batch: a mean over its rows, a sum, or a function of a microbatch's target that gives the
@@ -175,38 +172,45 @@ class LossHead:
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
         """Computes a microbatch's loss. Returns what backward starts from, with its graph; None if there is no loss."""
         partition = self._partitions[microbatch]
-        build = partition.build_output
-        output = build(leaves)
-        loss: Any
-        returned = output
+        returned = output = partition.build_output(leaves)
+        loss: Any = None
         if self._loss is None:
             loss = own_loss(output)
-        else:
-            if self._draws:
-                self._streams.begin_loss(microbatch, foreign=self._draws_foreign)
-            loss = None
-            if self._targets is not None:
-                target = self._targets[microbatch]
-                versions = [buffer._version for buffer in self._fixed.values()]
-                if self._watched and not partition.left:
-                    returned = self._loss(output, target)
-                else:
-                    with partition.leaving(leaves), nullcontext() if self._watched else Watching(self._elsewhere):
-                        returned = self._loss(output, target)
-                loss = loss_in(returned)
-                for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
-                    if buffer._version != version:
-                        raise _updates(name)
-            if isinstance(loss, Tensor) and not self._watched:
+        elif self._targets is not None:
+            returned = self._returned(microbatch, output, leaves)
+            loss = returned if type(returned) is Tensor else loss_in(returned)
+            if not self._watched and isinstance(loss, Tensor):
                 check_graph(loss, self._elsewhere)
                 self._watched = True
         if loss is None and not self._needed:
             return None
-        loss = checked_value(loss, output, self._loss)
+        if type(loss) is not Tensor or loss.dim():
+            loss = checked_value(loss, output, self._loss)
         self.losses[microbatch] = loss.detach().clone()  # `mse_loss` leaves it in memory as large as the output
         if returned is not loss:
             self.parts[microbatch] = dict(_scalars(returned, loss))
-        return root_of(loss, self._weights[microbatch], leaves)
+        weight = self._weights[microbatch]
+        return loss if weight else root_of(loss, weight, leaves)
+
+    def _returned(self, microbatch: int, output: Any, leaves: Sequence[Tensor]) -> Any:
+        """What the user's loss function returns for a microbatch."""
+        assert self._loss is not None
+        assert self._targets is not None
+        if self._draws:
+            self._streams.begin_loss(microbatch, foreign=self._draws_foreign)
+        target, left = self._targets[microbatch], self._partitions[microbatch].left
+        if self._watched and not left and not self._fixed:
+            return self._loss(output, target)
+        versions = [buffer._version for buffer in self._fixed.values()]
+        with (
+            self._partitions[microbatch].leaving(leaves),
+            nullcontext() if self._watched else Watching(self._elsewhere),
+        ):
+            returned = self._loss(output, target)
+        for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
+            if buffer._version != version:
+                raise _updates(name)
+        return returned
 
     def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
         """Keeps a microbatch's output, if the step is to. Empties `leaves`."""

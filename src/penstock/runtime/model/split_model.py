@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,15 @@ from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
 from penstock.runtime.execute.engine import BoundSchedule, Engine
+from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
-from penstock.runtime.gradients.distribution import check_sharding
-from penstock.runtime.gradients.ties import tie_groups
-from penstock.runtime.kinds import all_uses
+from penstock.runtime.gradients.distribution import Sharded, check_sharding
+from penstock.runtime.gradients.sums import tie_groups
+from penstock.runtime.kinds import all_uses, with_copies
 from penstock.runtime.loss.own_tensors import PREFIXES, is_trained, notes, tensors_of, with_loss
-from penstock.runtime.model.copies import with_copies
-from penstock.runtime.model.failed_steps import undone_if_it_raises
-from penstock.runtime.model.materialize import Materialize
-from penstock.runtime.model.originals import Originals
+from penstock.runtime.model.originals import Originals, undone_if_it_raises
 from penstock.runtime.model.taking_over import (
+    Materialize,
     holders_of,
     move_together,
     refuse_held_elsewhere,
@@ -36,9 +35,6 @@ from penstock.runtime.model.taking_over import (
     take_over,
 )
 from penstock.schedule import Placement
-
-if TYPE_CHECKING:
-    from penstock.runtime.features.frame import Frames, Parallelize, Sharded
 
 
 class SplitModel:
@@ -212,8 +208,6 @@ class SplitModel:
 
     def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
         """Applies the user's function to this process's stages. Earlier recordings are discarded and made again."""
-        from penstock.runtime.features.frame import Frames  # torch's FSDP takes long to import
-
         partitions = self.partitions(training=True)
         here = [stage for stage in partitions[0].stages if self._is_here(stage)]
         _refuse_uneven(all_uses(partitions), partitions[0].stages)

@@ -15,18 +15,20 @@ are left out by chance, all microbatches up to the first in which the whole stag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock._base.compat import WithoutGradients
 from penstock._base.compat_compiler import compiled as compiled_as
 from penstock._base.gradients import gradient_dtype
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import Keeper
+from penstock.runtime.exact.rules import Keeper
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.split_backward.weight_gradients import Product, Term, total_of, value_of
 from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of
@@ -61,6 +63,7 @@ class SplitBackward:
         self._looked = False
         self._parameters: list[nn.Parameter] = []
         self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._without_gradients = WithoutGradients()
         self._in_order = in_order
         self._learning = False
         self._deferred: list[nn.Parameter] = []  # those whose gradient waits
@@ -147,17 +150,17 @@ class SplitBackward:
         """Runs W: sums each parameter's terms of a microbatch in autograd's order, and adds them to `.grad` once."""
         waiting = self._waiting.pop(microbatch, [])
         left: dict[int, int] = {}  # a `Counter` takes longer to make
-        for key in [id(base_of(weight)) for call in waiting for weight in call.weights]:
-            left[key] = left.get(key, 0) + 1
+        for call in waiting:
+            for key in call.keys:
+                left[key] = left.get(key, 0) + 1
         terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         waiting.reverse()
-        with torch.no_grad(), exact.outside_autocast(self._anchor.device.type):
+        with self._without_gradients, exact.outside_autocast(self._anchor.device.type):
             for parameter, grad in self._early.pop(microbatch, ()):
                 _add(parameter, grad)
             while waiting:  # frees what a call kept once its gradient is there
                 call = waiting.pop()
-                for weight, term in zip(call.weights, call.terms(), strict=True):
-                    key = id(base_of(weight))
+                for key, weight, term in zip(call.keys, call.weights, call.terms(), strict=True):
                     left[key] -= 1
                     if not left[key] and key not in terms and _adds_in_place(weight, term):
                         continue
@@ -192,7 +195,7 @@ class SplitBackward:
 
 def _adds_in_place(weight: Tensor, term: Term) -> bool:
     """Adds a parameter's only term of a microbatch to its `.grad` as it is computed. False if that cannot be."""
-    if not isinstance(term, Product) or exact.computes_apart(weight.device) or _needs_autograd(weight):
+    if exact.computes_apart(weight.device) or not isinstance(term, Product) or _needs_autograd(weight):
         return False
     grad = weight.grad
     if grad is None or grad.dtype != term.first.dtype:
@@ -211,12 +214,12 @@ def _needs_autograd(weight: Tensor) -> bool:
 
 def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Adds a parameter's terms to its `.grad`. All are of the parameter itself, or all of views of it."""
-    parameter = base_of(terms[0][0])
-    if _needs_autograd(terms[0][0]):
+    (weight, total), *more = terms
+    if _needs_autograd(weight):
         grads = [grad.to(weight.dtype) for weight, grad in terms]  # autocast's are in its lower precision
         torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], grads)
         return
-    _add(parameter, total_of(parameter, [term for _, term in terms]))
+    _add(weight, total_of(weight, [term for _, term in terms]) if more else total)
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
@@ -241,3 +244,22 @@ def _lies_as(grad: Tensor, parameter: Tensor) -> bool:
         return grad.is_contiguous()
     strides = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
     return all(mine == its if size != 1 else mine != 0 for size, mine, its in strides)
+
+
+def weight_uses_of(module: nn.Module) -> Hashable:
+    """A key that is equal for recorded forwards that use weights alike: the calls that get a weight, and their plain
+    arguments, since a unit may branch on those. Names of values, which are numbered, are not in it."""
+    if not isinstance(module, fx.GraphModule):
+        return type(module).__qualname__
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    units = {name[:end] for name in weights for end, letter in enumerate(name) if letter == "."}
+    held = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
+
+    def plain(argument: fx.Node) -> Any:
+        return held.get(argument, "")
+
+    return tuple(
+        (node.op, str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), plain)))
+        for node in module.graph.nodes
+        if (node.op == "call_module" and node.target in units) or any(each in held for each in node.all_input_nodes)
+    )

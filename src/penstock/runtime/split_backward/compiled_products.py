@@ -23,9 +23,9 @@ from torch import Tensor, fx, nn
 from penstock._base.compat_compiler import add_input, copy_of_recorded, size_in
 from penstock._base.errors import PartitionError
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import SavedTensor
+from penstock.runtime.exact.rules import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall, Term, cast_back, total_of, value_of
-from penstock.runtime.split_backward.weight_uses import RUNNING, Waiting, WeightUses
+from penstock.runtime.split_backward.weight_uses import RUNNING, Waiting, WeightUses, keys_of
 
 Compiler = Callable[..., Callable[..., Any]]
 """A backend of `torch.compile`: takes a graph and examples of its inputs."""
@@ -168,7 +168,7 @@ class _Run:
                     continue
                 weights = tuple(self.weights[place] for place in product.weights)
                 kept = [SavedTensor.of(given[kind][place]) for kind, place in product.kept]
-                call = Waiting(weights, partial(product.terms, weights), kept, grad)
+                call = Waiting(weights, keys_of(weights), partial(product.terms, weights), kept, grad)
                 if self.put_off is not None and product.weights[0] in self.waiting:
                     self.put_off.append(call)
                     continue

@@ -26,8 +26,8 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import model_inputs
 from penstock.runtime.features.compiled import Compile, arguments_for, effective_compile
-from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
+from penstock.runtime.features.feature import Binding
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import Kinds, distinct
 from penstock.runtime.model.split_model import SplitModel

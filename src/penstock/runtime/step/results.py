@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from operator import methodcaller
 from typing import Any, Literal
 
 import numpy as np
@@ -72,13 +72,13 @@ def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, cod
     wanted = range(engine.world.ranks) if code == _ALL else range(code - _ALL - 1, code - _ALL)
     owners = _owners(schedule)
     mine = {} if outputs is None else {k: outputs[k] for k, owner in owners.items() if owner == here}
-    heads = {k: map_tensors(_without_memory, output) for k, output in mine.items()}
-    found = {k: head for part in engine.control.gather_line(heads, "the outputs") for k, head in part.items()}
+    found = dict(mine)
     for k, owner in owners.items():
         if here == owner:
-            found[k] = map_tensors(partial(_sent, engine, owner, wanted), mine[k])
+            engine.control.bring(map_tensors(_on_host, mine[k]), owner, wanted)
         elif here in wanted:
-            found[k] = map_tensors(partial(_received, engine, owner, wanted), found[k])
+            device = engine.devices[engine.ranks[0]]
+            found[k] = map_tensors(methodcaller("to", device), engine.control.bring(None, owner, wanted))
     return tuple(found[k] for k in owners) if here in wanted else None
 
 
@@ -90,22 +90,9 @@ def _owners(schedule: Schedule) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _sent(engine: Engine, owner: int, wanted: Sequence[int], tensor: Tensor) -> Tensor:
-    if tensor.numel():
-        engine.control.bring(exact.pack(tensor).cpu().view(torch.uint8), owner, wanted)
-    return tensor
-
-
-def _received(engine: Engine, owner: int, wanted: Sequence[int], head: Tensor) -> Tensor:
-    layout = Layout(tuple(head.shape), head.stride(), head.dtype, 0, False)
-    buffer = exact.allocate(layout, torch.device("cpu"))
-    if head.numel():
-        engine.control.bring(buffer.flat.view(torch.uint8), owner, wanted)
-    return exact.unpack(buffer).to(engine.devices[engine.ranks[0]])
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy that can travel: in memory of its own, with the same strides."""
+    return exact.copy_as(Layout.of(tensor)._replace(misalignment=0), tensor, torch.device("cpu"))
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
