@@ -22,11 +22,12 @@ from penstock._base.errors import ArgumentError, PartitionError, PenstockError, 
 from penstock._base.second_names import of_peer
 from penstock._base.words import printable
 from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
+from penstock.cli._old_names import OLD_COMMANDS, old_options
 from penstock.distributed.launch.endings import stopped_by
 
 VERBS = (
     *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),
-    *("show", "plan", "explain", "report", "top", "runs", "compare", "devices", "fabric", "studio"),
+    *("draw", "plan", "explain", "report", "top", "runs", "compare", "devices", "fabric", "studio"),
 )
 """In the order of `--help`."""
 
@@ -40,20 +41,24 @@ class _Verbs(Commands):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, [*(OLD_COMMANDS.get(name, name) for name in args[:1]), *args[1:]])
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
         from penstock.cli._options import spread
 
         module = import_module(f"penstock.cli.{cmd_name}")
-        if hasattr(module, "app"):  # a verb with verbs of its own
-            group = typer.main.get_command(module.app)
-            group.name = cmd_name  # shown in the list of verbs
-            return group
-        verb = typer.Typer(add_completion=False)
-        epilog, settings = getattr(module, "EPILOG", None), getattr(module, "SETTINGS", None)
-        verb.command(cmd_name, epilog=epilog, context_settings=settings)(spread(getattr(module, cmd_name)))
-        return typer.main.get_command(verb)
+        verb = getattr(module, "app", None)  # of a verb with verbs of its own
+        if verb is None:
+            verb = typer.Typer(add_completion=False)
+            epilog, settings = getattr(module, "EPILOG", None), getattr(module, "SETTINGS", None)
+            verb.command(cmd_name, epilog=epilog, context_settings=settings)(spread(getattr(module, cmd_name)))
+        command, old = typer.main.get_command(verb), old_options(cmd_name)
+        command.name = cmd_name  # shown in the list of verbs
+        command.context_settings["token_normalize_func"] = lambda name: old.get(name, name)
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -67,6 +72,9 @@ class _Verbs(Commands):
             text, status = f"{stopped_by(number)}; {_NOTHING_LEFT}", 128 + number
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends without a word
         except (PenstockError, OSError) as error:
+            if isinstance(error, BrokenPipeError):  # the reader of the output has stopped, as `head` does
+                _flush()
+                raise typer.Exit(1) from None
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise
             text = _describe(error) if isinstance(error, OSError) else str(error)
@@ -74,12 +82,12 @@ class _Verbs(Commands):
             if isinstance(error, ArgumentError | PartitionError) and (
                 verb := self.get_command(ctx, ctx.invoked_subcommand or "")
             ):
-                text = in_options(text, set(options_of(verb)))
+                text = in_options(text, set(options_of(verb)), ctx.invoked_subcommand)
         except Exception as error:  # click's UsageError, which Typer does not export
             if not hasattr(error, "format_message"):
                 raise
             verb, name = self.get_command(ctx, ctx.invoked_subcommand or ""), getattr(error, "option_name", "")
-            remedy = in_options(of_peer(name), set(options_of(verb)) if verb else ())
+            remedy = in_options(of_peer(name), set(options_of(verb)) if verb else (), ctx.invoked_subcommand)
             text = f"{ctx.invoked_subcommand} has no option {name}; {remedy}" if "--" in remedy else usage_error(error)
             if not text:
                 raise
@@ -133,7 +141,10 @@ def _run() -> int:
             print(f"penstock: {stopped_by(signal.SIGINT)}; {_NOTHING_LEFT}", file=sys.stderr)
     except OSError as error:  # of a page of help
         lost = error
-    if lost := _flush() or lost:
+    lost = _flush() or lost
+    if isinstance(lost, BrokenPipeError):
+        return int(status or 1)  # as rich does
+    if lost:
         print(f"penstock: error: {_describe(lost)}", file=sys.stderr)
     return int(status or (2 if lost else 0))
 

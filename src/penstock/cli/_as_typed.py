@@ -11,9 +11,10 @@ from typer.core import TyperGroup
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
+from penstock.cli._old_names import old_options
 
-_OTHERS = {"join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
-"""Library arguments whose options have a different name."""
+_OTHERS = {"join-seconds": "join-timeout", "stall-seconds": "stall-timeout"}
+"""Library arguments whose options have a different name; others are called as an option was."""
 
 _VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"
 _GIVEN = re.compile(rf"(?<![\w(.])(\w+)=(?:({_VALUE})|\[([^\]]*)\]|(?=[\s).,;]|$))")
@@ -25,7 +26,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_options(text: str, options: Collection[str]) -> str:
+def in_options(text: str, options: Collection[str], command: str | None = None) -> str:
     """Rewrites a library's message so that it names the options that the arguments came from, where there are any.
 
     A message that begins with an option is the command line's own and stays as it is: it may quote a file.
@@ -33,9 +34,13 @@ def in_options(text: str, options: Collection[str]) -> str:
     if text.startswith("--"):
         return text
 
+    names = {**_OTHERS, **old_options(command)}
+
     def replaced(found: re.Match[str]) -> str:
         name, *rest = (group for group in found.groups() if group is not None)
-        option = flag(name) if flag(name) in options else _OTHERS.get(name, "")
+        option = flag(name)
+        if option not in options:
+            option = flag(names.get(option.removeprefix("--"), ""))
         if option not in options:
             return f"{rest[0]} stages" if name == "stages" and rest and rest[0].isdecimal() else found[0]
         return " ".join([option, *map(_typed, rest)])

@@ -43,7 +43,7 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
     sizes = ", ".join(counted(count, what) for what, count in counts.items())
     notes = "\n".join(f"note: {note}" for note in report["notes"])
     whole = report["whole_batch"]
-    explained = f"whole batch: {whole['text']}" if whole is not None and whole["verdict"] == "explained" else ""
+    explained = f"full batch: {whole['text']}" if whole is not None and whole["verdict"] == "explained" else ""
     for text in filter(None, (notes, explained, f"{report['schedule']}, {sizes}: {report['summary']}")):
         console.print(f"\n{text}", soft_wrap=True, markup=False)
 

@@ -18,25 +18,25 @@ from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
 
 EPILOG = "\n\n".join(
     (
-        "--profile FILE takes what `penstock profile --out` measured, in seconds and bytes, and cuts it into as many "
-        "stages as the schedule has, as a pipeline cuts by itself. A TARGET is measured first; with both, the profile "
-        "must be the TARGET's. Messages take what --links, --comm and --bandwidth say, or what the profile measured "
-        "between ranks, or else as much as `penstock plan` assumes.",
-        "--costs FILE gives each stage its own costs, as a JSON list with one object per stage:",
+        "--profile FILE takes what `penstock profile --out` measured, in seconds and bytes, and cuts it into the "
+        "schedule's stages, as a pipeline cuts by default. A TARGET is measured first; with both, the profile must be "
+        "the TARGET's. Message costs come from --links, --link-latency and --bandwidth, or from the links that the "
+        "profile measured, or are assumed as in `penstock plan`.",
+        "--costs FILE sets the costs of each stage, as a JSON list with one object per stage:",
         '[{"forward": 10, "backward_input": 11, "backward_weight": 9}, ...]',
-        "with output_bytes, activation, weight_grad, parameters, gradients, optimizer, unsharded (whole parameters, "
-        "while they are gathered) and overlapped (the time of a forward and a backward that overlap), if you know "
-        "them. A list of numbers in place of one is a cost for each microbatch. To add links:",
+        "Optional keys: output_bytes, activation, weight_grad, parameters, gradients, optimizer, unsharded (gathered "
+        "parameters) and overlapped (the time of a forward and a backward that overlap). A list of numbers in place of "
+        "one is a cost per microbatch. To add links:",
         '{"stages": [...], "links": {"latency": 1, "bandwidth": 100}}',
         'or, if each pair of ranks has its own, "links": [{"from": 0, "to": 1, "latency": 1}, ...].',
-        '--links FILE is what `penstock fabric` writes: the links it measured, and under "all" one for every other '
+        '--links FILE is the output of `penstock fabric`: the links it measured, and under "all" one for every other '
         "pair. All costs are then in seconds and bytes.",
     )
 )
-"""Printed below the options of a verb that takes costs."""
+"""Epilog of the help of commands that take costs."""
 
 
-_option = options_on("Costs: of one microbatch on one stage, in any one unit")
+_option = options_on("Costs of one microbatch on one stage, in any one unit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +44,30 @@ class CostOptions:
     """What stages and links cost. None means not given."""
 
     forward: float | None = _option("Forward time (F). Of F, I and W, missing values default to a given one, or to 1.")
-    backward_input: float | None = _option("I, the backward that gives the input's gradient.")
-    backward_weight: float | None = _option("W, the backward that gives the weights' gradient. B is I + W.")
-    comm: float | None = _option("How long a message between two ranks takes; default 0.")
-    output_bytes: float | None = _option(
-        "The size of such a message; with --bandwidth it takes size / bandwidth longer."
-    )
-    bandwidth: float | None = _option("The bandwidth of each link between two ranks, in size per unit of time.")
-    memory_activation: float | None = _option(
-        "What F keeps for the backward, in any unit; otherwise an activation counts as 1."
-    )
-    memory_weight_grad: float | None = _option("What stays from I until W if the backward is split; default all of it.")
-    memory_unsharded: float | None = _option(
-        "What a stage's whole parameters take while they are gathered; see --unshard-window."
-    )
+    backward_input: float | None = _option("I, the input-gradient backward.")
+    backward_weight: float | None = _option("W, the weight-gradient backward. B is I + W.")
+    link_latency: float | None = _option("Latency of a message between two ranks; default 0.")
+    output_bytes: float | None = _option("Size of a message; with --bandwidth it takes size / bandwidth longer.")
+    bandwidth: float | None = _option("Bandwidth of each link between two ranks, in size per unit of time.")
+    memory_activation: float | None = _option("Activations of one F, in any unit; otherwise they count as 1.")
+    memory_weight_grad: float | None = _option("Activations kept from I until W if the backward is split; default all.")
+    memory_unsharded: float | None = _option("A stage's gathered (unsharded) parameters; see --unshard-window.")
     target: str | None = argument(
-        "Instead of costs: a model to be measured here, module:function, file.py:function or hf:config.json.",
+        "Model to measure here instead of passing costs: module:function, file.py:function or hf:config.json.",
         metavar="[TARGET]",
     )
     profile: Path | None = _option(
-        "Instead of the above: what `penstock profile` measured, cut into stages; see below.", metavar="FILE"
+        "Output of `penstock profile`, cut into stages, instead of the above; see below.", metavar="FILE"
     )
-    rows: int | None = _option(
-        "With a profile or TARGET: the rows of a microbatch; default the profile's, or the batch's share."
+    microbatch_size: int | None = _option(
+        "Samples per microbatch, with a profile or TARGET; default: the profile's, or the batch's share."
     )
-    costs: Path | None = _option("Each stage's own costs, instead of the above; see below.", metavar="FILE")
+    costs: Path | None = _option("Costs per stage, instead of the above; see below.", metavar="FILE")
     links: Path | None = _option(
-        "A measured network's links, instead of --comm and --bandwidth; see below.", metavar="FILE"
+        "Links of a measured network, instead of --link-latency and --bandwidth; see below.", metavar="FILE"
     )
-
     link: str | None = _option(
-        'Each link between two ranks, instead: "40gbit delay 30us", as for plan; costs are seconds and bytes.'
+        'Every link between two ranks, instead: "40gbit delay 30us", as for plan; costs are in seconds and bytes.'
     )
 
     def read(self, microbatches: int | None = None, ranks: str | None = None) -> Costs:
@@ -98,7 +91,7 @@ class CostOptions:
         return costs
 
     def _refuse_twice(self, given: Mapping[str, float], source: str) -> None:
-        """Raises ArgumentError if two options say the same, or --rows has no profile."""
+        """Raises ArgumentError if two options say the same, or --microbatch-size has no profile."""
         of_stages = [flag(name) for name in given if name not in _OF_LINKS]
         of_links = [flag(name) for name in given if name in _OF_LINKS]
         for file, what, others in (
@@ -109,16 +102,19 @@ class CostOptions:
         ):
             if file is not None and (twice := next(filter(None, others), None)):
                 raise ArgumentError(f"{what} already sets what {twice} would; pass only one of the two")
-        if self.rows is not None and not source:
-            raise ArgumentError(f"--rows {self.rows} is for measured costs: pass --profile or a TARGET too")
+        if self.microbatch_size is not None and not source:
+            raise ArgumentError(
+                f"--microbatch-size {self.microbatch_size} is for measured costs: pass --profile or a TARGET too"
+            )
 
     def _measured(self, given: Mapping[str, float], source: str, microbatches: int | None, ranks: str | None) -> Costs:
         if self.target is not None and ranks is not None and ranks.isdecimal() and int(ranks):
             compute_as_ranks(int(ranks))
-        asked = {"microbatches": microbatches} if self.rows is None else {"microbatch_sizes": [self.rows]}
+        size = self.microbatch_size
+        asked = {"microbatches": microbatches} if size is None else {"microbatch_sizes": [size]}
         files = [] if self.profile is None else [self.profile]
         (found,) = profiles_of(self.target, files, lambda given: [profile_target(given, **asked)])
-        units = units_of(found, self.rows, source)
+        units = units_of(found, size, source)
         links: Links = _link(given)
         if not given and self.links is None and self.link is None:
             links = links_in(found, source)
@@ -148,13 +144,13 @@ class CostOptions:
         return Costs(stage, _link(given), has_memory, assumed=assumed)
 
 
-_NO_COSTS = ("target", "profile", "rows", "costs", "links", "link")
+_NO_COSTS = ("target", "profile", "microbatch_size", "costs", "links", "link")
 """The options that are no numbers of a cost."""
-_OF_LINKS = ("comm", "bandwidth")
+_OF_LINKS = ("link_latency", "bandwidth")
 
 
 def _link(given: Mapping[str, float]) -> LinkCost:
-    return LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
+    return LinkCost(given.get("link_latency", 0.0), given.get("bandwidth", math.inf))
 
 
 def _check(given: Mapping[str, float]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WITH_REPLICAS = "dp"
 """For --optimizer-shards: as many as a plan has replicas."""
 
-_option, _on_paper = options_on("Devices"), options_on("A transformer on paper")
+_option, _on_paper = options_on("Devices"), options_on("Analytic transformer model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +32,27 @@ class ClusterOptions:
     """The devices to plan for."""
 
     devices: str = _option(
-        "Number of devices, or a count for each kind: 4xold,8xnew.", "--devices", "-n", default=REQUIRED
+        "Number of devices, or a count per device type: 4xold,8xnew.", "--devices", "-n", default=REQUIRED
     )
-    memory: str | None = _option("What each has: 80GiB, or by kind, old=40GiB,new=80GiB. By default no limit.")
-    speed: str | None = _option("How fast each kind is: old=0.5,new=1. By default 1: as the profile's device.")
+    memory: str | None = _option("Memory per device: 80GiB, or by type: old=40GiB,new=80GiB. Default: no limit.")
+    speed: str | None = _option("Relative speed by type: old=0.5,new=1. Default: 1, the profile's device.")
     link: str | None = _option(
-        'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default what a profile '
-        "measured (its --links), or as usual for the device."
+        'Link between two devices: "900gbit delay 3us", a rate and a latency as for tc. Default: what a profile '
+        "measured (with --links), or a typical link of the device."
     )
-    per_host: int | None = _option("How many of them a host has; by default one host has all.")
-    between_hosts: str | None = _option("The link between hosts; by default as --link. Needs --per-host.")
-    host_link: str | None = _option("To the host's memory and back; if given, stages may offload activations.")
-    action_seconds: float | None = _option(
-        "What the runtime adds to each forward and backward of a stage; by default what a profile measured (on "
+    devices_per_host: int | None = _option("Devices per host; default: all on one host.")
+    inter_host_link: str | None = _option("Link between hosts; default: as --link. Requires --devices-per-host.")
+    offload_link: str | None = _option("Link to the host's memory and back; if set, stages may offload activations.")
+    action_overhead: float | None = _option(
+        "Seconds that the runtime adds to each forward and backward of a stage. Default: what a profile measured (on "
         "CPUs), or 0."
     )
     device: str | None = _option(
-        "A name from `penstock devices`, such as h100: memory and links as its vendor says, and times of TARGET "
+        "A name from `penstock devices`, such as h100: memory and links from its specifications, and times of TARGET "
         "estimated for it."
     )
     calibrate: list[Path] | None = _option(
-        "For these estimates: what was measured on such devices, of any model; repeat it.", metavar="FILE"
+        "Profile measured on such a device, of any model, to calibrate the estimates; repeatable.", metavar="FILE"
     )
 
     @property
@@ -70,17 +70,17 @@ class ClusterOptions:
         device = self.kind
         if device is None:
             return self
-        link, per_host, between_hosts = self.link, self.per_host, self.between_hosts
+        link, per_host, inter_host_link = self.link, self.devices_per_host, self.inter_host_link
         total = sum(kind.devices for kind in self.kinds())
         joined = device.link.devices if device.link is not None else 0
         if per_host is None and link is None and 0 < joined < total:
             per_host = joined
         if link is None and total > 1:
             link = _text(device.link, device, "two of a host", "--link")
-        if between_hosts is None and per_host is not None and per_host < total:
-            between_hosts = _text(device.network, device, "two of different hosts", "--between-hosts")
+        if inter_host_link is None and per_host is not None and per_host < total:
+            inter_host_link = _text(device.network, device, "two of different hosts", "--inter-host-link")
         memory = self.memory or f"{device.memory_bytes:.0f}"
-        return replace(self, memory=memory, link=link, per_host=per_host, between_hosts=between_hosts)
+        return replace(self, memory=memory, link=link, devices_per_host=per_host, inter_host_link=inter_host_link)
 
     @property
     def said(self) -> list[str]:
@@ -90,8 +90,8 @@ class ClusterOptions:
             return []
         memory = sized(float(given.memory)) if given.memory and given.memory.isdecimal() else given.memory
         parts = [device.name, f"memory {memory}", *([f"link {given.link}"] if given.link else [])]
-        if given.per_host is not None and given.between_hosts:
-            parts.append(f"{counted(given.per_host, 'device')} a host, {given.between_hosts} between hosts")
+        if given.devices_per_host is not None and given.inter_host_link:
+            parts.append(f"{counted(given.devices_per_host, 'device')} per host, {given.inter_host_link} between hosts")
         return ["; ".join(parts)]
 
     def read(
@@ -102,17 +102,15 @@ class ClusterOptions:
         from penstock.simulate import NO_COST
 
         given = self.specified
-        if given.between_hosts is not None and given.per_host is None:
-            raise ArgumentError(
-                f"--between-hosts {given.between_hosts!r} needs --per-host: how many devices a host has"
-            )
+        if given.inter_host_link is not None and given.devices_per_host is None:
+            raise ArgumentError(f"--inter-host-link {given.inter_host_link!r} requires --devices-per-host; pass both")
         return Cluster(
             link=link_of(given.link) or measured or NO_COST,
-            devices_per_host=given.per_host,
-            between_hosts=link_of(given.between_hosts),
+            devices_per_host=given.devices_per_host,
+            between_hosts=link_of(given.inter_host_link),
             kinds=given.kinds(),
-            host_link=link_of(given.host_link),
-            action_seconds=(action_seconds or 0.0) if given.action_seconds is None else given.action_seconds,
+            host_link=link_of(given.offload_link),
+            action_seconds=(action_seconds or 0.0) if given.action_overhead is None else given.action_overhead,
             optimizer_byte_seconds=update,
         )
 
@@ -146,7 +144,7 @@ def _by_kind(
         have = ", ".join(map(repr, kinds)) if any(kinds) else "one kind without a name"
         raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {have}; pass {expected}")
     if missing := [kind for kind in kinds if kind not in given]:
-        raise ArgumentError(f"{option} {text!r} says nothing of {missing[0]!r}; pass {expected}")
+        raise ArgumentError(f"{option} {text!r}: {missing[0]!r} is missing; pass {expected}")
     return {kind: read(value) for kind, value in given.items()}
 
 
@@ -169,13 +167,13 @@ class TransformerOptions:
     """A transformer and how layers are shared among devices."""
 
     transformer: str | None = _on_paper(
-        "Instead of TARGET: a name (gpt3-175b, llama3-70b, llama3-405b) or numbers: "
+        "Analytic model instead of TARGET: a name (gpt3-175b, llama3-70b, llama3-405b) or numbers: "
         "layers=126,hidden=16384,heads=128,kv-heads=8,ffn=53248,vocabulary=128256,style=llama."
     )
-    sequence: int = _on_paper("Tokens of a row.", default=4096)
+    seq_length: int = _on_paper("Tokens per sample.", default=4096)
     tensor_parallel: int = _on_paper("Tensor-parallel size (with sequence parallelism).", default=1)
     optimizer_shards: str = _on_paper(
-        "Replicas that share the optimizer's state, as with ZeRO-1; dp: all that a plan has.", default="1"
+        "Replicas that share the optimizer state, as with ZeRO-1; dp: all of a plan.", default="1"
     )
 
     def check_unused(self) -> None:
@@ -191,8 +189,10 @@ class TransformerOptions:
         from penstock.plan.transformer import Job, Machine, transformer
         from penstock.plan.transformer.step import Paper
 
-        if cluster.link is not None or cluster.between_hosts is not None:
-            raise ArgumentError("--link and --between-hosts are not for --transformer: the --device states its links")
+        if cluster.link is not None or cluster.inter_host_link is not None:
+            raise ArgumentError(
+                "--link and --inter-host-link have no effect with --transformer, as --device sets the links; omit them"
+            )
         model, kind, shared = transformer(str(self.transformer)), cluster.kind, self.tensor_parallel
         if kind is None:
             raise ArgumentError("--transformer needs --device: what to estimate for, as in --device h100")
@@ -200,7 +200,7 @@ class TransformerOptions:
         if not shares and not self.optimizer_shards.isdecimal():
             raise ArgumentError(f"--optimizer-shards {self.optimizer_shards!r}: expected a number, or {WITH_REPLICAS}")
         shards = 1 if shares else int(self.optimizer_shards)
-        job = Job(model, self.sequence, shared, shared > 1, fused_attention=True, optimizer_shards=shards)
+        job = Job(model, self.seq_length, shared, shared > 1, fused_attention=True, optimizer_shards=shards)
         kinds = cluster.kinds()
         devices = sum(one.devices for one in kinds)
         if devices % shared:
@@ -208,6 +208,6 @@ class TransformerOptions:
                 f"--devices {devices} is not a multiple of --tensor-parallel {shared}: pass "
                 f"{max(1, devices // shared) * shared}"
             )
-        hosts = cluster.per_host or (kind.link.devices if kind.link else 1) or 1
+        hosts = cluster.devices_per_host or (kind.link.devices if kind.link else 1) or 1
         machine = Machine(kind, devices_per_host=hosts)
         return Paper(job, machine, devices, max(one.memory_bytes for one in kinds), shares)

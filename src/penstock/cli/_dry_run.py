@@ -45,7 +45,7 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
     console.print(Text(f"{workload.name}: what a trial on {spec.hosts} hosts would send", "bold"))
     console.print()
     rows = _traffic(spec, group_similar_layers(workload))
-    made = table("transfer", "buffer\nbytes", "times", "buffers\nin all", "busiest\nport")
+    made = table("transfer", "buffer\nbytes", "times", "buffers\ntotal", "busiest\nport")
     for section in dict.fromkeys(map(_section, rows)):
         made.add_row(Text(section, "italic"))
         for row in (row for row in rows if _section(row) == section):

@@ -97,22 +97,20 @@ def _write(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
 
 def show_run(
     folder: Path = RUN,
-    nccl: bool = option("As nccl-tests prints it; with --json, its JSON.", "--nccl", default=False),
-    average: Average | None = option("With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ..."),
+    nccl: bool = option("Print as nccl-tests does; with --json, its JSON.", "--nccl", default=False),
+    average: Average | None = option("With --nccl, average over the ranks: avg (as in nccl-tests), max, min, rank0."),
     chakra: bool = option("Write Chakra traces to FOLDER, one file per rank.", "--chakra", default=False),
     as_json: bool = JSON,
 ) -> None:
-    """Show a run again. If it was killed, show what it had sampled until then."""
+    """Show a recorded run. If it was killed, show its samples until then."""
     if average is not None and not nccl:
-        raise ArgumentError(
-            "--average is for --nccl: Penstock's own tables have the slowest rank; pass both, or neither"
-        )
+        raise ArgumentError("--average requires --nccl: other tables show the slowest rank; pass both, or neither")
     report(Output(folder, as_json, chakra, nccl, average or "avg"))
 
 
 def compare_runs(
-    first: Path = argument("A run's folder.", metavar="A", default=REQUIRED),
-    second: Path = argument("Another run's folder.", metavar="B", default=REQUIRED),
+    first: Path = argument("Directory of a run.", metavar="A", default=REQUIRED),
+    second: Path = argument("Directory of another run.", metavar="B", default=REQUIRED),
     as_json: bool = JSON,
 ) -> None:
     """Compare two runs, transfer by transfer, and test whether they differ."""
@@ -131,7 +129,7 @@ def compare_runs(
         show_comparison(found, screen(), (str(first), str(second)), warned)
 
 
-def clean_up(force: bool = option("Also those of a running emulation.", "--force", default=False)) -> None:
+def clean_up(force: bool = option("Also remove those of a running emulation.", "--force", default=False)) -> None:
     """Remove what a crashed emulation left behind: namespaces with Penstock's prefix, and nothing else."""
     from penstock.network.machines import clean
 
@@ -150,9 +148,9 @@ _NOTE = (
 
 def predict(
     folder: Path = RUN,
-    hosts: str | None = option("Numbers of hosts to predict for: 4,8,64; default 2,4,8,...,4096."),
-    sizes: str | None = option("Sizes to predict for: 64KiB,1MiB; default the run's."),
-    collective: Collective | None = option("The collective to predict; default each of the run's."),
+    hosts: str | None = option("Numbers of hosts: 4,8,64; default 2,4,8,...,4096."),
+    sizes: str | None = option("Sizes: 64KiB,1MiB; default: those of the run."),
+    collective: Collective | None = option("Collective to predict; default: each of the run."),
     as_json: bool = JSON,
 ) -> None:
     """Predict each algorithm's time on more hosts, with an alpha-beta model of the network that a run measured.

@@ -19,10 +19,10 @@ from penstock.cli._as_typed import flag
 from penstock.network import MAX_HOSTS
 from penstock.schedule import MICROBATCHES
 
-CUT = "Number of pieces that the batch is cut into"
+CUT = "Number of microbatches"
 """Help of `--microbatches`, with the default of verbs that have no batch and of those that have one."""
 USUAL = f"default {MICROBATCHES}"
-USUAL_OF_BATCH = f"{USUAL}, or its number of rows if that is less"
+USUAL_OF_BATCH = f"{USUAL}, or the batch size if that is smaller"
 
 REQUIRED: Any = MISSING
 """The default of an option that has none."""
@@ -50,7 +50,7 @@ def argument(text: str, *, default: Any = None, **more: Any) -> Any:
 
 
 JSON = output_option("Print only one JSON object.", "--json", default=False)
-RUN = argument("A run's folder.", metavar="FOLDER", default=REQUIRED)
+RUN = argument("Directory of a run.", metavar="FOLDER", default=REQUIRED)
 
 
 def print_json(value: Any) -> None:
@@ -101,12 +101,12 @@ def _as_typer(name: str, kind: Any, given: Any) -> inspect.Parameter:
 
 _LIMITS = {
     "--devices": 20_000,
-    "--global-batch": 100_000,
+    "--global-batch-size": 100_000,
     "--microbatches": 10_000,
     "--microbatch-sizes": 100_000,
     "--hosts": MAX_HOSTS,
 }
-_LIMITS |= dict.fromkeys(("--ranks", "--replicas", "--threads", "--chunks", "--stages"), 10_000)
+_LIMITS |= dict.fromkeys(("--ranks", "--replicas", "--threads", "--stages-per-rank", "--stages"), 10_000)
 _MAX_OF_ANYTHING = 1_000_000_000
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock._base.errors import ArgumentError, ScheduleError, check_counts
 from penstock._base.files import read_text
 from penstock._base.words import counted
-from penstock.cli._as_typed import in_options
+from penstock.cli._as_typed import flag, in_options
 from penstock.cli._options import CUT, USUAL, integers, options_on
 from penstock.schedule import (
     MICROBATCHES,
@@ -29,7 +29,7 @@ from penstock.schedule.generators import Numbers
 ALL = "all"
 """Instead of a name: every schedule that the numbers allow."""
 
-_option = options_on("Which schedule")
+_option = options_on("Schedule")
 _OWN_TEXT = ", stages on ranks "
 
 
@@ -37,26 +37,26 @@ _OWN_TEXT = ", stages on ranks "
 class OrderOptions:
     """Which schedule to use."""
 
-    schedule: str | None = _option("Its name; `penstock schedules` lists them.")
-    ranks: str | None = _option("How many ranks.", "--ranks", "-n", metavar="INTEGER")
+    schedule: str | None = _option("Name of the schedule; `penstock schedules` lists them.")
+    ranks: str | None = _option("Number of ranks.", "--ranks", "-n", metavar="INTEGER")
     microbatches: str | None = _option(f"{CUT}; {USUAL}.", metavar="INTEGER")
-    chunks: int | None = _option("Stages per rank; default: the schedule's usual number.")
+    stages_per_rank: int | None = _option("Stages per rank; default: the schedule's usual number.")
     unshard_window: int | None = _option(
-        "Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD."
+        "Shard the stages (FSDP2) and gather this many per rank at once: adds UNSHARD and RESHARD."
     )
     csv: Path | None = _option(
-        "Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
-        "per rank, one cell per action, 0F1), or the text that `penstock show --text` prints.",
+        "Schedule from a file, which sets ranks and microbatches: torch's CSV (one line per rank, one cell per "
+        "action, 0F1), or the text that `penstock draw --text` prints.",
         metavar="FILE",
     )
 
     def one(self) -> Schedule:
         """The schedule that was asked for."""
         if self.csv is not None:
-            for name in ("schedule", "ranks", "microbatches", "chunks"):
+            for name in ("schedule", "ranks", "microbatches", "stages_per_rank"):
                 if getattr(self, name) is not None:
                     raise ArgumentError(
-                        f"--csv {self.csv}: the file already sets what --{name} would; pass only one of the two"
+                        f"--csv {self.csv}: the file already sets what {flag(name)} would; pass only one of the two"
                     )
             schedule = self._windowed(_read(self.csv))
             announce(sum(map(len, schedule.rows)))
@@ -75,7 +75,7 @@ class OrderOptions:
         entries = [*generators()] if name == ALL else [generator(one.strip()) for one in name.split(",")]
         sizes = self._sizes(several=several)
         asked = [
-            (entry, Numbers(*one, entry.chunks if self.chunks is None else self.chunks))
+            (entry, Numbers(*one, entry.chunks if self.stages_per_rank is None else self.stages_per_rank))
             for entry in entries
             for one in sizes
         ]
@@ -136,7 +136,7 @@ class OrderOptions:
                     f"{option} {text}: this command takes one number; `penstock simulate` takes several"
                 )
             numbers.append([MICROBATCHES] if text is None else integers(option, text))
-        check_counts(required=False, chunks=self.chunks, unshard_window=self.unshard_window)
+        check_counts(required=False, stages_per_rank=self.stages_per_rank, unshard_window=self.unshard_window)
         found = [(ranks, microbatches) for ranks in numbers[0] for microbatches in numbers[1]]
         for ranks, microbatches in found:
             check_counts(ranks=ranks, microbatches=microbatches)
@@ -193,14 +193,14 @@ def _total(asked: Sequence[tuple[int, Numbers]], most: int, what: str) -> int:
     if total > most:
         _, largest = max(asked, key=lambda one: one[0])
         raise ArgumentError(
-            f"--ranks {largest.ranks} --microbatches {largest.microbatches}: that makes {total:,} actions, but at most "
-            f"{most:,} can be {what}; pass fewer ranks, microbatches or chunks"
+            f"--ranks {largest.ranks} --microbatches {largest.microbatches}: that makes {total:,} actions; at most "
+            f"{most:,} can be {what}; pass fewer ranks, microbatches or stages per rank"
         )
     for _, numbers in asked:
         if (stages := numbers.ranks * numbers.chunks) > MAX_STAGES:
             raise ArgumentError(
                 f"--ranks {numbers.ranks} with {counted(numbers.chunks, 'stage')} per rank makes {stages:,} stages; "
-                f"the limit is {MAX_STAGES:,}; use fewer ranks or chunks"
+                f"the limit is {MAX_STAGES:,}; use fewer ranks or stages per rank"
             )
     return total
 

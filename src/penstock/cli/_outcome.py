@@ -16,8 +16,8 @@ from penstock.simulate.figures import WORK, chunks, title
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
-    Cause.FORWARD: "for\nward",
-    Cause.BACKWARD: "back\nward",
+    Cause.FORWARD: "wait\nF",
+    Cause.BACKWARD: "wait\nB",
     Cause.LINK: "link",
     Cause.OTHER: "other",
     Cause.COOL_DOWN: "cool\ndown",
@@ -25,11 +25,11 @@ HEADS = {
 """Headings for the idle-time columns, kept narrow; `IDLE_NOTE` below the table explains them."""
 
 IDLE_NOTE = (
-    "Idle by cause: warm-up, before a rank's first action; forward and backward, until another rank has made what it "
-    "waits for; link, until that has arrived; cool-down, after its last action."
+    "Idle by cause: warm-up, before a rank's first action; wait F and wait B, until another rank has computed its "
+    "input; link, until that has arrived; cool-down, after its last action."
 )
-PEAK_NOTE = "Peak: the most activations that a rank holds at once; 1 is one microbatch on all its stages."
-MEMORY_NOTE = "Memory counts neither the batch nor what an action takes while it runs; penstock plan does."
+PEAK_NOTE = "Peak act.: peak activations of a rank; 1 is one microbatch on all its stages."
+MEMORY_NOTE = "Memory excludes the batch and workspace; penstock plan includes them."
 
 
 def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = None) -> None:
@@ -54,7 +54,7 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
     console.print()
     idle = {HEADS[cause]: [times(one[cause]) for one in outcome.idle] for cause in shown_causes([outcome])}
     peaks = texts(outcome.peak_activations, most=2)
-    print_columns(console, {"rank": ranks, "busy": map(times, busy), **idle, "peak": peaks})
+    print_columns(console, {"rank": ranks, "busy": map(times, busy), **idle, "peak\nact.": peaks})
     if costs.has_memory:
         held = outcome.memory_by_kind
         sizes = sized if costs.are_measured else format_of([size for one in held for size in one.values()])

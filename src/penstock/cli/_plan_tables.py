@@ -11,7 +11,7 @@ from rich.console import Console
 
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._outcome import format_of, texts
-from penstock.report.text import pairs, print_columns
+from penstock.report.text import pairs, print_columns, print_unbroken
 from penstock.simulate import Cause
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     """Prints the best plans, what each rank of the first does, and why others lost."""
     best = found.best[0]
     tried = counted(len(found.best) + len(found.lost), "plan")
-    console.print(f"[bold]{_named(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s a step")
+    console.print(f"[bold]{_named(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s/step")
     if said := _of_ranks(found, best):
         console.print(said)
     console.print()
@@ -51,19 +51,19 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     least = min(plan.step_seconds for plan in shown)
     equal = sum(plan.step_seconds <= (1 + found.equal) * least for plan in shown)
     note = (
-        "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
-        "the ranks' time that is lost. Memory: of the fullest rank."
+        "dp: replicas. pp: ranks. vpp: stages per rank. Microbatches: per replica. mbs: microbatch size, in samples. "
+        "Bubble: idle share of the ranks' time. Memory: of the peak-memory rank."
     )
     if best.optimizer_seconds:
-        note += f" A step of the first ends with {best.optimizer_seconds:.2g} s of AdamW."
+        note += f" The first includes {best.optimizer_seconds:.2g} s/step of AdamW."
     if equal > 1:
-        note += f" The first {equal} are as good as equal (within {found.equal:.1%}): the simplest is first."
+        note += f" The first {equal} are equivalent (within {found.equal:.1%}): the simplest is first."
     console.print(f"\n{note}", style="dim")
     console.print("\n[bold]Rank layout of the best plan[/]")
     _show_ranks(best, cluster, console)
     for number, (head, lines) in enumerate(_reasons(found)):
         console.print(head if number else f"\n[bold]Rejected plans[/]\n{head}")
-        console.print(pairs(lines))
+        print_unbroken(console, pairs(lines))
 
 
 def _of_ranks(found: Planned, best: Plan) -> str:
@@ -79,7 +79,7 @@ def _of_ranks(found: Planned, best: Plan) -> str:
         return "It has no pipeline; no plan with one fits, or none was asked for."
     much = f"{'at least ' if piped.bubble is None else ''}{_slower(piped, best)}"
     if abs(piped.step_seconds - best.step_seconds) <= found.equal * best.step_seconds:
-        much = "as good as equal"
+        much = "equivalent"
     return f"It has no pipeline; the best with one is {_named(piped.choice)}, {much}."
 
 
@@ -102,13 +102,13 @@ def _show_plans(alike: Sequence[Sequence[Plan]], console: Console) -> None:
         "schedule": [" = ".join(one.choice.schedule for one in same) for same in alike],
         "dp": [choice.replicas for choice in choices],
         "pp": [choice.ranks for choice in choices],
-        "v": [choice.chunks for choice in choices],
-        "m": [choice.microbatches for choice in choices],
-        "rows": [choice.rows for choice in choices],
+        "vpp": [choice.chunks for choice in choices],
+        "micro-\nbatches": [choice.microbatches for choice in choices],
+        "mbs": [choice.rows for choice in choices],
         "step s": texts([plan.step_seconds for plan in plans]),
-        "rows/s": texts([plan.rows_per_second for plan in plans], most=2),
-        "idle": [f"{plan.bubble:.1%}" for plan in plans],
-        "sums s": [f"{plan.reduce_seconds:.2g}" if sums else None for plan in plans],
+        "samples/s": texts([plan.rows_per_second for plan in plans], most=2),
+        "bubble": [f"{plan.bubble:.1%}" for plan in plans],
+        "grad\nreduce s": [f"{plan.reduce_seconds:.2g}" if sums else None for plan in plans],
         "memory": [sized(max(plan.memory_bytes)) for plan in plans],
     }
     print_columns(console, columns)
@@ -138,13 +138,13 @@ def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
     columns: dict[str, Sequence[object]] = {
         "rank": shown,
         "device": [_devices([row[rank] for row in plan.grid], cluster) for rank in shown],
-        "stages begin with": [_few([names[stage] for stage in own[rank]]) for rank in shown],
+        "first modules": [_few([names[stage] for stage in own[rank]]) for rank in shown],
         "F + B": [times(seconds[rank]) for rank in shown],
-        "of the\nmean": [f"{seconds[rank] / mean:.2f}" if mean else "-" for rank in shown],
+        "vs\nmean": [f"{seconds[rank] / mean:.2f}" if mean else "-" for rank in shown],
         "activ-\nations": [sized(plan.memory_bytes[rank] - held[rank]) for rank in shown],
         "memory": [sized(plan.memory_bytes[rank]) for rank in shown],
         "limit": [sized(limit) if (limit := plan.limit_bytes[rank]) < math.inf else None for rank in shown],
-        "stages that": [_ways(plan, own[rank]) for rank in shown],
+        "recompute /\noffload": [_ways(plan, own[rank]) for rank in shown],
     }
     print_columns(console, columns, left=3)
 
@@ -166,12 +166,12 @@ def _ways(plan: Plan, stages: Sequence[int]) -> str | None:
 
 def _reasons(found: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The ways to lose, and for each the choices that came nearest, one for each schedule and number of ranks."""
-    best, equal = found.best[0], f"As good as equal (within {found.equal:.1%}), not as simple:"
+    best, equal = found.best[0], f"Equivalent (within {found.equal:.1%}), less simple:"
     slower, pruned, lacking = "Slower:", "Pruned (a lower bound exceeds the best plan):", "Out of memory:"
     lines: dict[str, list[tuple[str, str]]] = {equal: [], slower: [], pruned: [], lacking: []}
     for lost in sorted(_typical(found), key=lambda one: one.lacking_bytes):
         if lost.lacking_bytes:
-            way, why = lacking, f"the fullest rank needs {sized(lost.lacking_bytes)} more"
+            way, why = lacking, f"the peak-memory rank needs {sized(lost.lacking_bytes)} more"
         elif lost.bubble is None:
             way, why = pruned, f"at least {_slower(lost, best)}"
         else:
@@ -201,9 +201,9 @@ def _typical(found: Planned) -> list[Lost]:
 
 
 def _named(choice: Choice) -> str:
-    chunks = f" x {choice.chunks}" if choice.chunks > 1 else ""
-    shape = f"dp {choice.replicas} x pp {choice.ranks}{chunks}"
-    return f"{choice.schedule}, {shape}, {choice.microbatches} x {choice.rows}"
+    chunks = f" vpp={choice.chunks}" if choice.chunks > 1 else ""
+    microbatches = counted(choice.microbatches, "microbatch")
+    return f"{choice.schedule}: dp={choice.replicas} pp={choice.ranks}{chunks}, {microbatches} of {choice.rows}"
 
 
 def _slower(lost: Lost | Plan, best: Plan) -> str:
@@ -215,10 +215,10 @@ def _slower(lost: Lost | Plan, best: Plan) -> str:
 
 def _why(lost: Lost, best: Plan) -> str:
     why = [
-        f"idle {lost.bubble:.1%}" if lost.bubble else "",
+        f"bubble {lost.bubble:.1%}" if lost.bubble else "",
         f"{lost.recomputed} recomputed" if lost.recomputed else "",
         f"{lost.offloaded} offloaded" if lost.offloaded else "",
-        f"sums {lost.reduce_seconds / lost.step_seconds:.1%}" if lost.reduce_seconds else "",
+        f"reduce {lost.reduce_seconds / lost.step_seconds:.1%}" if lost.reduce_seconds else "",
     ]
     return ": ".join(filter(None, (_slower(lost, best), ", ".join(filter(None, why)))))
 
@@ -230,9 +230,9 @@ def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console:
     rank = nearest.fullest
     needed, held = nearest.memory_bytes[rank], nearest.held_bytes[rank]
     console.print(
-        f"[bold]Nothing fits[/] into {sized(nearest.limit_bytes[rank])} a device. {_named(nearest.choice)}, with "
+        f"[bold]Nothing fits[/] into {sized(nearest.limit_bytes[rank])} per device. {_named(nearest.choice)}, with "
         f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, is closest: rank {rank} needs "
-        f"{sized(needed)}, {sized(nearest.lacking_bytes)} more than there is: {sized(held)} for parameters, gradients "
+        f"{sized(needed)}, {sized(nearest.lacking_bytes)} too much: {sized(held)} for parameters, gradients "
         f"and the optimizer, and {sized(needed - held)} for activations."
     )
     if told:
@@ -245,7 +245,7 @@ def _change(remedy: Remedy, cluster: Cluster, group: int) -> str:
     if remedy.devices:
         return f"--devices {remedy.devices * group}"
     if remedy.offload:
-        return "--host-link RATE, to offload activations to the host's memory"
+        return "--offload-link RATE, to offload activations to the host's memory"
     sizes = [f"{size / 2**20:.0f}MiB" if size < math.inf else "" for size in remedy.memory_bytes]
     if len(sizes) > 1:
         sizes = [f"{kind.name}={size}" for kind, size in zip(cluster.kinds, sizes, strict=True)]

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from penstock.simulate import LinkCost
 
 TARGET = argument(
-    "module:function or file.py:function (the function make may be left out), or hf:path/to/config.json.",
+    "module:function or file.py:function (the function defaults to make), or hf:path/to/config.json.",
     metavar="TARGET",
     default=REQUIRED,
 )
 OF_BATCH = option(f"{CUT}; {USUAL_OF_BATCH}.")
-OPENS = option("Modules that cuts may split, besides those found automatically: a,b,c.")
-LEAVES = option("Modules to run as a whole: a,b,c. For what a recording cannot follow.")
+SPLIT_INSIDE = option("Modules that cuts may split, besides those found automatically: a,b,c.")
+LEAF_MODULES = option("Modules to run as a whole: a,b,c, for code that cannot be recorded.")
 
 BALANCES = ("time", "flops", "memory", "parameters", "layers")
 
@@ -41,7 +41,7 @@ def _balance(text: str) -> str:
 
 
 GradientDtypeName = Literal["float32", "float64"]
-GRADIENT_DTYPE = "What gradients of parameters in lower precision accumulate in; default: in the same."
+GRADIENT_DTYPE = "Dtype in which gradients of low-precision parameters accumulate; default: the parameter's."
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
@@ -75,20 +75,20 @@ def names(text: str | None) -> list[str] | None:
 class SplitOptions:
     """How a model is split, and how its stages run."""
 
-    schedule: str = option("The schedule; `penstock schedules` lists them.", default="1f1b")
-    chunks: int | None = option("Stages per rank; default: the schedule's usual number.")
-    cuts: str | None = option("The modules that begin a new stage: a,b,c; by default balanced.")
-    leaves: str | None = LEAVES
-    opens: str | None = OPENS
+    schedule: str = option("Name of the schedule; `penstock schedules` lists them.", default="1f1b")
+    stages_per_rank: int | None = option("Stages per rank; default: the schedule's usual number.")
+    cuts: str | None = option("Modules that begin a new stage: a,b,c; default: balanced.")
+    leaf_modules: str | None = LEAF_MODULES
+    split_inside: str | None = SPLIT_INSIDE
     balance: str = option(
-        "What to divide evenly among the stages: time (measured), flops, memory, parameters, layers, what a profile "
-        "says (its path), or modules of some classes (type:PATTERN).",
+        "What to balance across stages: time (measured), flops, memory, parameters, layers, the costs of a profile "
+        "(its path), or modules of some classes (type:PATTERN).",
         default="time",
         callback=_balance,
     )
-    memory_limit: str | None = option("What each rank has of memory: 80GiB. Cuts that need more are left out.")
+    memory_limit: str | None = option("Memory per rank: 80GiB. Cuts that exceed it are rejected.")
     link: str | None = option(
-        'Between two ranks, for cuts by time: "900gbit delay 3us", a rate and a latency as for tc; by default shared '
+        'Link between two ranks, for cuts by time: "900gbit delay 3us", rate and latency as for tc. Default: shared '
         "memory on CPUs, PCIe between other devices."
     )
     recompute: str = option(
@@ -101,8 +101,12 @@ class SplitOptions:
         from penstock.network.quantities import size_of
 
         return {
-            **{name: getattr(self, name) for name in ("schedule", "chunks", "balance")},
-            **{name: names(getattr(self, name)) for name in ("cuts", "leaves", "opens")},
+            "schedule": self.schedule,
+            "chunks": self.stages_per_rank,
+            "balance": self.balance,
+            "cuts": names(self.cuts),
+            "leaves": names(self.leaf_modules),
+            "opens": names(self.split_inside),
             "memory_limit": None if self.memory_limit is None else size_of(self.memory_limit),
             "link": link_of(self.link),
             "recompute": int(self.recompute) if self.recompute.isdecimal() else self.recompute,

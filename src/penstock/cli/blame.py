@@ -14,11 +14,11 @@ from penstock.cli._target import TARGET, loaded
 def blame(
     target: str = TARGET,
     command: list[str] = argument(
-        "What starts the ranks: torchrun ..., or python ...", metavar="-- COMMAND", default=REQUIRED
+        "Command that starts the ranks: torchrun ..., or python ...", metavar="-- COMMAND", default=REQUIRED
     ),
-    steps: int = option("How many optimizer steps to compare; the job is then ended.", default=3),
-    timeout: int = option("Seconds a step may take before the job is ended, and judged.", default=300),
-    out: Path | None = output_option("Write a page as well, with the wrong action framed.", metavar="FILE"),
+    steps: int = option("Number of optimizer steps to compare; the job is then ended.", default=3),
+    timeout: int = option("Seconds per step after which the job is ended and judged.", default=300),
+    out: Path | None = output_option("Also write a page with the wrong action framed.", metavar="FILE"),
     as_json: bool = JSON,
 ) -> None:
     """Find out why a pipeline trains wrongly: run it, unedited, and compare it with the unsplit model.
@@ -32,7 +32,7 @@ def blame(
     The exit status is 0 if the pipeline trains as the unsplit model does, 1 if not,
     and 2 if nothing could be compared.
     """
-    from penstock.cli.show import refuse_other
+    from penstock.cli.draw import refuse_other
     from penstock.verification.blame import command as job
     from penstock.verification.blame.page import page
 

@@ -12,7 +12,7 @@ from penstock.report.text import print_unbroken, table
 
 
 def compare(
-    runs: list[Path] = argument("Folders of recorded runs.", metavar="RUN RUN...", default=REQUIRED),
+    runs: list[Path] = argument("Directories of recorded runs.", metavar="RUN RUN...", default=REQUIRED),
     as_json: bool = JSON,
 ) -> None:
     """Compare recorded runs: the settings in which they differ, speed, bubble, memory, and the loss at the same steps.
@@ -32,7 +32,7 @@ def compare(
         print_json({"runs": told, "differ": settings, "steps": steps, "losses": losses})
         return
     console = screen()
-    lines = table("", *(str(path) for path in runs), left=1)
+    lines = table("run", *(str(path) for path in runs), left=1)
     for name, values in settings.items():
         lines.add_row(name, *map(_text, values))
     lines.add_section()
@@ -48,7 +48,7 @@ def compare(
         lines.add_row(f"loss at step {step:,}", *("-" if value is None else f"{value:.6g}" for value in values))
     print_unbroken(console, lines)
     if not settings:
-        console.print("The settings of these runs are the same.")
+        console.print("These runs have the same settings.")
     if not steps:
         console.print("These runs have no step in common.")
 

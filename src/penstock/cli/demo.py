@@ -15,11 +15,11 @@ from penstock.schedule import MICROBATCHES, grid
 
 
 def demo(
-    ranks: int = option("How many processes share the model, 1 to 4.", "--ranks", "-n", default=2),
-    schedule: str = option("The schedule; `penstock schedules` lists them.", default="1f1b"),
+    ranks: int = option("Number of ranks, 1 to 4.", "--ranks", "-n", default=2),
+    schedule: str = option("Name of the schedule; `penstock schedules` lists them.", default="1f1b"),
     microbatches: int = option(f"{CUT}.", default=MICROBATCHES),
-    steps: int = option("How many batches to train on.", default=60),
-    out: Path = option("Folder for the timeline and the metrics.", default=Path("runs/demo")),
+    steps: int = option("Number of batches to train on.", default=60),
+    out: Path = option("Directory for the timeline and the metrics.", default=Path("runs/demo")),
 ) -> None:
     """Train a small GPT on Python's own source code in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from penstock.costs.hardware import Cable
 
 _SYMBOLS = (
-    "Dense peaks of matrix products in TFLOP/s, without structured sparsity; - where the vendor states none. Memory, "
-    "and its bandwidth. Link: what two devices of a host send each other, in GB/s one way, and how many it joins; "
-    "network: a device's share of its host's. Another device: a .toml file with a table as in "
+    "Dense peaks of matrix products in TFLOP/s, without structured sparsity; - where the vendor states none. Memory "
+    "and its bandwidth. Link: between two devices of a host, in GB/s one way, and how many devices it joins; network: "
+    "a device's share of its host's. For another device, write a .toml file with a table as in "
     "penstock/costs/hardware/devices.toml."
 )
 
@@ -26,10 +26,10 @@ _PEAKS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp1
 
 
 def devices(
-    name: str | None = argument("Only this one.", metavar="[NAME]", show_default=False),
+    name: str | None = argument("Name of one device.", metavar="[NAME]", show_default=False),
     as_json: bool = output_option("Print only one JSON list.", "--json", default=False),
 ) -> None:
-    """List the devices for which plans and estimates can be made: peaks, memory, links, and where the figures are from.
+    """List the devices for which plans and estimates can be made: peaks, memory, links, and their sources.
 
     `penstock profile --device NAME` estimates a model's costs on one, and
     `penstock plan --device NAME` plans for many.

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from penstock.trace.runs import RunRead
 
 EPILOG = """\
-The order of each rank and the time of each action are the trace's; what a change brings is simulated. ± covers the \
-replay's own error on this trace and what the change assumes; "at most" is said where that was not measured. Changes \
-are ordered by the gain that is certain."""
-"""Printed below the options."""
+The order of each rank and the time of each action are the trace's; the effect of a change is simulated. ± covers the \
+replay's error on this trace and that of the change's assumptions; "at most" marks assumptions that were not measured. \
+Changes are ordered by the time that they save for certain."""
+"""Epilog of the help."""
 
 _MAX_RANKS = 16
 
@@ -41,11 +41,11 @@ _MAX_RANKS = 16
 class PredictionOptions:
     """What was expected of a run."""
 
-    profile: Path | None = option("What `penstock profile` wrote: compare, and find a better cut.", metavar="FILE")
+    profile: Path | None = option("Output of `penstock profile`, to compare and to find a better cut.", metavar="FILE")
     cuts: str | None = option(
-        "With --profile, the cuts of the run: a,b,c; by default as recorded, or the profile's best."
+        "With --profile, the cuts of the run: a,b,c; default: as recorded, or the profile's best."
     )
-    plan: Path | None = option("The plan of the run, from `penstock plan`: compare with it.", metavar="FILE")
+    plan: Path | None = option("Plan of the run, from `penstock plan`, to compare with.", metavar="FILE")
 
     def of(self, run: Run, folder: RunRead | None) -> Predicted | None:
         """What a profile, a plan or the run's own folder (if it has one) said of it; None if there is none of these."""
@@ -54,7 +54,7 @@ class PredictionOptions:
         from penstock.plan.explain import Predicted
 
         if self.cuts is not None and self.profile is None:
-            raise ArgumentError(f"--cuts {self.cuts!r} needs --profile, whose units it names")
+            raise ArgumentError(f"--cuts {self.cuts!r} requires --profile; pass both")
         about = None if folder is None else folder.about
         planned = None
         if self.plan is not None:
@@ -71,7 +71,7 @@ class PredictionOptions:
             known, rows, threads = tuple(about.cuts), about.microbatch_rows, about.threads
             if cuts not in (None, known):
                 raise ArgumentError(
-                    f"--cuts {self.cuts}: the run was cut at {','.join(known) or 'nothing'}; leave --cuts out"
+                    f"--cuts {self.cuts}: the run was cut at {','.join(known) or 'nothing'}; omit --cuts"
                 )
         order, profile = run.typical.slowest.schedule, read_profile(self.profile)
         depth, cuts = order.placement.depth, known if cuts is None else cuts
@@ -81,7 +81,7 @@ class PredictionOptions:
 def _check_plan(plan: Plan, run: Run, folder: RunRead | None, file: Path) -> None:
     """Raises ArgumentError if a run did not follow this plan, as far as one can see."""
     order, choice = run.typical.slowest.schedule, plan.choice
-    about, remedy = None if folder is None else folder.about, "Pass the plan of the run, or leave --plan out"
+    about, remedy = None if folder is None else folder.about, "Pass the plan of the run, or omit --plan"
     known = {order.name} & {*names()} if about is None else {about.schedule}
     ran = [order.ranks, order.placement.depth, order.microbatches]
     planned = [choice.ranks, choice.stages, choice.microbatches]
@@ -107,22 +107,22 @@ def _what(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -> st
 
 def explain(
     run: list[Path] = argument(
-        "A folder that penstock.pipeline(run=...) recorded; or timelines as JSON, traces of Perfetto or "
-        "torch's profiler, or columns (CSV): one file for all ranks, one for each, or a folder of them; .gz too.",
+        "Directory that penstock.pipeline(run=...) recorded; or timelines as JSON, traces of Perfetto or "
+        "torch's profiler, or columns (CSV): one file for all ranks, one per rank, or a directory of them; also .gz.",
         metavar="RUN...",
         default=REQUIRED,
     ),
     *,
-    step: str | None = option("Which step, or all for a table; by default the one whose time is the median."),
+    step: str | None = option("Number of the step, or all for a table; default: the one with the median time."),
     prediction: PredictionOptions,
     what_if: list[str] | None = option(
-        "Try this: schedule=zb-h1, cut=even, cut=2:0.1 (a tenth of stage 2 goes to stage 1), "
-        "stragglers=none, rank=2 (if it were not slow), microbatches=equal, actions=usual, link=0.5 (of the time), "
-        "host=none; several at once with commas; repeat it for others.",
+        "Change to simulate: schedule=zb-h1, cut=even, cut=2:0.1 (move a tenth of stage 2 to stage 1), "
+        "stragglers=none, rank=2 (without its slowdown), microbatches=equal, actions=usual, link=0.5 (x its time), "
+        "host=none. Combine changes with commas; repeatable.",
         metavar="CHANGE",
     ),
     pattern: str | None = option(
-        "How another tool names actions, with groups op, stage and microbatch: "
+        "Action names of another tool, with groups op, stage and microbatch: "
         r"'(?P<op>fwd|bwd)-(?P<stage>\d+)-(?P<microbatch>\d+)'.",
         metavar="REGEX",
     ),
@@ -130,8 +130,8 @@ def explain(
 ) -> None:
     """Explain a measured step: where its time went, why, and what to change first.
 
-    The trace's actions are named by stage, op and microbatch (2F3), as in
-    penstock's and torch's own traces, or by columns.
+    Actions of the trace are named by stage, op and microbatch (2F3), as in traces of
+    penstock and torch, or described by columns.
     """
     from penstock.plan.explain import explain as explained
     from penstock.plan.explain import read_run, run_of
@@ -153,7 +153,7 @@ def folder_of(paths: Sequence[Path]) -> RunRead | None:
 
     runs = [path for path in paths if is_run(path)]
     if runs and len(paths) > 1:
-        raise ArgumentError(f"{runs[0]} is the folder of a run: pass one at a time, or several to penstock compare")
+        raise ArgumentError(f"{runs[0]} is the directory of a run: pass one at a time, or several to penstock compare")
     return read_run(runs[0]) if runs else None
 
 
@@ -174,7 +174,7 @@ def show(found: Explanation, console: Console) -> None:
         if bubble.culprit is not None:
             text += (
                 f", mostly for {bubble.culprit} of rank {bubble.culprit_rank}, which takes "
-                f"{duration(bubble.culprit_seconds)} where an even share is {duration(bubble.usual_seconds)}"
+                f"{duration(bubble.culprit_seconds)} vs. a balanced share of {duration(bubble.usual_seconds)}"
             )
         console.print(f"\n{text}.")
 
@@ -184,10 +184,10 @@ def show_steps(found: Explanation, console: Console) -> None:
     steps = found.steps
     columns: dict[str, Iterable[object]] = {
         "step": [one.number for one in steps],
-        "took": [duration(one.seconds) for one in steps],
-        "of the\nmedian": [f"{one.of_median:.2f}" for one in steps],
+        "time": [duration(one.seconds) for one in steps],
+        "vs\nmedian": [f"{one.of_median:.2f}" for one in steps],
         "slowest rank": [f"{one.slowest.who} ({one.slowest.times:.2f}x)" if one.slowest else "-" for one in steps],
-        "heaviest stage": [f"{one.stage} ({one.of_mean:.2f}x)" for one in steps],
+        "slowest stage": [f"{one.stage} ({one.of_mean:.2f}x)" for one in steps],
         "longest\nmicrobatch": [f"{one.longest:.2f}x" for one in steps],
     }
     print_columns(console, columns)
@@ -216,10 +216,7 @@ def _stragglers(found: Explanation) -> list[str]:
         worst: list[tuple[Any, float]] = sorted(slower, key=lambda pair: -pair[1])[:2]
         parts.append(", ".join(f"{what}{name} {times:.2f}x" for name, times in worst if times >= 1.01))
     alone = "; ".join(filter(None, parts))
-    return [
-        f"stragglers: {known.step:.2f} times as long as if every op took its usual time on all ranks"
-        f"{'; each alone: ' if alone else ''}{alone}"
-    ]
+    return [f"straggler slowdown {known.step:.2f}x (vs. typical op times){'; each alone: ' if alone else ''}{alone}"]
 
 
 def _times_predicted(stage: StageTime) -> float:
@@ -246,7 +243,7 @@ def _show_head(found: Explanation, console: Console) -> None:
     console.print(line)
     added = {reason.value: value / step.seconds for reason, value in found.where.added_seconds.items()}
     parts = [f"{name} {share:+.1%}" for name, share in added.items() if abs(share) >= 0.002]
-    even = f"{duration(found.where.even_seconds)} if all were even"
+    even = f"{duration(found.where.even_seconds)} if perfectly balanced"
     console.print(f"of the pipeline's {duration(step.pipeline_seconds)}: {', '.join([even, *parts])}")
     whole = f"; of whole steps: {found.whole_error:.2%}" if found.whole_error else ""
     console.print(
@@ -256,10 +253,10 @@ def _show_head(found: Explanation, console: Console) -> None:
         console.print(text)
     if found.predicted_seconds is not None:
         times, wrong = max(((_times_predicted(one), one) for one in found.stages), key=lambda pair: abs(pair[0] - 1))
-        much = f"{times:.2f} times what was predicted" if isfinite(times) else f"{duration(wrong.seconds)} instead of 0"
+        much = f"{times:.2f}x the prediction" if isfinite(times) else f"{duration(wrong.seconds)}, predicted 0"
         console.print(
-            f"predicted {duration(found.predicted_seconds)} for the pipeline; most wrong at stage {wrong.stage}, which "
-            f"takes {much}"
+            f"predicted {duration(found.predicted_seconds)} for the pipeline; largest error at stage {wrong.stage}: "
+            f"{much}"
         )
 
 
@@ -279,14 +276,14 @@ def _show_ranks(found: Explanation, unit: float, console: Console) -> None:
     columns: dict[str, Iterable[object]] = {
         "rank": [one.rank for one in ranks],
         "stages": [", ".join(str(stage.stage) for stage in own) for own in stages],
-        "computes": [seconds(one.compute_seconds / unit) for one in ranks],
+        "compute": [seconds(one.compute_seconds / unit) for one in ranks],
     }
     for reason in found.where.ranks[0].idle_seconds:
         if any(one.idle_seconds[reason] >= 0.001 * total for one in found.where.ranks):
             idle = [seconds(one.idle_seconds[reason] / unit) for one in ranks]
             columns[reason.value.replace(" ", "\n", 1)] = idle
-    columns["of the\nmean"] = [f"{sum(stage.of_mean for stage in own) / len(own):.2f}" for own in stages]
-    columns["of the\nprediction"] = [
+    columns["vs\nmean"] = [f"{sum(stage.of_mean for stage in own) / len(own):.2f}" for own in stages]
+    columns["vs\nprediction"] = [
         f"{sum(stage.seconds for stage in own) / known:.2f}" if known else None
         for own, known in zip(stages, expected, strict=True)
     ]

@@ -42,23 +42,23 @@ _BUFFERS = 2
 class RunOptions:
     """How to run the emulation."""
 
-    hosts: int | None = option(f"How many hosts to make on this machine; default {DEFAULT_HOSTS}.")
+    hosts: int | None = option(f"Number of hosts to create on this machine; default {DEFAULT_HOSTS}.")
     algorithm: str | None = option(
-        f"The collectives' algorithm: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or a "
-        "collective's usual one if it has no ring."
+        f"Algorithm of the collectives: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or another "
+        "one for a collective without a ring."
     )
     overlap: bool = option("Compute while sending.", "--overlap", default=False)
     warmup: int | None = option(
-        "Trials before the first that counts; their results are checked. Default: 3 with checked results, "
-        "then as many as it takes until a test finds times steady."
+        "Warm-up trials, whose results are checked. Default: 3 with checked results, then as many as it takes "
+        "until a test finds the times steady."
     )
     iterations: int = option(
-        "How often to repeat each transfer within a trial, as nccl-tests does; times are per repetition.", default=1
+        "Repetitions of each transfer within a trial, as in nccl-tests; times are per repetition.", default=1
     )
-    seed: int = option("The seed of the payload.", default=0)
-    backend: str = option("The backend of torch.distributed: gloo, nccl.", default="gloo")
-    join_timeout: float = option("Seconds within which every host must join.", default=120.0)
-    stall_timeout: float = option("Seconds after which to stop waiting for a host.", default=120.0)
+    seed: int = option("Seed of the payload.", default=0)
+    backend: str = option("Backend of torch.distributed: gloo, nccl.", default="gloo")
+    join_timeout: float = option("Seconds to wait for every host to join.", default=120.0)
+    stall_timeout: float = option("Seconds after which an unresponsive host ends the run.", default=120.0)
 
     def spec(self, workload: Workload, hosts: int, machines: Machines | None, trials: int) -> Spec:
         """The specification of a run of `workload` on these hosts."""
@@ -82,10 +82,10 @@ def fabric(
     how: RunOptions,
     asked: NetworkOptions,
     counts: CountOptions,
-    out: Path | None = output_option("The run's folder; default runs/fabric-<n>."),
+    out: Path | None = output_option("Directory of the run; default runs/fabric-<n>."),
     chakra: bool = output_option("Write the workload as Chakra traces, one file per rank.", "--chakra", default=False),
     dry_run: bool = output_option(
-        "Show what would be sent, but send nothing; refuse what a run would refuse.", "--dry-run", default=False
+        "Check the options and show what would be sent; send nothing.", "--dry-run", default=False
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -108,7 +108,7 @@ def fabric(
         hosts = started()[1]
     if by_torchrun and asked.given():
         raise ArgumentError(
-            f"{asked.given()[0]} is for hosts that are made here; torchrun's hosts have their own network: leave it out"
+            f"{asked.given()[0]} is for hosts created here; torchrun's hosts have their own network: omit it"
         )
     # Without a link or a slowed host, they are plain processes.
     machines, events = asked.machines(hosts) if asked.given() else (None, ())

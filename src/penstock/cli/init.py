@@ -12,8 +12,8 @@ from penstock.cli._options import argument, option, screen
 
 
 def init(
-    file: Path = argument("The script to write.", default=Path("train.py")),
-    model: Literal["gpt", "cnn", "transformers"] = option("The model that it trains.", default="gpt"),
+    file: Path = argument("Script to write.", default=Path("train.py")),
+    model: Literal["gpt", "cnn", "transformers"] = option("Model that it trains.", default="gpt"),
 ) -> None:
     """Write a training script that runs as it is, with a make() for the other commands."""
     if file.exists():

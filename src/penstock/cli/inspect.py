@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def inspect(
     target: str = TARGET,
     *,
-    stages: int = option("The number of stages.", "--stages", "-n", default=2),
+    stages: int = option("Number of stages.", "--stages", "-n", default=2),
     microbatches: int | None = OF_BATCH,
     split: SplitOptions,
     as_json: bool = JSON,
@@ -33,9 +33,9 @@ def inspect(
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. The forward is recorded with fake tensors, and the loss is
     tried on a made-up output; only `--balance time` runs parts of a large model, to
-    see how long they take. What `verify` would refuse with the same options is
-    refused here too, with the module, the source line and the remedy, unless only
-    real values reveal it.
+    time them. Whatever `verify` would refuse with the same options is refused here
+    too, with the module, the source line and the fix, unless it depends on real
+    values.
     """
     generator(split.schedule)  # raises before anything is loaded
     with loaded(target, "the model or the loss", weights=split.balance == "time") as given:
@@ -64,15 +64,16 @@ def show(found: Inspection, console: Console) -> None:
     size = f"{found.parameters:,} parameters, {sized(found.parameter_bytes)}"
     console.print(Text(f"{found.model}: {size}, {counted(len(found.stages), 'stage')}", "bold"))
     of = "the batch" if found.microbatches == 1 else f"one of {found.microbatches} microbatches"
-    console.print(f"activations and what crosses: for {of}", end="\n\n")
+    console.print(f"activations and transfers: for {of}", end="\n\n")
     _show_stages(found, console)
     if found.crossings:
         console.print()
         _show_crossings(found, console)
     if found.memory:
-        console.print("\nmemory of each rank under the schedule")
+        console.print("\nmemory per rank under the schedule")
         kinds = ("parameters", "gradients", "optimizer", "activations", "working", "batch", "peak")
         columns = {kind: [sized(getattr(each, kind)) for each in found.memory] for kind in kinds}
+        columns = {"workspace" if kind == "working" else kind: sizes for kind, sizes in columns.items()}
         print_columns(console, {"rank": range(len(found.memory)), **columns})
     for number, line in enumerate(_remarks(found)):
         console.print(Text(line if number else f"\n{line}"), soft_wrap=True)
@@ -83,11 +84,11 @@ def _show_stages(found: Inspection, console: Console) -> None:
     differ = any(stage.gradient_bytes != stage.parameter_bytes for stage in stages)
     columns: dict[str, Iterable[object]] = {
         "stage": [stage.index for stage in stages],
-        "begins at": [stage.begins or "the start" for stage in stages],
-        "work": [f"{stage.work_share:.1%}" for stage in stages],
+        "first module": [stage.begins or "the start" for stage in stages],
+        "est. cost": [f"{stage.work_share:.1%}" for stage in stages],
         "ms": [None if stage.seconds is None else f"{1e3 * stage.seconds:.3g}" for stage in stages],
         "parameters": [f"{stage.parameters:,}" for stage in stages],
-        "share": [f"{stage.parameter_share:.1%}" for stage in stages],
+        "% params": [f"{stage.parameter_share:.1%}" for stage in stages],
         "size": [sized(stage.parameter_bytes) for stage in stages],
         "gradients": [sized(stage.gradient_bytes) if differ else None for stage in stages],
         "activations": [
@@ -98,16 +99,16 @@ def _show_stages(found: Inspection, console: Console) -> None:
 
 
 def _show_crossings(found: Inspection, console: Console) -> None:
-    def remarks(one: Crossing) -> str:
+    def remarks(one: Crossing) -> str | None:
         skips = ["skips"] if one.target - one.source > 1 else []
-        return ", ".join(skips if one.takes_gradient else [*skips, "no gradient"])
+        return ", ".join(skips if one.takes_gradient else [*skips, "no gradient"]) or None
 
     columns: dict[str, Iterable[object]] = {
         "from": [one.source for one in found.crossings],
         "to": [one.target for one in found.crossings],
-        "made by": map(_maker, found.crossings),
+        "produced by": map(_maker, found.crossings),
         "shape": [f"{one.dtype} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in found.crossings],
-        "": map(remarks, found.crossings),
+        "note": map(remarks, found.crossings),
         "size": [sized(one.bytes) for one in found.crossings],
     }
     print_columns(console, columns, left=5)
@@ -117,7 +118,7 @@ def _remarks(found: Inspection) -> list[str]:
     stages = found.stages
     return [
         *(f"stage {s.index} runs {', '.join(in_ranges(s.modules))}" for s in stages if s.modules),
-        *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are added up" for tie in found.ties),
+        *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are summed" for tie in found.ties),
         *(
             f"stage {s.index} takes no gradient: its parameters are frozen"
             for s in stages
@@ -125,7 +126,7 @@ def _remarks(found: Inspection) -> list[str]:
         ),
         *(f"stage {s.index} updates {_listed(s.updated)}" for s in stages if s.updated),
         *(f"stage {s.index} draws random numbers in {_listed(s.draws)}" for s in stages if s.draws),
-        *(f"holds for batches of this kind only: {branch}" for branch in found.branches),
+        *(f"valid for this input signature only: {branch}" for branch in found.branches),
         *(f"note: {note}" for note in found.notes),
     ]
 

@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from penstock.plan import Cluster, Plan, Sizes
 
 EPILOG = """\
-A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
-Times are simulated from those of the profile; a stage's gradients are summed over replicas from the end of its last \
-backward, beside what is left. A step includes the time of AdamW's update, if the profile has it."""
-"""Printed below the options."""
+A plan uses every device and trains exactly --global-batch-size samples per step (replicas * microbatches * their \
+size). Times are simulated from the profile's. The gradient all-reduce of a stage starts when its last backward ends, \
+and overlaps with the remaining work. A step includes the AdamW update if the profile has its time."""
+"""Epilog of the help."""
 
 
 def plan(
     cluster: ClusterOptions,
     numbers: TransformerOptions,
-    global_batch: int = option("Rows of one step, over all replicas.", default=REQUIRED),
+    global_batch_size: int = option("Samples per step, over all replicas.", default=REQUIRED),
     target: str | None = argument(
-        "module:function, file.py:function or hf:config.json, to be measured here.", metavar="[TARGET]"
+        "Model to measure here: module:function, file.py:function or hf:config.json.", metavar="[TARGET]"
     ),
     profile: list[Path] | None = option(
-        "What `penstock profile` wrote, instead of measuring; repeat it for other sizes of microbatches.",
+        "Output of `penstock profile`, instead of measuring; repeat it for other microbatch sizes.",
         metavar="FILE",
     ),
-    schedule: str | None = option("Schedules to choose from: 1f1b,zb-h1; by default all."),
-    replicas: int | None = option("Data-parallel replicas; by default any number."),
-    pipeline: int | None = option("Ranks of each pipeline; by default any number."),
-    microbatches: int | None = option("Microbatches of each replica; by default any number."),
-    search: float = option(
-        "How long to search, on a usual machine, for orders of work better than any schedule; a busy or slow one takes "
+    schedule: str | None = option("Schedules to choose from: 1f1b,zb-h1; default: all."),
+    replicas: int | None = option("Data-parallel replicas; default: any number."),
+    pipeline: int | None = option("Ranks per pipeline; default: any number."),
+    microbatches: int | None = option("Microbatches per replica; default: any number."),
+    search_time: float = option(
+        "How long to search, on a typical machine, for better schedules than the named ones; a busy or slow one takes "
         "longer and finds the same.",
         metavar="SECONDS",
         default=3.0,
@@ -57,24 +57,24 @@ def plan(
     """Choose replicas, ranks, cuts, microbatches, schedule and more for a model and its devices.
 
     TARGET is a function that returns (model, args, target, loss), as for
-    `penstock verify`. It is measured here, with its whole batch and an eighth
+    `penstock verify`. It is measured here, with its full batch and an eighth
     of it as microbatches. On a CPU it runs with the threads that each rank will
-    have. To plan for another device, profile there, and pass the files, or name
-    it (--device h100) for an estimate. For a transformer that is only numbers yet,
-    pass --transformer.
+    have. To plan for another device, profile there and pass the files, or name
+    it (--device h100) for an estimate. For an analytic transformer model, pass
+    --transformer.
     """
     from penstock.plan import Wanted, make_plans
     from penstock.plan.remedies import remedies
     from penstock.schedule.generators import generator
 
-    check_seconds(search=search)
+    check_seconds(search_time=search_time)
     check_writable(out, f"--out {out}")
     chosen = None if schedule is None else [generator(name.strip()).name for name in schedule.split(",")]
     wanted = Wanted(chosen, replicas, pipeline, microbatches)  # raises before anything is measured
     paper, notes, unsaid = None, list[str](), ""
     if numbers.transformer is not None:
         if target is not None or profile:
-            raise ArgumentError("--transformer takes the place of TARGET and --profile: pass one of the three")
+            raise ArgumentError("--transformer replaces TARGET and --profile: pass only one of the three")
         paper = numbers.read(cluster)
         known, sizes = paper.cluster(), paper.sizes()
     else:
@@ -82,7 +82,7 @@ def plan(
         profiles = _profiles(target, profile or [], cluster)
         known, sizes, unsaid = _measured(profiles, cluster)
         notes = _cautions(profiles)
-    found = make_plans(sizes, known, global_batch, wanted, search_seconds=search)
+    found = make_plans(sizes, known, global_batch_size, wanted, search_seconds=search_time)
     if out is not None and found.best:
         found.best[0].save(out)
     if as_json:
@@ -101,7 +101,7 @@ def plan(
         if found.best:
             show(found, console, known)
         elif found.nearest is not None:
-            told = remedies(sizes, known, global_batch, wanted, found.nearest)
+            told = remedies(sizes, known, global_batch_size, wanted, found.nearest)
             show_lack(found, known, [*told], console, numbers.tensor_parallel)
         if unsaid:
             console.print(f"\n{unsaid}")
@@ -124,8 +124,8 @@ def _measured(profiles: Sequence[Profile], cluster: ClusterOptions) -> tuple[Clu
     known = cluster.read(measured or usual_link(profiles[0].device), action, update)
     if cluster.specified.link is not None or measured is not None or known.devices == 1:
         return known, Sizes.of(profiles), ""
-    said = f"{assumed(known.link)}, sums likewise. Pass --link, or a profile made with --links."
-    return known, Sizes.of(profiles), f"Nobody measured links: {said}"
+    said = f"{assumed(known.link)} for messages and all-reduces. Pass --link, or a profile made with --links."
+    return known, Sizes.of(profiles), f"Links were not measured: {said}"
 
 
 def _cautions(profiles: Sequence[Profile]) -> list[str]:
@@ -144,8 +144,8 @@ def _to_follow(plan: Plan, file: Path) -> str:
     rows = choice.microbatches * choice.rows
     made, _, _ = plan.mesh.partition("(")
     return (
-        f" for penstock run --plan {file} train.py. Its replicas need a mesh, and each its own {rows} of a batch's "
-        f"{choice.replicas * rows} rows; in the script:\n"
+        f" for penstock run --plan {file} train.py. Its replicas need a mesh, and each takes {rows} of the "
+        f"{choice.replicas * rows} samples of a batch; in the script:\n"
         f"  from torch.distributed.device_mesh import {made}\n"
         f"  mesh = {plan.mesh}\n"
         f'  x, y = (whole.chunk({choice.replicas})[mesh.get_local_rank("dp")] for whole in (x, y))\n'
@@ -162,8 +162,8 @@ def _beyond(sizes: Sizes, rows: int) -> list[str]:
     sure = ",".join(map(str, sorted({rows, *known})))
     smaller = ", and small microbatches usually take longer" if rows < known[0] else ""
     return [
-        f"the best plan has microbatches of {counted(rows, 'row')}, and the profile knows those of {seen}: its times "
-        f"are extended from there{smaller}; add --microbatch-sizes {sure} to `penstock profile` to be sure"
+        f"the best plan has microbatches of {counted(rows, 'sample')}, but the profile only of {seen}: times are "
+        f"extrapolated{smaller}; add --microbatch-sizes {sure} to `penstock profile` to be sure"
     ]
 
 
@@ -171,7 +171,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     """Those in the files, or measured, or estimated for the device that was named."""
     devices, device = cluster.read().devices, cluster.kind  # raises before anything is measured
     if target is None and not files:
-        raise ArgumentError("pass a TARGET to measure, or --profile with what was measured")
+        raise ArgumentError("pass a TARGET to measure, or --profile")
     from penstock.costs.sizes import rows_of
     from penstock.pipe.profiling import input_device
 
@@ -179,7 +179,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
         estimate = {} if device is None else {"device": device, "calibrate": cluster.calibrate or ()}
         options = {"budget_seconds": 1.0, "target": given.target, **estimate}
         if device is None and input_device((given.args, given.kwargs), given.model).type == "cpu":
-            compute_as_ranks(min(cluster.per_host or devices, devices))
+            compute_as_ranks(min(cluster.devices_per_host or devices, devices))
         whole = profile_target(given, microbatches=1, **options)
         pieces = min(8, rows_of(whole))
         return [whole] if pieces == 1 else [whole, profile_target(given, microbatches=pieces, **options)]

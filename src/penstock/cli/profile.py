@@ -14,50 +14,48 @@ from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import check_count, integers, option, output_option, screen
-from penstock.cli._target import LEAVES, OF_BATCH, OPENS, TARGET, loaded, names, profile_target
+from penstock.cli._target import LEAF_MODULES, OF_BATCH, SPLIT_INSIDE, TARGET, loaded, names, profile_target
 from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
     from penstock.costs import Profile, UnitCost
 
-BUDGET_SECONDS = 2.0
+TIME_LIMIT = 2.0
 
 
 def profile(
     target: str = TARGET,
     microbatches: int | None = OF_BATCH,
-    microbatch_sizes: str | None = option(
-        "Instead: the rows of each microbatch to measure, such as 1,2,4,8.", metavar="ROWS"
-    ),
+    microbatch_sizes: str | None = option("Microbatch sizes to measure instead, such as 1,2,4,8.", metavar="SAMPLES"),
     device: str | None = option(
-        "Where to run, such as cuda; by default where the inputs are. Or what to estimate for, without "
+        "Device to run on, such as cuda; default: that of the inputs. Or a device to estimate for without "
         "running: a name from `penstock devices`, such as h100, or the .toml file of another."
     ),
     calibrate: list[str] | None = option(
-        "For an estimate: what was measured on such devices, of any model (--out); repeat it for more.", metavar="FILE"
+        "Profile measured on such a device, of any model, to calibrate an estimate; repeatable.", metavar="FILE"
     ),
-    threads: int | None = option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's."),
-    budget_seconds: float = option("How long to measure each size.", default=BUDGET_SECONDS),
+    threads: int | None = option("Threads to measure with, such as those of a rank: cores / ranks. Default: torch's."),
+    time_limit: float = option("Seconds to measure each size for.", default=TIME_LIMIT),
     links: bool = option(
         "Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
         "...`, or torchrun.",
         "--links",
         default=False,
     ),
-    leaves: str | None = LEAVES,
-    opens: str | None = OPENS,
-    out: str | None = output_option("Also write the profile to this file, for --balance.", "--out", "--json"),
+    leaf_modules: str | None = LEAF_MODULES,
+    split_inside: str | None = SPLIT_INSIDE,
+    out: str | None = output_option("Also write the profile to this file, for --balance.", metavar="FILE"),
 ) -> None:
-    """Measure what each part of a model costs: time forward and backward, and memory, for one microbatch.
+    """Measure what each part of a model costs for one microbatch: forward and backward time, and memory.
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`; the loss is not measured. Each module before which the model
-    can be cut is run, in order as in a step (repeated blocks of a large model once
-    for all). `--balance profile.json` of
-    other commands, and `balance=` of `penstock.pipeline`, cut by the file.
+    can be cut is run, in the order of a step; of repeated blocks of a large model,
+    only one is run. `--balance profile.json` of other commands, and `balance=` of
+    `penstock.pipeline`, use the file.
 
     With `--device h100` nothing is run: times are estimated from the operations
-    and bytes of each part and the device's specifications, and marked so.
+    and bytes of each part and the device's specifications, and marked as such.
     """
     from penstock.pipe.profiling import specified
 
@@ -68,9 +66,9 @@ def profile(
     for number in rows or ():
         check_count("--microbatch-sizes", number)
     estimate = specified(device) is not None
-    if estimate and (threads is not None or budget_seconds != BUDGET_SECONDS):
-        unused = f"--threads {threads}" if threads is not None else f"--budget-seconds {budget_seconds:g}"
-        raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; leave it out")
+    if estimate and (threads is not None or time_limit != TIME_LIMIT):
+        unused = f"--threads {threads}" if threads is not None else f"--time-limit {time_limit:g}"
+        raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; omit it")
     with loaded(target, "the model", weights=not estimate) as given:
         import torch
 
@@ -80,10 +78,10 @@ def profile(
             given,
             microbatches=microbatches,
             microbatch_sizes=rows,
-            leaves=names(leaves),
-            opens=names(opens),
+            leaves=names(leaf_modules),
+            opens=names(split_inside),
             device=device,
-            budget_seconds=budget_seconds,
+            budget_seconds=time_limit,
             calibrate=calibrate or (),
             links=links,
             target=given.target,
@@ -114,16 +112,16 @@ def show(found: Profile, console: Console) -> None:
         forward, inputs, weights = _times(split)
         console.print(f"\nsplit backwards, all units: F {forward}, I {inputs}, W {weights} ms")
     if len(rows_of(found.units)) < len(_alike(found.units)):
-        console.print("\nA row ending in * is for several units of one module. --out FILE writes each by itself.")
+        console.print("\nA row ending in * covers several units of one module; --out FILE writes each unit.")
     if found.others:
-        console.print("\nall units, by the rows of a microbatch")
+        console.print("\nall units, by microbatch size")
         sizes = found.each_size
         seconds = [sum(unit.seconds for unit in each.units) for each in sizes]
         columns: dict[str, Iterable[object]] = {
-            "rows": [each.rows for each in sizes],
+            "size": [each.rows for each in sizes],
             **_columns([each.units for each in sizes]),
-            "rows/s": [f"{each.rows / one:,.0f}" if one else "-" for each, one in zip(sizes, seconds, strict=True)],
-            "keeps": [sized(sum(unit.activation_bytes for unit in each.units)) for each in sizes],
+            "samples/s": [f"{each.rows / one:,.0f}" if one else "-" for each, one in zip(sizes, seconds, strict=True)],
+            "activations": [sized(sum(unit.activation_bytes for unit in each.units)) for each in sizes],
         }
         print_columns(console, columns)
     if found.links:
@@ -154,16 +152,16 @@ def _show_units(found: Profile, console: Console) -> None:
     """A row for units that follow each other, and one for all."""
     shared = _shared([unit.name for unit in found.units])
     total = sum(unit.seconds for unit in found.units) or 1.0
-    rows = [*rows_of(found.units), *([("all", list(found.units))] if len(found.units) > 1 else [])]
+    rows = [*rows_of(found.units), *([("total", list(found.units))] if len(found.units) > 1 else [])]
     measured, units = found.source == "measured", [own for _, own in rows]
     columns: dict[str, Iterable[object]] = {
         f"in {shared}" if shared else "unit": [name.removeprefix(f"{shared}.") for name, _ in rows],
         **_columns(units),
         "spread": [f"{max(unit.spread for unit in own):.0%}" if measured else "-" for own in units],
-        "share": [f"{sum(unit.seconds for unit in own) / total:.1%}" for own in units],
-        "keeps": [sized(sum(unit.activation_bytes for unit in own)) for own in units],
-        "holds": [sized(sum(unit.parameter_bytes for unit in own)) for own in units],
-        "gets": [sized(own[0].boundary_bytes) for own in units],
+        "% time": [f"{sum(unit.seconds for unit in own) / total:.1%}" for own in units],
+        "activations": [sized(sum(unit.activation_bytes for unit in own)) for own in units],
+        "parameters": [sized(sum(unit.parameter_bytes for unit in own)) for own in units],
+        "input": [sized(own[0].boundary_bytes) for own in units],
     }
     print_columns(console, columns)
 

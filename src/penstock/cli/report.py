@@ -9,31 +9,30 @@ from penstock.cli._options import REQUIRED, argument, option, output_option
 from penstock.cli.explain import PredictionOptions, folder_of
 
 EPILOG = """\
-The page is one file without references: send it, or open it from disk. What it says of idle time and of changes is \
-what penstock explain says."""
-"""Printed below the options."""
+The page is one self-contained file: send it, or open it from disk. It shows the same analysis as penstock explain."""
+"""Epilog of the help."""
 
 
 def report(
     run: list[Path] = argument(
-        "The folder of a run; a plan (plan.json); the folder of a run of penstock fabric; or what "
-        "penstock explain reads: timelines, traces of Perfetto or torch's profiler, columns.",
+        "Directory of a run or of a penstock fabric run; a plan (plan.json); or any input of penstock explain: "
+        "timelines, traces of Perfetto or torch's profiler, columns.",
         metavar="RUN...",
         default=REQUIRED,
     ),
     *,
-    step: int | None = option("Which step; by default the one whose time is the median."),
+    step: int | None = option("Number of the step; default: the one with the median time."),
     prediction: PredictionOptions,
     out: Path | None = output_option(
-        "Where the page goes; by default report.html in the folder, or beside the file, named after it.", metavar="FILE"
+        "Page to write; default: report.html in the directory, or next to the file, named after it.", metavar="FILE"
     ),
-    png: Path | None = output_option("A picture of the page as well; needs chromium.", metavar="FILE"),
+    png: Path | None = output_option("Also write a screenshot of the page; requires chromium.", metavar="FILE"),
 ) -> None:
     """Show a run as one page: its summary, every rank's timeline, memory, and the loss.
 
-    The timeline pans and zooms by mouse, touch and keys, and tells what each action waited for.
+    The timeline pans and zooms by mouse, touch and keys, and shows what each action waited for.
     """
-    from penstock.cli.show import refuse_other
+    from penstock.cli.draw import refuse_other
     from penstock.report.web.page import page
     from penstock.report.web.picture import browser, write_picture
     from penstock.report.web.sources import contents_of, is_fabric

@@ -31,10 +31,10 @@ SETTINGS = {"allow_interspersed_args": False}
 class RankOptions:
     """Which ranks run the script, and how."""
 
-    ranks: int | None = option("How many processes; each is a rank. By default the plan's.", "--ranks", "-n")
-    plan: Path | None = option("What `penstock plan` wrote: the script's pipeline follows it.", metavar="FILE")
-    threads: int | None = option("Threads per rank; default: cores divided by ranks.", "--threads")
-    module: bool = option("Treat SCRIPT as a module's name, as in python -m.", "--module", "-m", default=False)
+    ranks: int | None = option("Number of ranks, one process each; default: the plan's.", "--ranks", "-n")
+    plan: Path | None = option("Output of `penstock plan`: the script's pipeline follows it.", metavar="FILE")
+    threads: int | None = option("Threads per rank; default: cores / ranks.", "--threads")
+    module: bool = option("Treat SCRIPT as a module name, as in python -m.", "--module", "-m", default=False)
     verify: bool = option("Verify each pipeline in its first step; stop if a value differs.", "--verify", default=False)
     nnodes: str | None = option("", hidden=True)
 
@@ -47,13 +47,13 @@ class RankOptions:
             )
         if self.plan is None:
             if self.ranks is None:
-                raise ArgumentError("how many processes? Pass --ranks 4, for example, or the --plan that says it")
+                raise ArgumentError("the number of ranks is missing; pass --ranks 4, for example, or --plan")
             return self.ranks
         from penstock.plan.plan import VARIABLE, read_plan
 
         planned = read_plan(self.plan).choice.devices
         if self.ranks not in (None, planned):
-            raise ArgumentError(f"--ranks {self.ranks}, but {self.plan} is for {planned} processes; leave --ranks out")
+            raise ArgumentError(f"--ranks {self.ranks}, but {self.plan} is for {planned} processes; omit --ranks")
         os.environ[VARIABLE] = str(self.plan.resolve())
         return planned
 
@@ -61,7 +61,7 @@ class RankOptions:
 def run(
     *,
     command: list[str] = argument(
-        "The script, or a module with -m; then its own arguments.", metavar="SCRIPT [ARGUMENTS]", default=REQUIRED
+        "Script, or a module with -m; then its arguments.", metavar="SCRIPT [ARGUMENTS]", default=REQUIRED
     ),
     how: RankOptions,
     asked: NetworkOptions,
@@ -69,13 +69,13 @@ def run(
         "Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root)."
     ),
     user: str | None = network_option(
-        "Who runs the script on --hosts; default: root, as only root can make them.", metavar="NAME"
+        "User that runs the script on --hosts; default: root, which creates them.", metavar="NAME"
     ),
 ) -> None:
     """Run a training script once for each rank, on this machine. Arguments after the script are passed on to it.
 
-    With --hosts the ranks run on hosts made out of this machine, joined by
-    links as bad as --link says.
+    With --hosts the ranks run on hosts emulated on this machine, joined by the
+    links that --link describes.
 
     For several machines, run torchrun on each: the same script works.
     """
@@ -86,7 +86,7 @@ def run(
     if hosts is None:
         if given := [*asked.given(), *(["--user"] if user else [])]:
             raise ArgumentError(
-                f"{given[0]} needs --hosts: without it ranks are processes of this machine, and have no links"
+                f"{given[0]} needs --hosts: without it ranks are processes of this machine, without links"
             )
         raise typer.Exit(launch(command, ranks, how.threads))
     from penstock.network.nodes import Job

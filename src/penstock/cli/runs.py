@@ -14,8 +14,10 @@ from penstock.report.text import print_unbroken, table
 if TYPE_CHECKING:
     from penstock.trace.runs.summary import Summary
 
-EPILOG = "Step time is from one step's end to the next, the median of the last 20; the loss is the last step's."
-"""Printed below the options."""
+EPILOG = (
+    "Step time runs from the end of one step to that of the next (median of the last 20); the loss is the last step's."
+)
+"""Epilog of the help."""
 
 _DEEPEST = 3
 Sort = Literal["started", "name", "model", "schedule", "ranks", "microbatches", "state", "loss", "seconds", "bubble"]
@@ -23,12 +25,12 @@ _STYLES = {"failed": "red", "silent": "red", "interrupted": "yellow", "training"
 
 
 def runs(
-    folder: Path = argument("Where the runs are.", default=Path("runs")),
-    sort: Sort = option("What to sort by.", default="started"),
-    words: str = option("Only runs whose line has all of these words: 'zb-h1 failed'.", "--filter", default=""),
+    folder: Path = argument("Directory of the runs.", default=Path("runs")),
+    sort: Sort = option("Sort key.", default="started"),
+    words: str = option("Only runs whose row contains all of these words: 'zb-h1 failed'.", "--filter", default=""),
     as_json: bool = JSON,
 ) -> None:
-    """List recorded runs: what each is, how fast it is, and how far it has come."""
+    """List recorded runs: model, schedule, progress, speed and state."""
     found, damaged = _summaries(folder)
     asked = words.lower().split()
     found = [run for run in found if all(word in " ".join(_line(run, folder)).lower() for word in asked)]
@@ -38,11 +40,23 @@ def runs(
         return
     console = screen()
     if not found and words:
-        console.print(f"no run in {folder}/ has all of {words!r} in its line", markup=False)
+        console.print(f"no run in {folder}/ matches --filter {words!r}", markup=False)
     elif not found and not damaged:
         console.print(f"no runs in {folder}/: penstock.pipeline(..., run='{folder}/NAME') records one", markup=False)
     if found:
-        heads = ("run", "model", "schedule", "ranks", "m", "step", "step time", "loss", "bubble", "state", "started")
+        heads = (
+            "run",
+            "model",
+            "schedule",
+            "ranks",
+            "micro-\nbatches",
+            "step",
+            "step time",
+            "loss",
+            "bubble",
+            "state",
+            "started",
+        )
         lines = table(*heads, left=3)
         for run in found:
             lines.add_row(*_line(run, folder), style=_STYLES.get(run.state))
@@ -78,10 +92,10 @@ def figures(run: Summary) -> dict[str, str]:
     return {
         "steps": "-" if said is None else f"{said.step:,}",
         "step time": "-" if said is None or said.seconds is None else in_time(said.seconds),
-        "rows/s": "-" if said is None or said.rows_per_second is None else f"{said.rows_per_second:,.4g}",
+        "samples/s": "-" if said is None or said.rows_per_second is None else f"{said.rows_per_second:,.4g}",
         "loss": "-" if said is None or said.loss is None else f"{said.loss:#.4g}".removesuffix("."),
         "bubble": "-" if said is None or said.bubble is None else f"{said.bubble:.0%}",
-        "most memory of a process": "-" if run.peak_bytes is None else sized(run.peak_bytes),
+        "peak process memory": "-" if run.peak_bytes is None else sized(run.peak_bytes),
     }
 
 

@@ -9,13 +9,13 @@ from penstock.report.text import print_columns, table
 from penstock.schedule import Generator, generators
 
 _SYMBOLS = (
-    "p ranks, m microbatches, v chunks (stages) per rank, r the rank; F, I and W: how long "
-    "the forward, the input-gradient backward and the weight-gradient backward of a microbatch take on one rank; "
-    "B = I + W; // rounds down; - means there is no formula.\n"
-    "Memory: activations held, counted in one microbatch's on all stages of a rank. Idle time: within the longest "
-    "span of any rank. Bubble: its share of that span. The formulas hold if links cost nothing and m is a multiple of "
-    "p, at least 2p, and for any F, I and W unless they contain an `if`; `penstock simulate` gives figures for any "
-    "numbers and costs."
+    "p ranks, m microbatches, v stages per rank, r the rank; F, I and W: duration of the forward, the input-gradient "
+    "backward and the weight-gradient backward of a microbatch on one rank; B = I + W; // rounds down; - means there "
+    "is no formula.\n"
+    "Memory: activations, in those of one microbatch on all stages of a rank. Idle time: within the longest span of "
+    "any rank. Bubble: its share of that span. The formulas hold if links cost nothing and m is a multiple of p, at "
+    "least 2p, and for any F, I and W unless they contain an `if`; `penstock simulate` computes them for any numbers "
+    "and costs."
 )
 
 _JSON_FIELDS = (
@@ -25,12 +25,12 @@ _JSON_FIELDS = (
 
 
 def schedules(as_json: bool = output_option("Print only one JSON list.", "--json", default=False)) -> None:
-    """List the named schedules: what they do, what they require, and formulas for their memory and bubble."""
+    """List the named schedules: order, requirements, and formulas for memory and bubble."""
     if as_json:
         print_json([_describe(entry) for entry in generators()])
         return
     console = screen()
-    what = table("schedule", "stages\na rank", "back-\nward", "order of work", left=4)
+    what = table("schedule", "stages\nper rank", "back-\nward", "order", left=4)
     for entry in generators():
         asks = [rule.text for rule in entry.rules]
         needs = f"; needs {', '.join(asks)}" if asks else ""
@@ -42,7 +42,7 @@ def schedules(as_json: bool = output_option("Print only one JSON list.", "--json
     columns = {
         "schedule": [entry.name for entry in generators()],
         "memory (peak,\nin microbatches)": [formula(entry.memory) for entry in generators()],
-        "idle time\nof a rank": [formula(entry.idle) for entry in generators()],
+        "idle time\nper rank": [formula(entry.idle) for entry in generators()],
         "bubble, where\nF = I = W": [formula(entry.bubble) for entry in generators()],
     }
     print_columns(console, columns, left=4)

@@ -23,7 +23,7 @@ from penstock.simulate.figures import chunks
 if TYPE_CHECKING:
     from penstock.simulate.search import Found
 
-_option = options_on("What to look for")
+_option = options_on("Search")
 _SLACK = 1e-9
 
 
@@ -31,72 +31,73 @@ _SLACK = 1e-9
 class Question:
     """What to look for."""
 
-    ranks: int = _option("How many ranks.", "--ranks", "-n", default=REQUIRED)
+    ranks: int = _option("Number of ranks.", "--ranks", "-n", default=REQUIRED)
     microbatches: int = _option(f"{CUT}.", default=MICROBATCHES)
     placement: Literal["loop", "v"] = _option(
         "loop: stage s is on rank s % ranks; v: stages go down the ranks and up again, two per rank.", default="loop"
     )
-    chunks: int | None = _option("Stages per rank; default 1 in a loop and 2 on a V.")
-    memory_limit: float | None = _option(
-        "The most activations that a rank may hold; 1 is one microbatch on all its stages."
+    stages_per_rank: int | None = _option("Stages per rank; default 1 in a loop and 2 on a V.")
+    activation_limit: float | None = _option(
+        "Maximum activations that a rank may hold; 1 is one microbatch on all its stages."
     )
     objective: Literal["span", "makespan"] = _option(
         "Objective: span (the longest rank, first F to last action) or makespan.", default="span"
     )
-    seconds: float = _option(
-        "How long to search on a usual machine; slower ones take longer and find the same.", default=5.0
+    time_limit: float = _option(
+        "Seconds to search on a typical machine; a slower one takes longer and finds the same.", default=5.0
     )
     seed: int = _option("The seed of random choices.", default=0)
 
     def where(self) -> Placement:
         """The placement. Raises ArgumentError if an option is wrong, or if there is too much to search."""
-        check_counts(required=False, ranks=self.ranks, microbatches=self.microbatches, chunks=self.chunks)
-        chunks = 2 if self.placement == "v" else self.chunks or 1
-        if self.chunks not in (None, chunks):
+        given = self.stages_per_rank
+        check_counts(required=False, ranks=self.ranks, microbatches=self.microbatches, stages_per_rank=given)
+        chunks = 2 if self.placement == "v" else given or 1
+        if given not in (None, chunks):
             raise ArgumentError(
-                f"--chunks {self.chunks}: a V has exactly 2 chunks per rank; leave --chunks out, or take the loop"
+                f"--stages-per-rank {given}: a V has exactly 2 stages per rank; omit --stages-per-rank, "
+                "or use --placement loop"
             )
-        weigh_search(Numbers(self.ranks, self.microbatches, chunks), self.seconds)
+        weigh_search(Numbers(self.ranks, self.microbatches, chunks), self.time_limit)
         return Placement.v(self.ranks) if self.placement == "v" else Placement.loop(self.ranks, chunks)
 
     def answer(self, costs: Costs) -> Found:
         """Searches, converting the memory limit to the costs' unit. Raises ArgumentError: an option is wrong."""
         from penstock.simulate.search.search import search_within  # so that --help does not load it
 
-        if self.memory_limit is not None and not self.memory_limit >= 1:
+        if self.activation_limit is not None and not self.activation_limit >= 1:
             raise ArgumentError(
-                f"--memory-limit {self.memory_limit:g}: a single microbatch needs 1; pass a number >= 1"
+                f"--activation-limit {self.activation_limit:g}: a single microbatch needs 1; pass a number >= 1"
             )
         where = self.where()
         of_stages = costs.of_stages(where, f"this placement of {self.ranks} ranks", splits=True)
         one_each = [cost for cost in of_stages if isinstance(cost, StageCost)]
         if len(one_each) < len(of_stages):
             raise ArgumentError(
-                f"{costs.source}: a stage has costs by microbatch, but the search takes one for each stage; pass their "
-                "mean"
+                f"{costs.source}: a stage has costs per microbatch, but the search takes one per stage; pass their mean"
             )
         if any(cost.unsharded_bytes for cost in one_each):
-            raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")
-        how: dict[str, Any] = {name: getattr(self, name) for name in ("objective", "seconds", "seed")}
-        return search_within(self.memory_limit, where, self.microbatches, one_each, costs.links, **how)
+            raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; omit it")
+        how: dict[str, Any] = {"objective": self.objective, "seconds": self.time_limit, "seed": self.seed}
+        return search_within(self.activation_limit, where, self.microbatches, one_each, costs.links, **how)
 
 
 def search(
     question: Question,
     costs: CostOptions,
-    csv: Path | None = output_option("Write the schedule, as torch and --csv read it.", metavar="FILE"),
+    out: Path | None = output_option("Write the schedule as CSV, as torch and other commands read it.", metavar="FILE"),
     as_json: bool = JSON,
 ) -> None:
-    """Find a good schedule for your costs within a memory limit, and say how far it may be from the best.
+    """Find a good schedule for your costs within a memory limit, and bound its distance from the best.
 
     It is never worse than a named schedule with the same placement that fits the
-    limit; if one with another placement is shorter, it says so. No schedule with
-    this placement is below the lower bound; the gap is the distance to it.
+    limit; a shorter one with another placement is reported. No schedule with this
+    placement is below the lower bound; the gap is the distance to it.
     """
     known = costs.read(question.microbatches, str(question.ranks))
-    check_writable(csv, f"--csv {csv}")
+    check_writable(out, f"--out {out}")
     found = question.answer(known)
-    elsewhere = _shorter_elsewhere(found, known, question.memory_limit)
+    elsewhere = _shorter_elsewhere(found, known, question.activation_limit)
     outcome = Outcome(found.schedule, known.of(found.schedule), found.timeline, costs=known)
     if as_json:
         figures = {
@@ -113,8 +114,8 @@ def search(
         print_json(outcome.to_dict() | figures)
     else:
         show(outcome, screen(), _summary(found, elsewhere, measured=known.are_measured))
-    if csv is not None:
-        write_csv(found.schedule, csv)
+    if out is not None:
+        write_csv(found.schedule, out)
 
 
 def _shorter_elsewhere(found: Found, costs: Costs, memory_limit: float | None) -> dict[str, Any] | None:
@@ -124,7 +125,7 @@ def _shorter_elsewhere(found: Found, costs: Costs, memory_limit: float | None) -
     of_ranks, limit = costs.of_ranks(own), found.objective_seconds * (1 - _SLACK)
     best: dict[str, Any] | None = None
     for entry in generators():
-        more = f" --chunks {entry.chunks}" if entry.chunks > 1 else ""
+        more = f" --stages-per-rank {entry.chunks}" if entry.chunks > 1 else ""
         places = {"--placement v": Placement.v(ranks), f"--placement loop{more}": Placement.loop(ranks, entry.chunks)}
         try:
             schedule = generate(entry.name, ranks, found.schedule.microbatches)
@@ -156,7 +157,7 @@ def _summary(found: Found, elsewhere: dict[str, Any] | None, *, measured: bool =
         lines["best named"] = f"{found.known}: {gain}"
     if elsewhere is not None:
         less, (seconds,) = 1 - elsewhere["seconds"] / found.objective_seconds, texts([elsewhere["seconds"]])
-        text = f"{elsewhere['name']} {elsewhere['where']} is {less:.1%} shorter: {seconds}; take {elsewhere['option']}"
+        text = f"{elsewhere['name']} {elsewhere['where']} is {less:.1%} shorter: {seconds}; use {elsewhere['option']}"
         if elsewhere["share"] != 1 and not measured:
             text += f", and multiply the costs by {elsewhere['share']:g}, since they are per stage"
         lines["alternative"] = text
@@ -168,4 +169,4 @@ def _place(placement: Placement) -> str:
     if placement.depth > placement.ranks and placement == Placement.v(placement.ranks):
         return "on a V"
     each = placement.depth // placement.ranks
-    return "in a loop" if each == 1 else f"in a loop of {each} chunks a rank"
+    return "in a loop" if each == 1 else f"in a loop, {each} stages per rank"

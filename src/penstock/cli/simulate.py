@@ -26,21 +26,21 @@ from penstock.simulate import simulate as timeline_of
 from penstock.simulate.figures import chunks
 
 EPILOG = f"""\
-Costs are for one microbatch on one stage. With --schedule all they are for one rank instead, divided evenly among its \
-chunks (messages keep their size); costs from a file are added up over neighboring stages for a schedule that has \
-fewer. So every schedule trains the same model. With several numbers of ranks they are for the whole model.
+Costs are per microbatch and stage. With --schedule all they are per rank instead, divided evenly among its stages \
+(messages keep their size); costs from a file are summed over neighboring stages for a schedule with fewer. So every \
+schedule trains the same model. With several numbers of ranks they are for the whole model.
 
 {FILE_EPILOG}"""
-"""Printed below the options."""
+"""Epilog of the help."""
 
-_OF_FILE = "for each of the model's stages, from the file; "
+_OF_FILE = "per stage of the model, from the file; "
 _OF_ONE_SIZE = (
-    "for one microbatch on one rank, divided evenly among its chunks",
-    f"{_OF_FILE}for a schedule with fewer, neighbors are added up",
+    "per microbatch and rank, divided evenly among its stages",
+    f"{_OF_FILE}with fewer stages, neighbors are summed",
 )
 _OF_SEVERAL_SIZES = (
-    "for one microbatch on the whole model, divided evenly among its stages",
-    f"{_OF_FILE}with fewer stages, neighbors are added up",
+    "per microbatch on the whole model, divided evenly among its stages",
+    f"{_OF_FILE}with fewer stages, neighbors are summed",
 )
 """What costs are of: numbers, and those in a file."""
 
@@ -55,8 +55,8 @@ def simulate(
 ) -> None:
     """Time a schedule without running it: makespan, bubbles by cause, and memory.
 
-    With --schedule all, or several names with commas between them, prints one row per schedule, shortest span first.
-    With several numbers of --ranks or --microbatches (1,2,4,8), prints how much faster than one device each is.
+    With --schedule all, or several comma-separated names, print one row per schedule, shortest span first.
+    With several numbers of --ranks or --microbatches (1,2,4,8), print the speedup of each over one device.
     """
     known = costs.read(order.count, order.ranks)
     if perfetto is not None and (order.is_many or order.sweeps):
@@ -109,11 +109,11 @@ def _show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: 
     console.print()
     columns: dict[str, Sequence[object]] = {
         "schedule": [one.schedule.name for one in outcomes],
-        "v": [chunks(one.schedule) for one in outcomes],
+        "vpp": [chunks(one.schedule) for one in outcomes],
         "makespan": texts([one.timeline.makespan_seconds for one in outcomes]),
         "span": texts([one.timeline.span_seconds for one in outcomes]),
         "bubble": [f"{one.timeline.bubble_rate:.1%}" for one in outcomes],
-        "peak": texts([max(one.peak_activations) for one in outcomes], most=2),
+        "peak\nact.": texts([max(one.peak_activations) for one in outcomes], most=2),
     }
     for cause in shown_causes(outcomes):
         idle = [(sum(by_cause[cause] for by_cause in one.idle), one.timeline.makespan_seconds) for one in outcomes]
@@ -123,8 +123,8 @@ def _show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: 
         console.print("\n[bold]Not possible with these numbers[/]")
         console.print(pairs(reasons.items()))
     console.print(
-        f"\nv: chunks (stages) a rank. Bubble: the share of the span in which ranks do not compute.\n"
-        f"{PEAK_NOTE}\n{IDLE_NOTE} Here in percent of the makespan, on average over the ranks.",
+        f"\nvpp: stages per rank. Bubble: idle share of the span.\n"
+        f"{PEAK_NOTE}\n{IDLE_NOTE} In % of the makespan, averaged over ranks.",
         style="dim",
     )
 
@@ -141,7 +141,7 @@ def _sweep(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
         print_json({"sweep": [*cells.values()], "not_allowed": others})
         return
     console = screen()
-    console.print("[bold]Speed-up against one device (and its share of the number of ranks)[/]")
+    console.print("[bold]Speedup over one device (and parallel efficiency)[/]")
     _show_costs(costs, _OF_SEVERAL_SIZES, console)
     all_ranks = sorted({p for _, p, _ in (*cells, *refused)})
     all_microbatches = sorted({m for _, _, m in (*cells, *refused)})
@@ -163,7 +163,7 @@ def _sweep(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
     for (name, reason), some in where.items():
         p, m = (", ".join(map(str, sorted({one[place] for one in some}))) for place in (1, 2))
         console.print(f"{name}, p = {p}, m = {m}: {reason}", soft_wrap=True)
-    console.print("\nm: microbatches. One device runs the whole model on as many of them.", style="dim")
+    console.print("\nm: microbatches. One device runs the whole model on the same number.", style="dim")
 
 
 def _cell(asked: Asked, outcome: Outcome, costs: Costs) -> dict[str, Any]:

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from penstock.trace.runs.summary import Health
 
 EPILOG = """\
-A rank that is silent has said nothing for 5 s: its process is stopped, gone or out of reach. One that is gone has no \
-process any more, and did not close its pipeline. Ranks of hosts that do not share the folder are shown as rank 0 has \
-heard of them, without their memory."""
-"""Printed below the options."""
+silent: no heartbeat for 5 s, so the process is stopped, dead or unreachable. gone: the process exited without closing \
+its pipeline. Ranks on hosts that do not share the directory are shown as last reported by rank 0, without memory."""
+"""Epilog of the help."""
 
 _REFRESH_SECONDS = 0.5
 _COLORS = dict.fromkeys(("failed", "silent", "gone"), "red") | {"waits": "yellow", "interrupted": "yellow"}
@@ -38,13 +37,15 @@ _MAX_DAMAGED = 3
 
 
 def top(
-    run: Path = argument("The folder, as in penstock.pipeline(run='runs/gpt').", metavar="RUN", default=REQUIRED),
+    run: Path = argument(
+        "The run's directory, as in penstock.pipeline(run='runs/gpt').", metavar="RUN", default=REQUIRED
+    ),
     once: bool = option("Print once and exit (the default without a terminal).", "--once", default=False),
     as_json: bool = JSON,
 ) -> None:
     """Show a run's progress and the state of each rank.
 
-    Refreshes until all ranks have ended, or Ctrl-C.
+    Refreshes until all ranks have finished, or Ctrl-C.
     """
     seen = Seen.of(run)
     if as_json:
@@ -123,8 +124,8 @@ def show(seen: Seen, console: Console) -> None:
             console.print(part)
 
 
-_WORDS = ("action", "waits for", "process")
-"""Columns that are broken where a screen is narrow; figures never are."""
+_WORDS = ("action", "waiting on", "process")
+"""Columns that may be wrapped on a narrow screen; numbers never are."""
 
 
 def _table(seen: Seen) -> Table:
@@ -144,15 +145,15 @@ def _table(seen: Seen) -> Table:
 
     made = columns_of(
         {
-            "repl.": [one.replica if replicated else None for one in states],
+            "replica": [one.replica if replicated else None for one in states],
             "rank": [", ".join(in_ranges(map(str, one.ranks))) or None for one in states],
             "state": [Text(how, _COLORS.get(how, "green")) for how in health],
             "action": map(action, states, health),
-            "for": map(seconds, states, health),
-            "waits for": map(whom, states, health),
+            "duration": map(seconds, states, health),
+            "waiting on": map(whom, states, health),
             "step": [None if one.step is None else f"{one.step:,}" for one in states],
-            "memory": [None if one.rss_bytes is None else sized(one.rss_bytes) for one in states],
-            "device": [None if one.device_bytes is None else sized(one.device_bytes) for one in states],
+            "RSS": [None if one.rss_bytes is None else sized(one.rss_bytes) for one in states],
+            "GPU memory": [None if one.device_bytes is None else sized(one.device_bytes) for one in states],
             "process": [f"{one.host}:{one.pid}" if one.pid else "(via rank 0)" for one in states],
         },
         left=4,
@@ -171,7 +172,7 @@ def _parts(seen: Seen) -> list[Text | Table]:
     sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
     return [
         Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
-        Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
+        Text("no step has finished yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
         *(Text(sentence, "red") for sentence in (*seen.damaged[:_MAX_DAMAGED], *troubles(seen.ranks))),
         Text(""),
         _table(seen) if seen.ranks else Text("waiting for the first heartbeat"),

@@ -47,21 +47,18 @@ class Case(SplitOptions):
     """What to verify."""
 
     target: str = TARGET
-    ranks: int = option("How many ranks.", "--ranks", "-n", default=2)
+    ranks: int = option("Number of ranks.", "--ranks", "-n", default=2)
     microbatches: int | None = option(f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
-    reduction: ReductionName | None = option("Whether the loss is a mean over the batch's rows (the default) or a sum.")
-    replicas: int = option(
-        "Pipelines that train together, each on its part of the batch; one process per rank.", default=1
-    )
+    reduction: ReductionName | None = option("Reduction of the loss over the batch; default: mean.")
+    replicas: int = option("Data-parallel replicas, each on its part of the batch; one process per rank.", default=1)
     transport: str | None = option(
         "local: all ranks in one process (the default without replicas); distributed: one process per rank; "
-        "staged: the same, through the host's memory; or FILE:FACTORY, a function that makes your own "
-        "transport.",
+        "staged: the same, through the host's memory; or FILE:FACTORY, a function that makes a transport.",
         metavar="NAME",
     )
-    exact: bool | None = option("Demand equality to the bit; default: wherever it is promised.", "--exact/--no-exact")
-    whole_batch: bool = option(
-        "Also compare with the whole batch, and say why if it differs.", "--whole-batch/--no-whole-batch", default=True
+    exact: bool | None = option("Require bitwise equality; default: wherever it is promised.", "--exact/--no-exact")
+    full_batch: bool = option(
+        "Also compare with the full batch, and explain a difference.", "--full-batch/--no-full-batch", default=True
     )
 
 
@@ -70,7 +67,7 @@ def verify(
     as_json: bool = JSON,
     show_all: bool = output_option("Print a row for every value.", "--all", default=False),
 ) -> None:
-    """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
+    """Verify that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
 
     TARGET is a function that returns (model, args, target, loss): args is the
     tuple of the model's inputs, or a pair of that and a dict of keyword inputs;
@@ -81,17 +78,16 @@ def verify(
     with all generators at seed 0, to get two models that share nothing.
 
     With --schedule all, every schedule that takes these ranks and microbatches is
-    verified in one process, on one line each; what the unsplit model does is
-    computed once.
+    verified in one process, on one line each; the unsplit model runs only once.
 
-    The exit status is 0 if everything is equal, 1 if something differs or nothing
-    is proven because the loss is NaN or infinite, and 2 on any other error.
+    The exit status is 0 if everything is equal, 1 if something differs or the
+    result is inconclusive (the loss is NaN or infinite), and 2 on any other error.
     """
     _choice(case.transport)  # raises before any process starts
     check_counts(replicas=case.replicas)
     in_one_process = case.transport == "local" or (case.transport is None and case.replicas == 1)
     if in_one_process and case.replicas > 1:
-        raise ArgumentError(f"--replicas {case.replicas}: a process for each rank; leave --transport local out")
+        raise ArgumentError(f"--replicas {case.replicas}: replicas need one process per rank; omit --transport local")
     if case.schedule == ALL:
         if not in_one_process:
             raise ArgumentError("--schedule all: one process drives all ranks; omit --transport and --replicas")
@@ -131,8 +127,8 @@ def _verify_all(case: Case, *, as_json: bool) -> None:
 def _check_numbers(case: Case, entry: Generator) -> None:
     """Raises ArgumentError if the schedule does not work with the case's numbers, or has too many actions."""
     count = MICROBATCHES if case.microbatches is None else case.microbatches
-    weigh([(entry, Numbers(case.ranks, count, entry.chunks if case.chunks is None else case.chunks))])
-    generate(entry.name, case.ranks, count, case.chunks)
+    weigh([(entry, Numbers(case.ranks, count, entry.chunks if case.stages_per_rank is None else case.stages_per_rank))])
+    generate(entry.name, case.ranks, count, case.stages_per_rank)
 
 
 def prove(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -162,11 +158,9 @@ def prove(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {**case.arguments(), "ranks": case.ranks, "microbatches": case.microbatches}
         options |= {"mesh": mesh, "transport": _choice(case.transport), **given.cutting}
         if case.reduction is not None and given.reduction is not None:
-            raise ArgumentError(
-                f"--reduction {case.reduction}: {case.target} brings a reduction; leave one of them out"
-            )
+            raise ArgumentError(f"--reduction {case.reduction}: {case.target} sets a reduction; pass only one")
         reduction = given.reduction or case.reduction or "mean"
-        verification = Verification(*twins(make, None), part, options, reduction, case.exact, case.whole_batch)
+        verification = Verification(*twins(make, None), part, options, reduction, case.exact, case.full_batch)
         for number, schedule in enumerate(schedules, 1):
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
                 print(f"verifying {schedule} ({number} of {len(schedules)})", file=sys.stderr, flush=True)

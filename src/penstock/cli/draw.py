@@ -1,4 +1,4 @@
-"""`penstock show`: draws a schedule in the terminal, or prints it as text."""
+"""`penstock draw`: draws a schedule in the terminal, or prints it as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.cli._outcome import costs_of_stages, texts
 from penstock.cli._picture import Palette, legend, on_one_axis, slots
 from penstock.costs import Outcome, with_one_model
 from penstock.report.svg import WIDTH, panel_of, unit_of
-from penstock.report.svg import svg as draw
+from penstock.report.svg import svg as drawing
 from penstock.report.web.picture import browser, write_drawing
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
@@ -36,31 +36,31 @@ def refuse_other(option: str, file: Path | None, *suffixes: str) -> None:
         raise ArgumentError(f"{option} {file}: expected a name that ends in {' or '.join(suffixes)}, such as {better}")
 
 
-def show(
+def draw(
     order: OrderOptions,
     costs: CostOptions,
     width: int | None = output_option(
-        "Characters per line; default the terminal's. Of a file: pixels, 960 by default."
+        "Characters per line (default: the terminal's); of a file, pixels (default 960)."
     ),
-    text: bool = output_option("Print each rank's actions, as --csv reads them.", "--text", default=False),
-    comms: bool = output_option("Like --text, with messages.", "--comms", default=False),
-    svg: Path | None = output_option("Draw into a file: for pages, with names on hover.", metavar="FILE"),
-    png: Path | None = output_option("The same for slides and chats; needs chromium.", metavar="FILE"),
+    text: bool = output_option("Print the actions of each rank, as --csv reads them.", "--text", default=False),
+    with_messages: bool = output_option("As --text, with messages.", "--with-messages", default=False),
+    svg: Path | None = output_option("Draw to a file: for web pages, with names on hover.", metavar="FILE"),
+    png: Path | None = output_option("The same for slides and chats; requires chromium.", metavar="FILE"),
     background: Background | None = output_option(
-        "Of a file. By default an SVG follows the reader's system, a PNG is light."
+        "Background of a file. Default: an SVG follows the reader's system, a PNG is light."
     ),
     as_json: bool = JSON,
 ) -> None:
     """Draw a schedule: one line per rank, one color per op.
 
-    Without costs, every F, B, I and W takes one slot. With costs, the picture is
-    a timeline: lengths are proportional to time. Several schedules (--schedule
-    gpipe,1f1b) lie under each other on one axis.
+    Without costs, every F, B, I and W takes one slot. With costs, the figure is a
+    timeline: lengths are proportional to time. Several schedules (--schedule
+    gpipe,1f1b) share one time axis.
     """
     files = [option for option, file in (("--svg", svg), ("--png", png)) if file is not None]
     if background is not None and not files:
-        raise ArgumentError("--background: only files have one; pass --svg or --png")
-    if not (text or comms or as_json):
+        raise ArgumentError("--background has no effect without --svg or --png; pass one of them")
+    if not (text or with_messages or as_json):
         drawn = _Drawn.of(order, costs)
         if files:
             drawn.write(svg, png, background, WIDTH if width is None else width)
@@ -68,16 +68,16 @@ def show(
             drawn.print(screen(), width, alone=not order.is_many)
         return
     if files:
-        raise ArgumentError(f"{files[0]}: a file shows the whole picture; leave out --text, --comms and --json")
+        raise ArgumentError(f"{files[0]}: a file shows the figure; omit --text, --with-messages and --json")
     schedule = order.one()
-    written = add_communication(schedule) if comms else schedule
+    written = add_communication(schedule) if with_messages else schedule
     if as_json:
         print_json(_times(Outcome.simulated(schedule, costs.read(order.count, order.ranks)), written))
         return
     if costs != CostOptions() or width is not None:
         raise ArgumentError(
-            f"{'--comms' if comms else '--text'}: the text has no times and no width; leave those options out, or pass "
-            "--json"
+            f"{'--with-messages' if with_messages else '--text'}: the text has no times and no width; omit those "
+            "options, or pass --json"
         )
     print(written)
 
@@ -115,7 +115,7 @@ class _Drawn:
             unit = "s" if self.outcomes[0].costs.are_measured else "time"
         else:
             panels, unit = [panel_of(schedule) for schedule in self.schedules], unit_of(self.schedules[0])
-        picture = draw(panels, unit, background=background or "auto", width=width)
+        picture = drawing(panels, unit, background=background or "auto", width=width)
         if svg is not None:
             write_text(svg, picture, f"--svg {svg}")
             print(f"wrote {svg}")
@@ -146,7 +146,7 @@ class _Drawn:
         if self.outcomes:
             console.print(_note(max(self.outcomes, key=lambda one: one.timeline.makespan_seconds)), style="dim")
         elif not alone:
-            console.print("Every action takes one slot, whatever it does: pass costs to compare times.", style="dim")
+            console.print("Every action takes one slot; pass costs to compare times.", style="dim")
         for name, reason in self.left_out.items():
             console.print(f"left out: {name} {reason}", style="dim", markup=False)
 
@@ -157,7 +157,7 @@ def _note(outcome: Outcome) -> str:
     lines = [
         f"Assumed: {outcome.costs.assumption}." if outcome.costs.assumed else "",
         f"Costs: {of}." if of else "",
-        f"The whole takes {whole}{' s' if outcome.costs.are_measured else ''}; time goes from left to right.",
+        f"Makespan: {whole}{' s' if outcome.costs.are_measured else ''}; time runs from left to right.",
     ]
     return "\n".join(filter(None, lines))
 
