@@ -154,7 +154,7 @@ def test_several_schedules_have_columns_of_one_length_in_the_terminal() -> None:
     assert lengths == {len("rank 0 | ") + slot for slot in slots}
     assert "zb-v" not in said
     left = output("draw", "--schedule", "gpipe,chimera", "--ranks", "4", "--microbatches", "7")
-    assert "left out: chimera works with an even number of microbatches" in " ".join(left.split())
+    assert "omitted: chimera works with an even number of microbatches" in " ".join(left.split())
 
 
 @pytest.mark.parametrize(("option", "name"), [("--svg", "a.png"), ("--png", "a.svg")])

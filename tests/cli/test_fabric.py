@@ -84,8 +84,8 @@ WRONG = {
     "--replay nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Pass a folder",
     "--model m:f --hosts 4 --ranks 3": "--hosts 4 is not a multiple of --ranks 3",
     "--model m:f --compute fast": "--compute fast: pass none, measure or a number of seconds",
-    "--sizes 4 --out taken": "--out taken already holds a run",
-    "--sizes 4 --out samples": "--out samples already holds a run",
+    "--sizes 4 --out taken": "--out taken already contains a run",
+    "--sizes 4 --out samples": "--out samples already contains a run",
     "show begun": "the run in begun ended before its hosts had joined, so it has no samples",
     "--replay begun": "the run in begun ended before its hosts had joined",
     "--sizes 4 --out taken/run.json": "--out taken/run.json: ",
@@ -303,7 +303,7 @@ def test_why_a_run_ended_in_its_warm_up_is_said(monkeypatch: pytest.MonkeyPatch)
     assert "0 of 7 trials" in done.stdout
     assert "missing: host 1 does not answer; 7 of 7 trials" in " ".join(done.stdout.split())
     assert as_json("fabric", "show", "run")["trials"] == 0
-    assert "already holds a run" in refusal("fabric", *SIZES, "--out", "run")
+    assert "already contains a run" in refusal("fabric", *SIZES, "--out", "run")
 
 
 def test_a_run_that_is_stopped_before_its_hosts_have_joined_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

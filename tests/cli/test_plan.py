@@ -10,7 +10,7 @@ import pytest
 from command_line import as_json, output, penstock, refusal
 from torch import nn
 
-from penstock.cli._plan_tables import _of_ranks
+from penstock.cli._plan_tables import _pipeline_note
 from penstock.costs import MeasuredLink, Profile, UnitCost
 from penstock.plan import Choice, Cluster, Sizes, make_plans, read_plan
 from penstock.simulate import LinkCost
@@ -85,7 +85,7 @@ def test_a_plan_that_is_as_good_as_equal_is_not_called_faster_than_the_best(seco
     best = SimpleNamespace(choice=alone, step_seconds=1.0, lacking_bytes=0.0, bubble=0.0)
     lost = SimpleNamespace(choice=piped, step_seconds=seconds, lacking_bytes=0.0, bubble=0.1)
     found: Any = SimpleNamespace(best=[best], lost=[lost], equal=0.005)
-    assert _of_ranks(found, found.best[0]).endswith(f", {said}.")
+    assert _pipeline_note(found, found.best[0]).endswith(f", {said}.")
 
 
 def test_times_beyond_the_measured_sizes_are_said_to_be_extended(tmp_path: Path) -> None:
@@ -360,8 +360,8 @@ def test_a_named_device_gives_memory_and_links_and_estimates(tmp_path: Path) -> 
 
 def test_a_device_that_leaves_something_open_is_refused(profile: str) -> None:
     job = (*JOB[:5], "--profile", profile)
-    assert "what two of a host send each other is not known; pass --link" in refusal(*job, "--device", "trainium2")
+    assert "the link between devices of a host is unknown; pass --link" in refusal(*job, "--device", "trainium2")
     assert "the profile is of cpu (cpu), not of NVIDIA H100" in refusal(*job, "--device", "h100")
     assert "'h10': not known; did you mean 'h100'" in refusal(*job, "--device", "h10")
-    assert "--calibrate is for estimates" in refusal(*job, "--calibrate", profile)
+    assert "--calibrate has no effect without --device" in refusal(*job, "--calibrate", profile)
     assert as_json(*job)["notes"] == []

@@ -50,7 +50,7 @@ def test_what_does_not_go_together_is_refused(words: tuple[str, ...], said: str)
 
 def test_a_device_is_named() -> None:
     words = ("plan", "--transformer", "llama3-70b", "--devices", "16", "--global-batch-size", "128")
-    assert "--transformer needs --device" in refusal(*words)
+    assert "--transformer requires --device" in refusal(*words)
 
 
 def test_what_would_fit_counts_devices_not_groups() -> None:

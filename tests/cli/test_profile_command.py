@@ -67,14 +67,18 @@ def test_a_long_table_has_a_row_for_each_module() -> None:
     units = [unit("stem"), *(unit(f"blocks.{b}.{part}") for b in range(3) for part in ("conv", "norm")), unit("head.0")]
     every = [(one.name, [one]) for one in units]
     assert rows_of(units) == every
-    assert [(name, len(row)) for name, row in rows_of(units, most=5)] == [
+    assert [(name, len(row)) for name, row in rows_of(units, max_rows=5)] == [
         ("stem", 1),
         ("blocks.0.*", 2),
         ("blocks.1.*", 2),
         ("blocks.2.*", 2),
         ("head.0", 1),
     ]
-    assert [(name, len(row)) for name, row in rows_of(units, most=3)] == [("stem", 1), ("blocks.*", 6), ("head.0", 1)]
+    assert [(name, len(row)) for name, row in rows_of(units, max_rows=3)] == [
+        ("stem", 1),
+        ("blocks.*", 6),
+        ("head.0", 1),
+    ]
     alike = [unit("blocks.0"), unit("blocks.1", "blocks.0"), unit("blocks.2", "blocks.0"), unit("head")]
     assert [(name, len(row)) for name, row in rows_of(alike)] == [("blocks.0-2", 3), ("head", 1)]
 

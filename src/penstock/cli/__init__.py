@@ -1,8 +1,8 @@
 """The command `penstock`: one file per verb, imported on demand. No verb loads torch before it runs.
 
-To add a verb: write `cli/<verb>.py` with a function `<verb>`, whose parameters have options for defaults
-(`_options.py`) or are groups of options, and add it to `VERBS`.
-If the module has an `EPILOG`, it is printed below the options; its `SETTINGS` are Typer's `context_settings`.
+To add a verb, write `cli/<verb>.py` with a function `<verb>`, and add it to `VERBS`. The defaults of its parameters are
+options (`_options.py`), or their types are groups of options. Optional: `EPILOG`, the end of `--help`, and `SETTINGS`,
+Typer's `context_settings`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ VERBS = (
     *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),
     *("draw", "plan", "explain", "report", "top", "runs", "compare", "devices", "fabric", "studio"),
 )
-"""In the order of `--help`."""
-
+"""The verbs in the order of `--help`."""
 
 _NOTHING_LEFT = "no process is left running"
 
 
 class _Verbs(Commands):
-    """Imports a verb's module when its command is looked up, and reports Penstock's own errors in one line."""
+    """The verbs. Imports the module of a verb on lookup, and reports Penstock's errors in one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -67,10 +66,10 @@ class _Verbs(Commands):
             if error.code:
                 raise
             text, status = "user code exited before the command finished (SystemExit)", 2
-        except KeyboardInterrupt as stopped:
-            number = stopped.args[0] if stopped.args and isinstance(stopped.args[0], int) else signal.SIGINT
+        except KeyboardInterrupt as error:
+            number = error.args[0] if error.args and isinstance(error.args[0], int) else signal.SIGINT
             text, status = f"{stopped_by(number)}; {_NOTHING_LEFT}", 128 + number
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends without a word
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
         except (PenstockError, OSError) as error:
             if isinstance(error, BrokenPipeError):  # the reader of the output has stopped, as `head` does
                 _flush()
@@ -100,8 +99,8 @@ class _Verbs(Commands):
 app = typer.Typer(cls=_Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         print(f"penstock {__version__}")
         raise typer.Exit
 
@@ -117,29 +116,29 @@ def _penstock(
 
 
 def main() -> None:
-    """The console script. Exits with 0, with 1 if a verification failed, with 2 on an error, or as the job did."""
-    for name in ("stdout", "stderr"):  # closed, as by `>&-`: nothing else may get its number
+    """Run the console script. Exit with 0, 1 if a verification failed, 2 on an error, or the job's status."""
+    for name in ("stdout", "stderr"):  # closed, as by `>&-`: no other file may get its number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
     if len(os.environ.get("COLUMNS", "")) > 4:  # rich would fill lines of that length
         del os.environ["COLUMNS"]
-    with contextlib.suppress(AttributeError):  # what tests put in its place
+    with contextlib.suppress(AttributeError):  # a replacement by tests
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(_run())
 
 
 def _run() -> int:
-    """Runs the command and returns its exit status."""
+    """Run the command and return its exit status."""
     status: Any = 0
     lost: OSError | None = None
     warnings.formatwarning = formatted
     try:
         app(prog_name="penstock")
-    except SystemExit as ended:
-        status = ended.code
-        if isinstance(getattr(ended.__context__, "__cause__", None), KeyboardInterrupt):  # outside of any verb
+    except SystemExit as error:
+        status = error.code
+        if isinstance(getattr(error.__context__, "__cause__", None), KeyboardInterrupt):  # outside of any verb
             print(f"penstock: {stopped_by(signal.SIGINT)}; {_NOTHING_LEFT}", file=sys.stderr)
-    except OSError as error:  # of a page of help
+    except OSError as error:  # while printing help
         lost = error
     lost = _flush() or lost
     if isinstance(lost, BrokenPipeError):
@@ -150,15 +149,15 @@ def _run() -> int:
 
 
 def _flush() -> OSError | None:
-    """Writes what standard output holds back. If it cannot be written, drops it and returns why."""
+    """Flush standard output. If that fails, drop the rest and return the error."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes again at exit
         return error
     return None
 
 
 def _describe(error: OSError) -> str:
-    """What could not be read or written, and why, in one line."""
+    """Describe an error in one line: the file and the reason."""
     return f"{error.filename or 'cannot write all output'}: {error.strerror or error}"

@@ -1,4 +1,4 @@
-"""What `penstock plan` plans for: devices, by options or specifications (--device h100), and models on paper."""
+"""Targets of `penstock plan`: devices, by options or specifications (--device h100), and analytic models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.simulate import LinkCost
 
 WITH_REPLICAS = "dp"
-"""For --optimizer-shards: as many as a plan has replicas."""
+"""Value of --optimizer-shards: the number of replicas of the plan."""
 
 _option, _on_paper = options_on("Devices"), options_on("Analytic transformer model")
 
@@ -57,16 +57,16 @@ class ClusterOptions:
 
     @property
     def kind(self) -> Device | None:
-        """The device that was named."""
+        """The device of --device."""
         from penstock.costs.hardware import device
 
         if self.device is None and self.calibrate:
-            raise ArgumentError("--calibrate is for estimates: name what to estimate for, as in --device h100")
+            raise ArgumentError("--calibrate has no effect without --device; pass a device, as in --device h100")
         return None if self.device is None else device(self.device)
 
     @property
     def specified(self) -> ClusterOptions:
-        """The same with what the named device's specifications say in place of what was not given."""
+        """These options, with defaults from the specifications of the device."""
         device = self.kind
         if device is None:
             return self
@@ -76,95 +76,99 @@ class ClusterOptions:
         if per_host is None and link is None and 0 < joined < total:
             per_host = joined
         if link is None and total > 1:
-            link = _text(device.link, device, "two of a host", "--link")
+            link = _text(device.link, device, "devices of a host", "--link")
         if inter_host_link is None and per_host is not None and per_host < total:
-            inter_host_link = _text(device.network, device, "two of different hosts", "--inter-host-link")
+            inter_host_link = _text(device.network, device, "hosts", "--inter-host-link")
         memory = self.memory or f"{device.memory_bytes:.0f}"
         return replace(self, memory=memory, link=link, devices_per_host=per_host, inter_host_link=inter_host_link)
 
     @property
-    def said(self) -> list[str]:
-        """What is planned for, in a line, if a device was named."""
-        device, given = self.kind, self.specified
+    def notes(self) -> list[str]:
+        """One line on the devices, if --device was passed."""
+        device, options = self.kind, self.specified
         if device is None:
             return []
-        memory = sized(float(given.memory)) if given.memory and given.memory.isdecimal() else given.memory
-        parts = [device.name, f"memory {memory}", *([f"link {given.link}"] if given.link else [])]
-        if given.devices_per_host is not None and given.inter_host_link:
-            parts.append(f"{counted(given.devices_per_host, 'device')} per host, {given.inter_host_link} between hosts")
+        memory = sized(float(options.memory)) if options.memory and options.memory.isdecimal() else options.memory
+        parts = [device.name, f"memory {memory}", *([f"link {options.link}"] if options.link else [])]
+        if options.devices_per_host is not None and options.inter_host_link:
+            parts.append(
+                f"{counted(options.devices_per_host, 'device')} per host, {options.inter_host_link} between hosts"
+            )
         return ["; ".join(parts)]
 
     def read(
         self, measured: LinkCost | None = None, action_seconds: float | None = None, update: float = 0.0
     ) -> Cluster:
-        """The cluster: with this link and these seconds, unless options or specifications say others."""
+        """Return the cluster. The arguments are defaults of options and specifications."""
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
 
-        given = self.specified
-        if given.inter_host_link is not None and given.devices_per_host is None:
-            raise ArgumentError(f"--inter-host-link {given.inter_host_link!r} requires --devices-per-host; pass both")
+        options = self.specified
+        if options.inter_host_link is not None and options.devices_per_host is None:
+            raise ArgumentError(f"--inter-host-link {options.inter_host_link!r} requires --devices-per-host; pass both")
         return Cluster(
-            link=link_of(given.link) or measured or NO_COST,
-            devices_per_host=given.devices_per_host,
-            between_hosts=link_of(given.inter_host_link),
-            kinds=given.kinds(),
-            host_link=link_of(given.offload_link),
-            action_seconds=(action_seconds or 0.0) if given.action_overhead is None else given.action_overhead,
+            link=link_of(options.link) or measured or NO_COST,
+            devices_per_host=options.devices_per_host,
+            between_hosts=link_of(options.inter_host_link),
+            kinds=options.kinds(),
+            host_link=link_of(options.offload_link),
+            action_seconds=(action_seconds or 0.0) if options.action_overhead is None else options.action_overhead,
             optimizer_byte_seconds=update,
         )
 
     def kinds(self) -> tuple[Kind, ...]:
-        """The devices of each kind."""
+        """Return the devices of each type."""
         from penstock.network.quantities import size_of
         from penstock.plan import Kind
 
         counts: dict[str, int] = {}
         for part in self.devices.split(","):
-            found = re.fullmatch(r"\s*(-?\d+)(?:x([\w.-]+))?\s*", part)
-            if found is None or (found[2] is None and "," in self.devices) or (found[2] or "") in counts:
+            match = re.fullmatch(r"\s*(-?\d+)(?:x([\w.-]+))?\s*", part)
+            if match is None or (match[2] is None and "," in self.devices) or (match[2] or "") in counts:
                 raise ArgumentError(
-                    f"--devices {self.devices!r}: expected a number, or numbers of several kinds, as in 4xold,8xnew"
+                    f"--devices {self.devices!r}: expected a number, or one per device type, as in 4xold,8xnew"
                 )
-            counts[found[2] or ""] = check_count("--devices", int(found[1]))
+            counts[match[2] or ""] = check_count("--devices", int(match[1]))
         sizes = _by_kind("--memory", self.memory, counts, size_of, math.inf)
         speeds = _by_kind("--speed", self.speed, counts, _speed, 1.0)
         return tuple(Kind(name, number, sizes[name], speeds[name]) for name, number in counts.items())
 
 
 def _by_kind(
-    option: str, text: str | None, kinds: Mapping[str, int], read: Callable[[str], float], usual: float
+    option: str, text: str | None, kinds: Mapping[str, int], read: Callable[[str], float], default: float
 ) -> dict[str, float]:
-    """What an option says of each kind: one for all, or name=value for each."""
+    """Return the value of an option per device type, from one for all or name=value for each."""
     if text is None or "=" not in text:
-        return dict.fromkeys(kinds, usual if text is None else read(text))
-    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+        return dict.fromkeys(kinds, default if text is None else read(text))
+    values = dict(part.strip().partition("=")[::2] for part in text.split(","))
     expected = ",".join(f"{name or 'kind'}=..." for name in kinds)
-    if unknown := sorted(given.keys() - kinds.keys()):
-        have = ", ".join(map(repr, kinds)) if any(kinds) else "one kind without a name"
-        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {have}; pass {expected}")
-    if missing := [kind for kind in kinds if kind not in given]:
+    if unknown := sorted(values.keys() - kinds.keys()):
+        names = ", ".join(map(repr, kinds)) if any(kinds) else "one type without a name"
+        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {names}; pass {expected}")
+    if missing := [kind for kind in kinds if kind not in values]:
         raise ArgumentError(f"{option} {text!r}: {missing[0]!r} is missing; pass {expected}")
-    return {kind: read(value) for kind, value in given.items()}
+    return {kind: read(value) for kind, value in values.items()}
 
 
 def _speed(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentError(f"--speed: {text!r} is not a number; 1 is as fast as the profile's device") from None
+        raise ArgumentError(
+            f"--speed: {text!r} is not a number; pass the speed relative to the profile's device"
+        ) from None
 
 
 def _text(cable: Cable | None, device: Device, between: str, option: str) -> str:
-    """A link as its option takes it."""
+    """Format a link for its option."""
     if cable is None:
-        raise ArgumentError(f"--device {device.key}: what {between} send each other is not known; pass {option}")
+        raise ArgumentError(f"--device {device.key}: the link between {between} is unknown; pass {option}")
     return f"{cable.bytes_per_second * 8e-9:.6g}gbit delay {cable.latency_seconds * 1e6:.6g}us"
 
 
 @dataclass(frozen=True, slots=True)
 class TransformerOptions:
-    """A transformer and how layers are shared among devices."""
+    """An analytic transformer model and its sharding."""
 
     transformer: str | None = _on_paper(
         "Analytic model instead of TARGET: a name (gpt3-175b, llama3-70b, llama3-405b) or numbers: "
@@ -177,15 +181,14 @@ class TransformerOptions:
     )
 
     def check_unused(self) -> None:
-        """Refuses what only a transformer on paper can be asked for."""
-        for each in fields(self):
-            if getattr(self, each.name) != each.default:
-                given = f"{flag(each.name)} {getattr(self, each.name)} requires --transformer"
-                whole = "; layers of a measured model stay whole" if each.name == "tensor_parallel" else ""
-                raise ArgumentError(f"{given}{whole}; omit it")
+        """Raise ArgumentError if an option has no effect without --transformer."""
+        for option in fields(self):
+            if (value := getattr(self, option.name)) != option.default:
+                reason = "; layers of a measured model stay whole" if option.name == "tensor_parallel" else ""
+                raise ArgumentError(f"{flag(option.name)} {value} requires --transformer{reason}; omit it")
 
     def read(self, cluster: ClusterOptions) -> Paper:
-        """The job, on these devices."""
+        """Return the job on these devices."""
         from penstock.plan.transformer import Job, Machine, transformer
         from penstock.plan.transformer.step import Paper
 
@@ -193,21 +196,23 @@ class TransformerOptions:
             raise ArgumentError(
                 "--link and --inter-host-link have no effect with --transformer, as --device sets the links; omit them"
             )
-        model, kind, shared = transformer(str(self.transformer)), cluster.kind, self.tensor_parallel
-        if kind is None:
-            raise ArgumentError("--transformer needs --device: what to estimate for, as in --device h100")
-        shares = self.optimizer_shards == WITH_REPLICAS
-        if not shares and not self.optimizer_shards.isdecimal():
+        model, device, tensor_parallel = transformer(str(self.transformer)), cluster.kind, self.tensor_parallel
+        if device is None:
+            raise ArgumentError("--transformer requires --device; pass one, as in --device h100")
+        by_replicas = self.optimizer_shards == WITH_REPLICAS
+        if not by_replicas and not self.optimizer_shards.isdecimal():
             raise ArgumentError(f"--optimizer-shards {self.optimizer_shards!r}: expected a number, or {WITH_REPLICAS}")
-        shards = 1 if shares else int(self.optimizer_shards)
-        job = Job(model, self.seq_length, shared, shared > 1, fused_attention=True, optimizer_shards=shards)
+        shards = 1 if by_replicas else int(self.optimizer_shards)
+        job = Job(
+            model, self.seq_length, tensor_parallel, tensor_parallel > 1, fused_attention=True, optimizer_shards=shards
+        )
         kinds = cluster.kinds()
-        devices = sum(one.devices for one in kinds)
-        if devices % shared:
+        devices = sum(kind.devices for kind in kinds)
+        if devices % tensor_parallel:
             raise ArgumentError(
-                f"--devices {devices} is not a multiple of --tensor-parallel {shared}: pass "
-                f"{max(1, devices // shared) * shared}"
+                f"--devices {devices} is not a multiple of --tensor-parallel {tensor_parallel}: pass "
+                f"{max(1, devices // tensor_parallel) * tensor_parallel}"
             )
-        hosts = cluster.devices_per_host or (kind.link.devices if kind.link else 1) or 1
-        machine = Machine(kind, devices_per_host=hosts)
-        return Paper(job, machine, devices, max(one.memory_bytes for one in kinds), shares)
+        hosts = cluster.devices_per_host or (device.link.devices if device.link else 1) or 1
+        machine = Machine(device, devices_per_host=hosts)
+        return Paper(job, machine, devices, max(kind.memory_bytes for kind in kinds), by_replicas)

@@ -1,4 +1,4 @@
-"""The options for the hosts' network: links, neighbors' traffic, slowed hosts, changes over time."""
+"""Options for the hosts' network: links, background traffic, slow hosts, changes over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ network_option = options_on("The hosts' network")
 
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """What the network is like. None means not given."""
+    """The network; None if an option was omitted."""
 
     link: str | None = network_option(
         'Link from each host to the switch, as for tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss '
@@ -45,11 +45,11 @@ class NetworkOptions:
     link_seed: int | None = network_option("Seed of the links' random draws; default 0.")
 
     def given(self) -> list[str]:
-        """The options that were given, as the user writes them."""
-        return [flag(f.name) for f in fields(self) if getattr(self, f.name) not in (None, [])]
+        """Return the options that were passed."""
+        return [flag(option.name) for option in fields(self) if getattr(self, option.name) not in (None, [])]
 
     def machines(self, hosts: int) -> tuple[Machines, tuple[Event, ...]]:
-        """The hosts that the options describe, which `with` creates, and the scenario's events."""
+        """Return the hosts, which `with` creates, and the events of the scenario."""
         from penstock.network.cpu_limit import parse_slow
         from penstock.network.machines import Machines
         from penstock.network.parse import parse_link
@@ -58,10 +58,9 @@ class NetworkOptions:
 
         slow = parse_slow(self.slow or (), hosts)
         if self.link is None:
-            without = [option for option in self.given() if option not in ("--link", "--slow")]
-            if without:
+            if unused := [option for option in self.given() if option not in ("--link", "--slow")]:
                 raise ArgumentError(
-                    f"{without[0]} needs --link: without it links are not limited; pass --link 1gbit, for example"
+                    f"{unused[0]} needs --link: without it links are not limited; pass --link 1gbit, for example"
                 )
             return Machines(hosts, slow=slow), ()
         topology = Topology(parse_link(self.link), parse_own(self.link_for or (), hosts), self.link_seed or 0)

@@ -1,4 +1,4 @@
-"""`penstock init`: a training script to begin with."""
+"""`penstock init`: writes a training script to start from."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def init(
     width = max(map(len, next_commands))
     console = screen()
     console.print(f"wrote {file}. Next:", markup=False)
-    for command, what in next_commands.items():
-        console.print(f"  {command:<{width}}  # {what}", markup=False)
+    for command, purpose in next_commands.items():
+        console.print(f"  {command:<{width}}  # {purpose}", markup=False)

@@ -1,4 +1,4 @@
-"""`penstock profile`: measures what each part of a model costs on this device, or estimates it for another."""
+"""`penstock profile`: measures the costs of each part of a model on this device, or estimates them for another."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def profile(
     if estimate and (threads is not None or time_limit != TIME_LIMIT):
         unused = f"--threads {threads}" if threads is not None else f"--time-limit {time_limit:g}"
         raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; omit it")
-    with loaded(target, "the model", weights=not estimate) as given:
+    with loaded(target, "the model", weights=not estimate) as loaded_target:
         import torch
 
         if threads is not None:
             torch.set_num_threads(threads)
-        found = profile_target(
-            given,
+        measured = profile_target(
+            loaded_target,
             microbatches=microbatches,
             microbatch_sizes=rows,
             leaves=names(leaf_modules),
@@ -84,62 +84,64 @@ def profile(
             budget_seconds=time_limit,
             calibrate=calibrate or (),
             links=links,
-            target=given.target,
+            target=loaded_target.target,
         )
     if not prints:
         return
     console = screen()
-    show(found, console)
+    show(measured, console)
     if out is not None:
-        found.save(out)
+        measured.save(out)
         uses = f"penstock plan --profile {out}, or penstock.pipeline(..., balance={out!r})"
         console.print(Text(f"\nwritten to {out}: {uses}"), soft_wrap=True)
 
 
-def show(found: Profile, console: Console) -> None:
-    """Prints the units, their sums by the rows of a microbatch, the links, and why not to trust them."""
+def show(profile: Profile, console: Console) -> None:
+    """Print the units, their totals by microbatch size, the links, and notes on their quality."""
     from penstock.costs.sizes import doubts
 
-    inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
-    runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"
-    if found.action_seconds is not None:
-        runs += f"; the runtime adds {1e6 * found.action_seconds:.0f} us to each forward and backward of a stage"
-    of = f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}"
-    console.print(Text(f"{of}, {runs}", "bold"), soft_wrap=True)
+    inputs = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
+    runs = f"{counted(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
+    if profile.action_seconds is not None:
+        runs += f"; the runtime adds {1e6 * profile.action_seconds:.0f} us to each forward and backward of a stage"
+    head = f"{counted(len(profile.units), 'unit')} on {profile.device_name or profile.device}"
+    console.print(Text(f"{head}, {runs}", "bold"), soft_wrap=True)
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
-    _show_units(found, console)
-    if (split := [unit.split for unit in found.units]) != [*found.units]:
+    _show_units(profile, console)
+    if (split := [unit.split for unit in profile.units]) != [*profile.units]:
         forward, inputs, weights = _times(split)
         console.print(f"\nsplit backwards, all units: F {forward}, I {inputs}, W {weights} ms")
-    if len(rows_of(found.units)) < len(_alike(found.units)):
+    if len(rows_of(profile.units)) < len(_merge_equal(profile.units)):
         console.print("\nA row ending in * covers several units of one module; --out FILE writes each unit.")
-    if found.others:
+    if profile.others:
         console.print("\nall units, by microbatch size")
-        sizes = found.each_size
-        seconds = [sum(unit.seconds for unit in each.units) for each in sizes]
+        sizes = profile.each_size
+        seconds = [sum(unit.seconds for unit in size.units) for size in sizes]
         columns: dict[str, Iterable[object]] = {
-            "size": [each.rows for each in sizes],
-            **_columns([each.units for each in sizes]),
-            "samples/s": [f"{each.rows / one:,.0f}" if one else "-" for each, one in zip(sizes, seconds, strict=True)],
-            "activations": [sized(sum(unit.activation_bytes for unit in each.units)) for each in sizes],
+            "size": [size.rows for size in sizes],
+            **_columns([size.units for size in sizes]),
+            "samples/s": [
+                f"{size.rows / time:,.0f}" if time else "-" for size, time in zip(sizes, seconds, strict=True)
+            ],
+            "activations": [sized(sum(unit.activation_bytes for unit in size.units)) for size in sizes],
         }
         print_columns(console, columns)
-    if found.links:
-        console.print(f"\nlinks between ranks, for messages of {sized(found.links[0].message_bytes)}")
-        rates = [link.bytes_per_second for link in found.links]
+    if profile.links:
+        console.print(f"\nlinks between ranks, for messages of {sized(profile.links[0].message_bytes)}")
+        rates = [link.bytes_per_second for link in profile.links]
         columns = {
-            "from": [link.source for link in found.links],
-            "to": [link.target for link in found.links],
-            "latency us": [f"{1e6 * link.latency_seconds:.1f}" for link in found.links],
+            "from": [link.source for link in profile.links],
+            "to": [link.target for link in profile.links],
+            "latency us": [f"{1e6 * link.latency_seconds:.1f}" for link in profile.links],
             "GB/s": ["-" if rate is None else f"{rate / 1e9:.3g}" for rate in rates],
         }
         print_columns(console, columns, left=0)
-    for note in (*found.notes, *doubts(found)):
+    for note in (*profile.notes, *doubts(profile)):
         console.print(Text(f"note: {note}"), soft_wrap=True)
 
 
 def _times(units: Sequence[UnitCost]) -> list[str]:
-    """What F, I and W of all of them take, in milliseconds."""
+    """Return the total time of F, I and W, in milliseconds."""
     parts = ("forward_seconds", "input_gradient_seconds", "weight_gradient_seconds")
     return [f"{1e3 * sum(getattr(unit, part) for unit in units):.3f}" for part in parts]
 
@@ -148,32 +150,32 @@ def _columns(rows: Sequence[Sequence[UnitCost]]) -> dict[str, Iterable[object]]:
     return dict(zip(("F ms", "I ms", "W ms"), zip(*map(_times, rows), strict=True), strict=True))
 
 
-def _show_units(found: Profile, console: Console) -> None:
-    """A row for units that follow each other, and one for all."""
-    shared = _shared([unit.name for unit in found.units])
-    total = sum(unit.seconds for unit in found.units) or 1.0
-    rows = [*rows_of(found.units), *([("total", list(found.units))] if len(found.units) > 1 else [])]
-    measured, units = found.source == "measured", [own for _, own in rows]
+def _show_units(profile: Profile, console: Console) -> None:
+    """Print one row per sequence of equal units, and one for all."""
+    shared = _shared([unit.name for unit in profile.units])
+    total = sum(unit.seconds for unit in profile.units) or 1.0
+    rows = [*rows_of(profile.units), *([("total", list(profile.units))] if len(profile.units) > 1 else [])]
+    measured, units = profile.source == "measured", [row for _, row in rows]
     columns: dict[str, Iterable[object]] = {
         f"in {shared}" if shared else "unit": [name.removeprefix(f"{shared}.") for name, _ in rows],
         **_columns(units),
-        "spread": [f"{max(unit.spread for unit in own):.0%}" if measured else "-" for own in units],
-        "% time": [f"{sum(unit.seconds for unit in own) / total:.1%}" for own in units],
-        "activations": [sized(sum(unit.activation_bytes for unit in own)) for own in units],
-        "parameters": [sized(sum(unit.parameter_bytes for unit in own)) for own in units],
-        "input": [sized(own[0].boundary_bytes) for own in units],
+        "spread": [f"{max(unit.spread for unit in row):.0%}" if measured else "-" for row in units],
+        "% time": [f"{sum(unit.seconds for unit in row) / total:.1%}" for row in units],
+        "activations": [sized(sum(unit.activation_bytes for unit in row)) for row in units],
+        "parameters": [sized(sum(unit.parameter_bytes for unit in row)) for row in units],
+        "input": [sized(row[0].boundary_bytes) for row in units],
     }
     print_columns(console, columns)
 
 
-def rows_of(units: Sequence[UnitCost], most: int = 30) -> list[tuple[str, list[UnitCost]]]:
-    """The rows of a table of at most `most` rows where names allow, each with its name.
+def rows_of(units: Sequence[UnitCost], max_rows: int = 30) -> list[tuple[str, list[UnitCost]]]:
+    """Return the rows of a table with their names, at most `max_rows` if names allow.
 
-    Units of one kind that follow each other have one row. If those are too many rows, all units of a module have one.
+    A sequence of equal units has one row. If that makes too many rows, the units of a module have one.
     """
-    rows = _alike(units)
+    rows = _merge_equal(units)
     depth = max((unit.name.count(".") for unit in units), default=0)
-    while len(rows) > most and depth:
+    while len(rows) > max_rows and depth:
         rows = [[*group] for _, group in groupby(units, lambda unit: unit.name.split(".")[:depth])]  # noqa: B023  (called at once)
         depth -= 1
     return [(_name(row), row) for row in rows]
@@ -185,12 +187,12 @@ def _name(units: Sequence[UnitCost]) -> str:
 
 
 def _shared(dotted: Sequence[str]) -> str:
-    """The modules that all of these names are in."""
+    """Return the modules that contain all of these names."""
     parts = [name.split(".")[:-1] for name in dotted]
-    together = takewhile(lambda level: len({*level}) == 1, zip(*parts, strict=False))
-    return ".".join(level[0] for level in together)
+    common = takewhile(lambda level: len({*level}) == 1, zip(*parts, strict=False))
+    return ".".join(level[0] for level in common)
 
 
-def _alike(units: Sequence[UnitCost]) -> list[list[UnitCost]]:
-    """Units that follow each other and are of one kind, together."""
+def _merge_equal(units: Sequence[UnitCost]) -> list[list[UnitCost]]:
+    """Group consecutive units that are equal."""
     return [[*group] for _, group in groupby(units, lambda unit: unit.like or unit.name)]

@@ -1,4 +1,4 @@
-"""`penstock report`: a run, a trace or a plan as one page to look at."""
+"""`penstock report`: writes a run, a trace or a plan as one page."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def report(
 
     The timeline pans and zooms by mouse, touch and keys, and shows what each action waited for.
     """
-    from penstock.cli.draw import refuse_other
+    from penstock.cli.draw import check_suffix
     from penstock.report.web.page import page
     from penstock.report.web.picture import browser, write_picture
     from penstock.report.web.sources import contents_of, is_fabric
 
-    refuse_other("--out", out, ".html", ".htm")
-    refuse_other("--png", png, ".png")
+    check_suffix("--out", out, ".html", ".htm")
+    check_suffix("--png", png, ".png")
     if png is not None:
         browser(png)  # before anything is written
     if len(run) == 1 and is_fabric(run[0]):
@@ -49,8 +49,8 @@ def report(
         sampled = FabricRun.read(run[0])
         text = fabric_page(sampled, results(sampled))
     else:
-        own, folder = prediction == PredictionOptions(), folder_of(run)
-        text = page(contents_of(run, step, None if own else lambda found: prediction.of(found, folder)))
+        is_default, folder = prediction == PredictionOptions(), folder_of(run)
+        text = page(contents_of(run, step, None if is_default else lambda steps: prediction.of(steps, folder)))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")
     print(f"wrote {target}")
@@ -60,7 +60,7 @@ def report(
 
 
 def _target(run: Path) -> Path:
-    """report.html in a folder; beside a file, named after it."""
+    """Return report.html in a directory, or the page next to a file, named after it."""
     if run.is_dir():
         return run / "report.html"
     name = run.name.removesuffix(".gz")

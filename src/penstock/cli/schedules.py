@@ -1,4 +1,4 @@
-"""`penstock schedules`: lists the schedules, what they require, and what to expect of them."""
+"""`penstock schedules`: lists the schedules, with their requirements and formulas."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def schedules(as_json: bool = output_option("Print only one JSON list.", "--json
         print_json([_describe(entry) for entry in generators()])
         return
     console = screen()
-    what = table("schedule", "stages\nper rank", "back-\nward", "order", left=4)
+    lines = table("schedule", "stages\nper rank", "back-\nward", "order", left=4)
     for entry in generators():
-        asks = [rule.text for rule in entry.rules]
-        needs = f"; needs {', '.join(asks)}" if asks else ""
-        also = f"; also called {', '.join(entry.aliases)}" if entry.aliases else ""
+        rules = ", ".join(rule.text for rule in entry.rules)
+        needs = f"; needs {rules}" if rules else ""
+        aliases = f"; also called {', '.join(entry.aliases)}" if entry.aliases else ""
         stages = f"{entry.chunks} {entry.placement}"
-        what.add_row(entry.name, stages, "I, W" if entry.splits else "B", f"{entry.rule}{needs}{also}")
-    console.print(what)
+        lines.add_row(entry.name, stages, "I, W" if entry.splits else "B", f"{entry.rule}{needs}{aliases}")
+    console.print(lines)
     console.print()
     columns = {
         "schedule": [entry.name for entry in generators()],
@@ -51,13 +51,13 @@ def schedules(as_json: bool = output_option("Print only one JSON list.", "--json
 
 
 def _describe(entry: Generator) -> dict[str, Any]:
-    """An entry of the registry, for JSON. Formulas are Python expressions."""
+    """Convert an entry of the registry for JSON. Formulas are Python expressions."""
     rules = [{"argument": rule.argument, "text": rule.text} for rule in entry.rules]
     return {name: getattr(entry, name) for name in _JSON_FIELDS} | {"aliases": list(entry.aliases), "rules": rules}
 
 
 def formula(text: str | None) -> str:
-    """A formula as it is written by hand: products without a sign, sums without spaces."""
+    """Format a formula as in a text: products without a sign, sums without spaces."""
     if text is None:
         return "-"
     short = text.replace(" else None", "").replace("*", "").replace(" == ", "=")

@@ -1,4 +1,4 @@
-"""`penstock studio`: a local page to play with schedules, to open runs, and to watch one."""
+"""`penstock studio`: serves a local page to explore schedules and runs."""
 
 from __future__ import annotations
 
