@@ -354,7 +354,10 @@ def test_every_process_has_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--ranks", "0"], "--ranks 0: expected an integer >= 1"),
         (["--ranks", "2", "--cuts", "7"], "7"),
         (["--replicas", "2", "--transport", "local"], "replicas need one process per rank; omit --transport local"),
-        (["--transport", "shm"], "--transport shm: expected local, distributed, staged, or a factory of your own"),
+        (
+            ["--transport", "shm"],
+            "--transport shm: expected local, distributed, staged, or a factory as module:function",
+        ),
         (["--transport", "cases.py:nothing"], "--transport 'cases.py:nothing': cases.py has no function 'nothing'"),
     ],
 )
@@ -431,7 +434,7 @@ def test_replicas_take_equal_parts_of_the_batch() -> None:
 def test_a_batch_that_does_not_make_equal_parts() -> None:
     done = verify("cases.py:odd", "--ranks", "1", "--replicas", "2")
     assert done.exit_code == 2
-    assert "the batch's 11 rows cannot be divided into 2 equal parts" in done.stderr
+    assert "the batch of 11 samples has no 2 equal parts" in done.stderr
 
 
 def test_balance_is_what_the_stages_share() -> None:
