@@ -368,14 +368,14 @@ def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
     moved = simulate(generate("1f1b", 4, 8), costs, LinkCost(0.0001)).makespan_seconds
     assert found["changes"][0]["step_seconds"] == pytest.approx(moved, rel=1e-3)
     assert [stage["predicted_seconds"] for stage in found["stages"]] == pytest.approx([0.03, 0.03, 0.036, 0.03])
-    assert "most wrong at stage 2, which takes 1.25 times what was predicted" in " ".join(output(*asked).split())
+    assert "largest error at stage 2: 1.25x the prediction" in " ".join(output(*asked).split())
 
 
 def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> None:
     (file,) = a_timeline(tmp_path)
     units = [0.03, 0.03, 0.0, 0.03]
     asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.1,layers.2,layers.3")
-    assert "most wrong at stage 2, which takes 45.00 ms instead of 0" in " ".join(output(*asked).split())
+    assert "largest error at stage 2: 45.00 ms, predicted 0" in " ".join(output(*asked).split())
 
 
 def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path, capsys: Any) -> None:
@@ -466,7 +466,7 @@ def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> 
 
 def test_cuts_need_a_profile(tmp_path: Path) -> None:
     (file,) = a_timeline(tmp_path)
-    assert "needs --profile" in refusal("explain", str(file), "--cuts", "a")
+    assert "requires --profile" in refusal("explain", str(file), "--cuts", "a")
     text = refusal("explain", str(file), "--profile", profile(tmp_path, [1.0] * 9), "--cuts", "a,b,c")
     assert "is no unit" in text
 

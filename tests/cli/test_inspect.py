@@ -187,8 +187,8 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
     assert "Do it outside of the model" in said
     inside = refusal("inspect", f"{targets}:branches_inside")
     assert f"targets.py:{line}: `if x.sum() > 0:` in module 'inner'" in inside
-    assert "Pass --leaves inner, so that it runs as a whole (tried: " in inside
-    output("inspect", f"{targets}:branches_inside", "--leaves", "inner")
+    assert "Pass --leaf-modules inner, so that it runs as a whole (tried: " in inside
+    output("inspect", f"{targets}:branches_inside", "--leaf-modules", "inner")
     assert "raised RuntimeError" in refusal("inspect", f"{targets}:broken")
     assert "--stages 0: expected an integer >= 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")
     assert "'nowhere'" in refusal("inspect", f"{targets}:gpt", "--cuts", "nowhere")
@@ -196,9 +196,11 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
 
 def test_stages_show_the_times_by_which_they_are_cut(targets: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    output("profile", f"{targets}:gpt", "--budget-seconds", "0", "--microbatches", "8", "--out", str(file))
+    output("profile", f"{targets}:gpt", "--time-limit", "0", "--microbatches", "8", "--out", str(file))
     stages = as_json("inspect", f"{targets}:gpt", "-n", "2", "--balance", str(file))["stages"]
     assert sum(stage["seconds"] for stage in stages) >= 0.99 * sum(unit.seconds for unit in read_profile(file).units)
     lines = output("inspect", f"{targets}:gpt", "-n", "2", "--balance", str(file)).splitlines()
-    assert [line.split()[:5] for line in lines if "begins at" in line] == [["stage", "begins", "at", "work", "ms"]]
+    assert [line.split()[:6] for line in lines if "first module" in line] == [
+        ["stage", "first", "module", "est.", "cost", "ms"]
+    ]
     assert all(stage["seconds"] is None for stage in as_json("inspect", f"{targets}:gpt", "-n", "2")["stages"])

@@ -107,8 +107,9 @@ def test_a_plan_is_run_as_its_screen_says(
     (tmp_path / "model.py").write_text(MODEL)
     file = tmp_path / "plan.json"
     screen = output(
-        "plan", "--profile", _profile(tmp_path), "--devices", str(devices), "--global-batch", "16", "--memory", memory,
-        "--schedule", "interleaved-1f1b", "--link", "10gbit delay 50us", "--search", search, "--out", str(file),
+        "plan", "--profile", _profile(tmp_path), "--devices", str(devices), "--global-batch-size", "16",
+        "--memory", memory,
+        "--schedule", "interleaved-1f1b", "--link", "10gbit delay 50us", "--search-time", search, "--out", str(file),
     )  # fmt: skip
     plan = read_plan(file)
     assert (plan.choice.replicas, plan.choice.ranks) == (devices // 2, 2)

@@ -193,7 +193,7 @@ def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["show.py"], "how many processes? Pass --ranks 4, for example, or the --plan that says it"),
+        (["show.py"], "the number of ranks is missing; pass --ranks 4, for example, or --plan"),
         (["--plan", "nowhere.json", "show.py"], "plan 'nowhere.json' cannot be read"),
         (["--ranks", "0", "show.py"], "--ranks 0: expected an integer >= 1"),
         (["--ranks", "2", "--threads", "0", "show.py"], "--threads 0: expected an integer >= 1"),
@@ -242,4 +242,4 @@ def test_a_plan_says_how_many_processes_and_reaches_them(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(folder / "plan.json")) == 2
     refused = penstock(folder, "run", "--plan", "plan.json", "--ranks", "3", "told.py")
-    assert "--ranks 3, but plan.json is for 2 processes; leave --ranks out" in refused.stderr
+    assert "--ranks 3, but plan.json is for 2 processes; omit --ranks" in refused.stderr

@@ -14,7 +14,7 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock._base.files import write_whole
-from penstock.cli.top import Seen
+from penstock.cli.top import RunSnapshot
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RankState, StepRecord
@@ -83,10 +83,10 @@ def test_progress_is_that_of_the_last_steps() -> None:
 
 def test_another_run_in_the_folder_has_none_of_the_steps_before(tmp_path: Path) -> None:
     run = Path(a_run(tmp_path / "run"))
-    assert Seen.of(run).progress is not None
+    assert RunSnapshot.of(run).progress is not None
     (tmp_path / "run/steps.jsonl").unlink()
     write_whole(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
-    assert Seen.of(run).progress is None
+    assert RunSnapshot.of(run).progress is None
 
 
 def test_a_rank_of_another_run_is_not_shown(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Costs:
         if stages > len(given.units):
             raise ArgumentError(
                 f"{self.source} has {counted(len(given.units), 'unit')}, at most one stage each, but {name} needs "
-                f"{stages} stages; take fewer, or open modules: penstock profile --opens"
+                f"{stages} stages; take fewer, or open modules: penstock profile --split-inside"
             )
         units = tuple(unit.split for unit in given.units) if splits else given.units
         return stages_of_units(units, stages, LinkCost.slowest(self._each_link), given.action_seconds)

@@ -70,8 +70,8 @@ def usual_link(device: str) -> LinkCost:
 
 
 def assumed(link: LinkCost) -> str:
-    """What is said where nobody measured links."""
-    return f"a message is taken to cost {1e6 * link.latency_seconds:.4g} us and {link.bytes_per_second / 1e9:.4g} GB/s"
+    """Describe the costs assumed for links that were not measured."""
+    return f"assuming {1e6 * link.latency_seconds:.4g} us latency and {link.bytes_per_second / 1e9:.4g} GB/s"
 
 
 def slowest_link(profile: Profile) -> LinkCost | None:

@@ -215,8 +215,8 @@ def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
         if not 1 <= rows <= sizes.largest:
             measured = ", ".join(map(str, sorted(sizes.profiles)))
             raise ArgumentError(
-                f"--rows {rows}: {source} has microbatches of {measured} rows, which tell of 1 to {sizes.largest}; "
-                "measure others: penstock profile --microbatch-sizes"
+                f"--microbatch-size {rows}: {source} has microbatches of {measured} rows, "
+                f"which cover 1 to {sizes.largest}; measure others: penstock profile --microbatch-sizes"
             )
         units, size = sizes.at(rows), counted(rows, "row")
         if rows not in sizes.profiles:

@@ -135,5 +135,5 @@ class Followed:
         if found != planned:
             warn(
                 f"the plan is for microbatches of {counted(planned, 'row')}, and the example's have {found}: times and "
-                "memory will not be those of the plan; make one for this batch with `penstock plan --global-batch`"
+                "memory will not be those of the plan; make one for this batch with `penstock plan --global-batch-size`"
             )

@@ -54,7 +54,7 @@ def test_sliders_change_the_numbers_to_those_of_simulate(open_page: Any, studio:
         slide(page, name, value)
     said = simulated(
         *("--schedule", "gpipe,1f1b,zb-h1", "--ranks", "3", "--microbatches", "12", "--forward", "1.5"),
-        *("--backward-input", "0.75", "--backward-weight", "2", "--comm", "0.25"),
+        *("--backward-input", "0.75", "--backward-weight", "2", "--link-latency", "0.25"),
     )
     want = said["1f1b"]["span"]
     page.wait_for_function(

@@ -213,7 +213,7 @@ def op_of(text: str, dtype: str) -> Op:
     if text not in OPS:
         raise ArgumentError(f"there is no op {text!r}: pass one of {', '.join(OPS)}")
     if text == "avg" and "float" not in dtype:
-        raise ArgumentError(f"{dtype} cannot hold an average: pass --op sum, or a dtype like float32")
+        raise ArgumentError(f"{dtype} cannot hold an average: pass --reduce-op sum, or a dtype like float32")
     return text
 
 

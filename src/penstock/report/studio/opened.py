@@ -84,7 +84,7 @@ def _schedule(path: Path) -> Schedule | None:
 
 def _of_schedule(schedule: Schedule, name: str) -> dict[str, Any]:
     if sum(map(len, schedule.rows)) > _MAX_SHOWN:
-        raise ArgumentError(f"{name!r} has more than {_MAX_SHOWN:,} actions: use `penstock show --csv`")
+        raise ArgumentError(f"{name!r} has more than {_MAX_SHOWN:,} actions: use `penstock draw --csv`")
     timeline = simulate(schedule, StageCost(1.0, 1.0, 1.0))
     return {
         "kind": "schedule",

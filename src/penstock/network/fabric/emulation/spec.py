@@ -103,7 +103,7 @@ class Spec:
             )
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":
-                raise ArgumentError("gloo cannot average: pass --algorithm ring, for example, or --op sum")
+                raise ArgumentError("gloo cannot average: pass --algorithm ring, for example, or --reduce-op sum")
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):
