@@ -84,17 +84,19 @@ def test_what_a_block_returns_beside_tensors_is_checked(case: str) -> None:
     with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error) as pipe:
         with pytest.raises(PartitionError, match=rf"'blocks\.\d' {message}") as caught:
             pipe.step(X, target=TARGET)
-    assert "leaves=" in str(caught.value)
+    assert "leaf_modules=" in str(caught.value)
 
 
 def test_who_rests_on_a_shape_is_named_with_a_remedy_that_works() -> None:
     torch.manual_seed(0)
     and_else, uses, _ = CHANGING["shape"]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uses(and_else, uses))
-    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, opens=["1"]) as pipe:
-        with pytest.raises(PartitionError, match=rf"\(as at {__file__}:\d+, in module '1'\). Pass leaves=\['1'\]"):
+    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, split_inside=["1"]) as pipe:
+        with pytest.raises(
+            PartitionError, match=rf"\(as at {__file__}:\d+, in module '1'\). Pass leaf_modules=\['1'\]"
+        ):
             pipe.step(X, target=TARGET)
-    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, leaves=["1"]) as pipe:
+    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, leaf_modules=["1"]) as pipe:
         pipe.step(X, target=TARGET)
 
 

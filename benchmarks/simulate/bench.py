@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.schedule import Schedule, add_communication, check, generate
-from penstock.simulate import critical_path, idle, memory, simulate
+from penstock.simulate import critical_path, idle_time_by_cause, memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 
 CASES = {"p=8": (8, 4096), "p=512": (512, 4096)}
@@ -57,7 +57,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     steps: dict[str, Callable[[], object]] = {
         "generate": lambda: generate("1f1b", ranks, microbatches),
         "simulate": lambda: simulate(schedule, COST, LINK),
-        "idle": lambda: idle(schedule, timeline),
+        "idle": lambda: idle_time_by_cause(schedule, timeline),
         "critical path": lambda: critical_path(schedule, timeline),
         "memory": lambda: memory(schedule, COST, timeline),
     }

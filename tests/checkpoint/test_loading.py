@@ -51,9 +51,9 @@ def test_a_write_in_the_background_ends_where_it_began(tmp_path: Path, monkeypat
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with made(seed=0) as pipe:
-        path = checkpoint.save("checkpoints", pipe, wait=False)
+        path = checkpoint.save("checkpoints", pipe, blocking=False)
         monkeypatch.chdir("elsewhere")
-        checkpoint.finish(pipe)
+        checkpoint.wait_for_save(pipe)
         assert path == checkpoint.latest(tmp_path / "checkpoints")
 
 

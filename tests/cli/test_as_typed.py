@@ -22,7 +22,7 @@ OPTIONS = {"--ranks", "--schedule", "--split-inside", "--microbatches", "--join-
         ("factor is -1.5: pass a factor above 1", "--factor -1.5: pass a factor above 1"),
         ("ranks is 0, but", "--ranks 0, but"),
         ("is said by microbatches=)", "is said by --microbatches)"),
-        ("take some apart with opens=['a', 'b', ...]", "take some apart with --split-inside a,b,..."),
+        ("take some apart with split_inside=['a', 'b', ...]", "take some apart with --split-inside a,b,..."),
         ("stages=9, but the model has 3. Pass ranks=3.", "9 stages, but the model has 3. Pass --ranks 3."),
         # What has no option, and what is code, stays as it is.
         ("seed=3: no", "seed=3: no"),

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._outcome import format_of
 from penstock.costs import Outcome
-from penstock.schedule import add_communication, generate, generators, names, write_csv
-from penstock.schedule.generators import Numbers
-from penstock.simulate import idle, memory
+from penstock.schedule import add_communication, generate, names, schedule_specs, write_csv
+from penstock.schedule.generators import ScheduleParams
+from penstock.simulate import idle_time_by_cause, memory
 from penstock.simulate import simulate as library
 from penstock.simulate.costs import LinkCost, StageCost
 
@@ -48,7 +48,7 @@ def test_json_is_what_the_library_says() -> None:
     assert made["bubble_rate"] == timeline.bubble_rate
     work = 24 * 2 * (18522 + 18086 + 9337)
     assert made["bubble_rate"] == pytest.approx((made["span"] - work) / made["span"])
-    by_cause = idle(schedule, timeline)
+    by_cause = idle_time_by_cause(schedule, timeline)
     assert made["idle"] == [{cause.value: time for cause, time in causes.items()} for causes in by_cause]
     path = made["critical_path"]
     assert sum(path[key] for key in ("F", "I", "W", "link")) == made["makespan"]
@@ -353,9 +353,9 @@ def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
     assert [write(value).replace(",", "") for value in values] == list(map(str, values))
 
 
-@given(st.sampled_from(generators()), st.integers(1, 3), st.integers(1, 4))
+@given(st.sampled_from(schedule_specs()), st.integers(1, 3), st.integers(1, 4))
 def test_peaks_do_not_depend_on_the_unit_of_memory(entry: Any, half_ranks: int, half_microbatches: int) -> None:
-    numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks)
+    numbers = ScheduleParams(2 * half_ranks, 2 * half_microbatches, entry.chunks)
     schedule = entry.make(numbers)
     counted = Outcome.simulated(schedule, CostOptions().read()).peak_activations
     weighed = Outcome.simulated(schedule, CostOptions(memory_activation=7.0).read()).peak_activations

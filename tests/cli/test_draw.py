@@ -16,7 +16,7 @@ from rich.console import Console
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._picture import Palette, legend, proportional, slots, style
 from penstock.costs import Outcome, with_one_model
-from penstock.report import panel_of
+from penstock.report import make_panel
 from penstock.report import svg as draw
 from penstock.schedule import Op, Schedule, check, generate, grid, names
 from penstock.schedule.grid import in_slots
@@ -130,11 +130,11 @@ def test_json_has_when_each_action_runs() -> None:
 def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     svg, png = tmp_path / "a.svg", tmp_path / "a.png"
     assert output("draw", "--schedule", "zb-v", *NUMBERS, "--svg", str(svg)) == f"wrote {svg}\n"
-    assert svg.read_text() == draw([panel_of(generate("zb-v", 4, 8))], "slots")
+    assert svg.read_text() == draw([make_panel(generate("zb-v", 4, 8))], "slots")
     options = ("--forward", "3", "--svg", str(svg), "--png", str(png), "--background", "dark", "--width", "600")
     assert output("draw", "--schedule", "zb-v", *NUMBERS, *options) == f"wrote {svg}\nwrote {png}\n"
     outcome = Outcome.simulated(generate("zb-v", 4, 8), CostOptions(forward=3).read())
-    drawn = draw([panel_of(outcome.schedule, outcome.timeline)], "time", background="dark", width=600)
+    drawn = draw([make_panel(outcome.schedule, outcome.timeline)], "time", background="dark", width=600)
     assert svg.read_text() == drawn
     assert int.from_bytes(png.read_bytes()[16:20]) == 1200, "two dots a pixel"
 
@@ -144,7 +144,7 @@ def test_several_schedules_lie_on_one_axis(tmp_path: Path) -> None:
     assert output("draw", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2", "--svg", str(svg)) == f"wrote {svg}\n"
     known = CostOptions(forward=2).read()
     found, _ = with_one_model(known, {name: generate(name, 4, 8) for name in ("gpipe", "zb-v")}, {})
-    assert svg.read_text() == draw([panel_of(one.schedule, one.timeline) for one in found.values()], "time")
+    assert svg.read_text() == draw([make_panel(one.schedule, one.timeline) for one in found.values()], "time")
 
 
 def test_several_schedules_have_columns_of_one_length_in_the_terminal() -> None:

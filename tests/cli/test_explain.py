@@ -15,7 +15,7 @@ from rich.console import Console
 
 from penstock.cli.explain import show
 from penstock.costs import Profile, UnitCost
-from penstock.plan.explain import explain, read_run
+from penstock.plan.explain import explain, load_trace
 from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
@@ -380,7 +380,7 @@ def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> N
 
 def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path, capsys: Any) -> None:
     (file,) = a_timeline(tmp_path)
-    found = replace(explain(read_run([file])), changes=())
+    found = replace(explain(load_trace([file])), changes=())
     said = []
     for error in (0.231, 0.001):
         show(replace(found, worst_error=error), Console(width=200))

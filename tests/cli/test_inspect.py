@@ -114,11 +114,11 @@ def test_gradients_have_the_bytes_of_the_dtype_in_which_they_accumulate() -> Non
     model[0].weight.requires_grad_(False)
     model[1].bias.grad_dtype = torch.float64
     for asked, size in ((None, 2), (torch.float32, 4)):
-        found = penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), stages=3, microbatches=2, gradient_dtype=asked)
+        found = penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), stages=3, microbatches=2, grad_dtype=asked)
         assert [stage.gradient_bytes for stage in found.stages] == [size * 4, size * 16 + 8 * 4, size * 20]
     assert model[2].weight.grad_dtype == torch.bfloat16, "only a pipeline sets it"
-    with pytest.raises(ArgumentError, match=r"gradient_dtype=torch\.float16"):
-        penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), gradient_dtype=torch.float16)
+    with pytest.raises(ArgumentError, match=r"grad_dtype=torch\.float16"):
+        penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), grad_dtype=torch.float16)
 
 
 def test_a_targets_reduction_is_used(tmp_path: Path) -> None:

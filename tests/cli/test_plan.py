@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.cli._plan_tables import _pipeline_note
 from penstock.costs import MeasuredLink, Profile, UnitCost
-from penstock.plan import Choice, Cluster, Sizes, make_plans, read_plan
+from penstock.plan import Cluster, ParallelConfig, Sizes, make_plans, read_plan
 from penstock.simulate import LinkCost
 
 BLOCK = UnitCost("", 1e-3, 1e-3, 1e-3, 60_000_000, 50_000_000, 50_000_000, 100_000_000, 4_000_000, 4_000_000)
@@ -81,7 +81,7 @@ def test_a_plan_without_a_pipeline_names_the_best_one_with_one(profile: str) -> 
 @pytest.mark.parametrize(("seconds", "said"), [(0.996, "equivalent"), (1.02, "2.0% slower")])
 def test_a_plan_that_is_as_good_as_equal_is_not_called_faster_than_the_best(seconds: float, said: str) -> None:
     """The simplest of these is the best, even if another is faster by less than a prediction can tell."""
-    alone, piped = (Choice(4 // ranks, ranks, 1, "1f1b", 1, 1) for ranks in (1, 2))
+    alone, piped = (ParallelConfig(4 // ranks, ranks, 1, "1f1b", 1, 1) for ranks in (1, 2))
     best = SimpleNamespace(choice=alone, step_seconds=1.0, lacking_bytes=0.0, bubble=0.0)
     lost = SimpleNamespace(choice=piped, step_seconds=seconds, lacking_bytes=0.0, bubble=0.1)
     found: Any = SimpleNamespace(best=[best], lost=[lost], equal=0.005)
@@ -102,7 +102,7 @@ def test_json_has_all_choices(profile: str) -> None:
     found = as_json(*JOB, "--profile", profile)
     planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=LinkCost(5e-6, 12.5e9)), 16)
     assert [one["step_seconds"] for one in found["plans"]] == [one.step_seconds for one in planned.best]
-    assert len(found["lost"]) == len(planned.lost)
+    assert len(found["lost"]) == len(planned.rejected)
     assert found["nearest"] is None
 
 

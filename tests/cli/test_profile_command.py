@@ -193,10 +193,10 @@ def test_sizes_of_a_batch_that_is_cut_by_a_function() -> None:
         return [Microbatch((piece,)) for piece in args[0].chunk(min(microbatches, 2))]
 
     model, x = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(8, 7)
-    found = penstock.profile(model, (x,), microbatch_sizes=[8, 4], split=halves, budget_seconds=0.0)
+    found = penstock.profile(model, (x,), microbatch_sizes=[8, 4], split_fn=halves, budget_seconds=0.0)
     assert [one.rows for one in found.each_size] == [4, 8]
     with pytest.raises(ArgumentError, match=r"microbatch_sizes=\[2\]: no microbatch has 2 rows: .* of 4 rows"):
-        penstock.profile(model, (x,), microbatch_sizes=[2], split=halves, budget_seconds=0.0)
+        penstock.profile(model, (x,), microbatch_sizes=[2], split_fn=halves, budget_seconds=0.0)
 
 
 def test_memory_and_the_link_between_ranks_move_cuts() -> None:

@@ -117,10 +117,11 @@ def test_a_profile_gives_a_trace_memory(trace: Path, tmp_path: Path, open_page: 
 
 
 def _plan() -> dict[str, Any]:
-    from penstock.plan import Choice, Plan
+    from penstock.plan import ParallelConfig, Plan
 
     made = Plan(
-        Choice(2, 2, 1, "1f1b", 4, 8), ("layer2",), (), (0.03, 0.03), 0.15, 0.01, {"warm-up": 0.1, "cool-down": 0.1},
+        ParallelConfig(2, 2, 1, "1f1b", 4, 8), ("layer2",), (), (0.03, 0.03), 0.15, 0.01,
+        {"warm-up": 0.1, "cool-down": 0.1},
         (5e9, 4e9), (8e9, 8e9),
     )  # fmt: skip
     return made.to_dict()

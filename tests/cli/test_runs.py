@@ -65,7 +65,7 @@ def test_a_damaged_run_is_named_beside_the_others(two: Path) -> None:
 
 
 def test_a_folder_without_runs_says_how_one_is_made(tmp_path: Path) -> None:
-    assert "penstock.pipeline(..., run=" in output("runs", str(tmp_path), columns=400)
+    assert "penstock.pipeline(..., run_dir=" in output("runs", str(tmp_path), columns=400)
     assert "there is no folder" in refusal("runs", str(tmp_path / "none"))
 
 

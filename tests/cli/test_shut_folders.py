@@ -81,7 +81,7 @@ def test_training_goes_on_without_a_record(here: Path, folder: str) -> None:
         (here / folder).chmod(0)
         x, y = small.batch()
         with pytest.warns(UserWarning, match="Permission denied") as told:
-            with penstock.pipeline(small.mlp(), (x,), loss_fn=mse_loss, microbatches=2, run="shut/run") as pipe:
+            with penstock.pipeline(small.mlp(), (x,), loss_fn=mse_loss, microbatches=2, run_dir="shut/run") as pipe:
                 pipe.step(x, target=y)
         return f"step {pipe.step_count}, {len(told)} warnings"
 

@@ -8,13 +8,13 @@ import pytest
 from command_line import penstock, refusal
 
 from penstock.cli import _order
-from penstock.schedule import Generator, generate, generators
-from penstock.schedule.generators import Numbers
+from penstock.schedule import ScheduleSpec, generate, schedule_specs
+from penstock.schedule.generators import ScheduleParams
 
 
-@pytest.mark.parametrize("entry", generators(), ids=lambda entry: entry.name)
-def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
-    numbers = Numbers(4, 6, entry.chunks)
+@pytest.mark.parametrize("entry", schedule_specs(), ids=lambda entry: entry.name)
+def test_actions_are_counted_before_they_are_made(entry: ScheduleSpec) -> None:
+    numbers = ScheduleParams(4, 6, entry.chunks)
     made = generate(entry.name, 4, 6)
     counted = sum(len(row) for row in made.rows)
     if entry.name.startswith("dualpipe"):  # some of its backwards are not split

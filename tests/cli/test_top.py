@@ -19,7 +19,7 @@ from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RankState, StepRecord
 from penstock.trace.runs.progress import Progress, in_time
-from penstock.trace.runs.summary import health, troubles
+from penstock.trace.runs.summary import failure_messages, health
 from scaffolding.run_folders import about, says, steps
 
 ABOUT = about(2, 4)
@@ -59,7 +59,7 @@ def test_a_rank_is_judged_by_what_it_said_and_whether_its_process_lives(stopped_
         assert judged(replace(STATE, failure=how), NOW + 60, lives=False) == "interrupted"
     for how in ("rank 1 failed at 1B2: ValueError: signal SIGINT has no handler", "a KeyboardInterrupt in a worker"):
         assert judged(replace(STATE, failure=how), NOW + 60, lives=False) == "failed"
-        assert how in troubles([(replace(STATE, failure=how), "failed")])[0]
+        assert how in failure_messages([(replace(STATE, failure=how), "failed")])[0]
     assert health(replace(STATE, host=socket.gethostname(), pid=os.getpid())) == "computes"
     assert health(replace(STATE, host=socket.gethostname(), pid=2**22 + 1)) == "gone"
 

@@ -16,7 +16,7 @@ from penstock.cli import app
 from penstock.cli import verify as command
 from penstock.cli.verify import rank_main
 from penstock.distributed.launch.target import load
-from penstock.schedule import generator
+from penstock.schedule import schedule_spec
 from scaffolding.patient import finished
 from scaffolding.ranks import Ranks
 from scaffolding.tcp import EXAMPLE
@@ -448,7 +448,7 @@ def test_balance_is_what_the_stages_share() -> None:
 
 def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("gpipe", "zb-h1", "chimera")  # the last does not take three ranks
-    monkeypatch.setattr(command, "generators", lambda: [generator(name) for name in names])
+    monkeypatch.setattr(command, "generators", lambda: [schedule_spec(name) for name in names])
     given = ("--schedule", "all", "--ranks", "3", "--microbatches", "4", "--no-full-batch")
     result = verify("cases.py:good", *given)
     assert result.exit_code == 0

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from penstock._base.errors import PipelineFailure
+from penstock._base.errors import RankFailedError
 from penstock._base.process import Process, ProcessState
 from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import FailureDetector, Patience
@@ -193,7 +193,7 @@ def test_computing_rank_notices_by_itself(bench: Bench) -> None:
     bench.dog._take({"failure": BOOM})
     bench.beats(10)
     assert bench.statuses == []
-    with pytest.raises(PipelineFailure, match=STOPS):
+    with pytest.raises(RankFailedError, match=STOPS):
         bench.dog.check()
     bench.dog.position = RECEIVE
     bench.beats(1)
@@ -277,7 +277,7 @@ def test_rank_whose_agent_is_gone_ends_and_tells_the_others(
     assert "failure" in bench.rank0.receive()[-1]
     missing = Missing(0, 2, Patience())
     missing._launcher = bench.dog._launcher
-    with pytest.raises(PipelineFailure, match="rank 0 stops: its torchrun agent"):
+    with pytest.raises(RankFailedError, match="rank 0 stops: its torchrun agent"):
         missing.check()
 
 
@@ -378,7 +378,7 @@ def test_a_restarted_job_does_not_read_what_the_one_before_wrote(monkeypatch: py
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = Meeting(place_of(store, (0, 1)), 1, 2)
     assert again.absent() == (0,)
-    with pytest.raises(PipelineFailure, match=r"rank 1 waited \d+ s for rank 0, which has not called"):
+    with pytest.raises(RankFailedError, match=r"rank 1 waited \d+ s for rank 0, which has not called"):
         again.give(None, missing)
     Meeting(place_of(store, (0, 1)), 0, 2).give("the new address", missing)
     assert again.give(None, missing) == "the new address"
@@ -412,7 +412,7 @@ def test_unreachable_rank_0_is_reported_at_the_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     address = {"hosts": ["127.0.0.1"], "port": port, "token": "t", "process": ["elsewhere", 1, ""]}
-    with pytest.raises(PipelineFailure, match=f"rank 1 cannot reach rank 0 at 127.0.0.1, port {port}"):
+    with pytest.raises(RankFailedError, match=f"rank 1 cannot reach rank 0 at 127.0.0.1, port {port}"):
         Watchdog.join(address, 1, 2, Patience(), Missing(1, 2, Patience()))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock._base import process
-from penstock._base.errors import ArgumentError, PipelineFailure
+from penstock._base.errors import ArgumentError, RankFailedError
 from penstock.distributed import joining
 from penstock.distributed.failure_detector import Patience
 from penstock.distributed.joining import Meeting, Missing
@@ -70,7 +70,7 @@ def test_ranks_with_another_world_size_are_refused_by_all(
     def come(rank: int, ranks: int) -> None:
         try:
             Meeting(store, rank, ranks).await_all(Missing(rank, ranks, Patience(join_seconds=20)))
-        except PipelineFailure as failure:
+        except RankFailedError as failure:
             said[rank] = str(failure)
 
     threads = [threading.Thread(target=come, args=(rank, ranks)) for rank, ranks in enumerate(sizes)]
@@ -88,7 +88,7 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
     parent = process._stat(os.getppid())[1]
     store.set("rank 1 process 1", json.dumps([process.Process.here().machine, os.getppid(), parent]))
     with pytest.raises(
-        PipelineFailure, match=f"rank 1 stops: process {os.getppid()} has RANK=1, too; set another RANK"
+        RankFailedError, match=f"rank 1 stops: process {os.getppid()} has RANK=1, too; set another RANK"
     ):
         Meeting(store, 1, 2).await_all(Missing(1, 2, Patience(join_seconds=5)))
 
@@ -109,7 +109,7 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
 def test_what_a_dead_store_means_is_said(error: str, says: str) -> None:
     missing = Missing(1, 2, Patience())
     missing.address = ("a", 1)
-    with pytest.raises(PipelineFailure, match=re.escape(f"rank 1 stops: {says}")) as caught, missing:
+    with pytest.raises(RankFailedError, match=re.escape(f"rank 1 stops: {says}")) as caught, missing:
         raise dist.DistNetworkError(error)
     assert "\n" not in str(caught.value)
 

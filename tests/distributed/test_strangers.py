@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock._base.errors import PipelineFailure
+from penstock._base.errors import RankFailedError
 from penstock.distributed import heartbeat_server
 from penstock.distributed.failure import Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import Patience
@@ -166,12 +166,12 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
 
 def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() -> None:
     patience = Patience(beat_seconds=2.0)
-    server, raised = HeartbeatServer(3, patience), list[PipelineFailure]()
+    server, raised = HeartbeatServer(3, patience), list[RankFailedError]()
 
     def arrive() -> None:
         try:
             Watchdog.join(server.address, 0, 3, patience, Missing(0, 3, patience))
-        except PipelineFailure as error:
+        except RankFailedError as error:
             raised.append(error)
 
     waiting = threading.Thread(target=arrive)

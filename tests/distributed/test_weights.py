@@ -160,7 +160,7 @@ def test_transformers_on_the_meta_device(tmp_path: Path) -> None:
     case.model.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = type(case.model)(case.model.config)
-    rule = checkpoint.weights(tmp_path, model, otherwise=lambda name, module: model._init_weights(module))
+    rule = checkpoint.init_from_weights(tmp_path, model, init_missing=lambda name, module: model._init_weights(module))
     kwargs = {"input_ids": case.kwargs["input_ids"], "labels": case.kwargs["labels"]}
     losses = []
     for each, options in ((case.model, {}), (model, {"materialize": rule})):

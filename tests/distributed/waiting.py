@@ -181,7 +181,7 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
     )
     here("stepping", here("collective", nothing))()
     pipe.step(ids, target=ids)
-    pipe.gather(rank)
+    pipe.all_gather_object(rank)
     checkpoint.save(folder / f"{case}.saved", pipe)
     checkpoint.load(folder / f"{case}.saved", pipe)
     pipe.predict(ids)

@@ -91,7 +91,9 @@ def read(rank: int, path: Path, how: str) -> dict[str, Tensor]:
         return dict(train_spare(model, 0, held))
     with torch.device("meta"):
         model = Spare()
-    return dict(train_spare(model, 0, held, materialize=checkpoint.weights(path, model, otherwise=set_buffers)))
+    return dict(
+        train_spare(model, 0, held, materialize=checkpoint.init_from_weights(path, model, init_missing=set_buffers))
+    )
 
 
 def refused(rank: int, folder: Path) -> list[str]:
@@ -149,7 +151,7 @@ def _load_deep(path: Path, width: int) -> tuple[list[float], int, int]:
         model = Deep(width)
     x = torch.zeros(2, width)
     before = _start_of_peak()
-    rule = checkpoint.weights(path, model)
+    rule = checkpoint.init_from_weights(path, model)
     with penstock.pipeline(model, (x,), loss=squared_error, microbatches=1, materialize=rule) as pipe:
         peak = _kilobytes("VmHWM") * 1024
         held = dict(pipe.named_parameters())

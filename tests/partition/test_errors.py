@@ -55,7 +55,7 @@ def test_a_branch_on_values_names_the_line_and_the_remedy() -> None:
 
     model = Layers(lambda self, index, x: self.inner(x))
     model.inner = Inside()
-    with pytest.raises(PartitionError, match=r"# within` in module 'inner'.*leaves=\["):
+    with pytest.raises(PartitionError, match=r"# within` in module 'inner'.*leaf_modules=\["):
         partition(model)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
-from penstock.plan import Choice, Plan
+from penstock.plan import ParallelConfig, Plan
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
 from penstock.schedule import generate
 from penstock.simulate import LinkCost
@@ -51,7 +51,7 @@ def shows_kwargs() -> None:
     assert loss == step(model=mlp(1), ranks=1).loss
 
 
-PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
+PLAN = Plan(ParallelConfig(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
 
 
 def shows_balance() -> None:
@@ -95,15 +95,15 @@ def shows_leaves() -> None:
     whole = nn.Module()
     whole.inner, whole.head = SkipsTwice(WIDTH), nn.Linear(WIDTH, WIDTH)
     whole.forward = lambda x: whole.head(whole.inner(x))  # type: ignore[method-assign]
-    assert "self.inner.layers" in made(model=whole).code
-    assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).code
+    assert "self.inner.layers" in made(model=whole).stage_code
+    assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).stage_code
     refused(PartitionError, r"leaves: .*'iner'.*'inner'", model=whole, leaves=["iner"])
 
 
 def shows_opens() -> None:
     model = nn.Sequential(OrderedDict(inner=SkipsTwice(WIDTH), head=nn.Linear(WIDTH, WIDTH)))
-    assert "self.inner.layers" not in made(model=model).code
-    assert "self.inner.layers" in made(model=model, opens=["inner"]).code
+    assert "self.inner.layers" not in made(model=model).stage_code
+    assert "self.inner.layers" in made(model=model, opens=["inner"]).stage_code
     refused(PartitionError, r"opens: .*'iner'.*'inner'", model=model, opens=["iner"])
 
 
@@ -204,7 +204,7 @@ def shows_gradient_dtype() -> None:
     with made(model=model, args=(X.bfloat16(),), gradient_dtype=torch.float32) as pipe:
         pipe.step(X.bfloat16(), target=Y)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    refused(ArgumentError, "gradient_dtype='float32': expected torch.float32", gradient_dtype="float32")
+    refused(ArgumentError, "grad_dtype='float32': expected torch.float32", gradient_dtype="float32")
 
 
 def shows_parallelize() -> None:
@@ -291,7 +291,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
     "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
-    "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
+    "broadcast_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
     "materialize": shows_materialize,
     "seed": shows_seed,
     "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
@@ -304,9 +304,9 @@ SHOWN: dict[str, Callable[[], None]] = {
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
-    "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds >= 1", lost_after=0),
+    "heartbeat_timeout": lambda: refused(ArgumentError, "heartbeat_timeout=0: expected seconds >= 1", lost_after=0),
     # What torch is told: tests/distributed/test_process_groups.py.
-    "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
+    "pg_timeout": lambda: refused(ArgumentError, "pg_timeout=True: expected seconds", group_timeout=True),
     # What it records: tests/pipe/test_recorder.py.
     "verify": lambda: refused(ArgumentError, "verify='yes': expected True, False or None", verify="yes"),
     "run": lambda: refused(ArgumentError, "run=3: expected a folder to record the run in", run=3),
@@ -344,7 +344,7 @@ def test_trap_17_no_option_is_left_out() -> None:
         ({"pipeline_model_parallel_size": 2}, "pass ranks="),
         ({"loss_function": None}, "pass loss_fn="),
         ({"precision": 16}, "omit it: call step\\(\\) under torch.autocast"),
-        ({"interleave": 2}, "pass chunks="),
+        ({"interleave": 2}, "pass stages_per_rank="),
     ],
 )
 def test_an_option_of_a_peer_leads_to_the_right_name(option: dict[str, Any], instead: str) -> None:
@@ -503,7 +503,7 @@ def test_arguments_of_another_kind_are_refused() -> None:
         for verb in (pipeline, penstock.inspect, penstock.profile, verify):
             with pytest.raises(ArgumentError, match=r"args is a pair .*: pipeline\(model, \*args"):
                 verb(mlp(), pair)
-    refused(ArgumentError, "share_loss='no': expected True or False", share_loss="no")
+    refused(ArgumentError, "broadcast_loss='no': expected True or False", share_loss="no")
     refused(ArgumentError, "deferred_batch_norm=1: expected True or False", deferred_batch_norm=1)
     refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
     refused(ArgumentError, "parallelize=True: expected a function", parallelize=True)
@@ -569,13 +569,13 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         ({"schedule": 3}, ArgumentError, ["schedule=3: expected a name, such as '1f1b', or a penstock.schedule.Sch"]),
         ({"schedule": generate}, ArgumentError, ["schedule=<function generate", "pass what this returns"]),
         ({"mesh": 2}, ArgumentError, ["mesh=2: expected a DeviceMesh", "init_device_mesh"]),
-        ({"chunks": 0}, ArgumentError, ["chunks=0", "an integer >= 1"]),
-        ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["chunks=2", "1f1b", "1 chunk"]),
+        ({"chunks": 0}, ArgumentError, ["stages_per_rank=0", "an integer >= 1"]),
+        ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["stages_per_rank=2", "1f1b", "1 chunk"]),
         (
             {"ranks": 2, "chunks": 8},
             ArgumentError,
             [
-                "chunks=8: 1f1b works with exactly 1 chunk",
+                "stages_per_rank=8: 1f1b works with exactly 1 chunk",
                 "into how many pieces a batch is cut is said by microbatches=",
             ],
         ),
@@ -598,7 +598,7 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
         ArgumentError, r"microbatches=4, .*'gpipe' is for 5; leave microbatches out", microbatches=4, schedule=schedule
     )
     own: dict[str, Any] = {"microbatches": None, "schedule": schedule}
-    refused(ArgumentError, r"chunks=3, .*'gpipe' has 4 stages on 2 ranks; leave chunks out", chunks=3, **own)
+    refused(ArgumentError, r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; leave chunks out", chunks=3, **own)
     assert len(step(**own).losses) == 5
 
 

@@ -36,8 +36,8 @@ class _Maker:
 
 
 def apart(value: Any, above: frozenset[int] = frozenset()) -> Any:
-    """A nested value with a Closure in place of each function but those that close over themselves (`above`: where), or
-    over a variable without a value yet."""
+    """Copy a nested value with a Closure in place of each function but those that close over themselves (`above`:
+    where), or over a variable without a value yet."""
     inner = partial(apart, above=above | {id(value)})
     if type(value) is partial:
         return Closure(_partial, inner((value.func, value.args, value.keywords)))
@@ -58,7 +58,7 @@ def _partial(function: Any, args: Any, keywords: Any) -> Any:
 
 
 def contents(cell: CellType) -> Any:
-    """A cell's contents, or `EMPTY`."""
+    """Return a cell's contents, or `EMPTY`."""
     try:
         return cell.cell_contents
     except ValueError:

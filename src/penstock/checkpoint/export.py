@@ -51,7 +51,7 @@ class FileEntry:
 
 
 def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[str, str] | None = None) -> Path:
-    """Writes all parameters and persistent buffers to one file, under the unsplit model's names. Every rank calls it.
+    """Write all parameters and persistent buffers to one file, under the unsplit model's names. Every rank calls it.
 
     A tied tensor is stored once, under its first name; the file's metadata map its other names to that one, as
     `safetensors.torch.save_model` does. `safetensors.torch.load_model(model, path)` loads the file into the unsplit
@@ -70,17 +70,19 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
     path = Path(path)
     model = set(pipe.session.split.names().values())  # and nothing of the loss
     own = {name: tensor for name, tensor in pipe.state_dict().items() if name in model}
-    held = pipe.gather([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
+    held = pipe.all_gather_object([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
     entries = in_order(held, pipe.session.split.all_names())
     ties = {name: first for name, first in pipe.session.ties().items() if first in own}
-    notes = {name: first for part in pipe.gather(ties) for name, first in part.items()} | dict(metadata or {})
+    notes = {name: first for part in pipe.all_gather_object(ties) for name, first in part.items()} | dict(
+        metadata or {}
+    )
     fails = f"cannot write {path}"
     together(pipe, lambda: _check(entries, notes), fails)
 
     def stream() -> None:
         data = _brought(pipe, entries, own)
         try:
-            if pipe.is_first:
+            if pipe.is_main_process:
                 write_file(path, entries, notes, data, partial(pipe.session.control.working, OWN_PART))
         finally:
             for _ in data:  # on the other ranks; and on the first, if a write failed: they still send the rest
@@ -93,7 +95,7 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
 
 
 def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: bool = True) -> Path:
-    """Writes the model in a checkpoint to one `safetensors` file, like `export_safetensors`, but without the model.
+    """Write the model in a checkpoint to one `safetensors` file, like `export_safetensors`, but without the model.
 
     One tensor is in memory at a time.
 
@@ -153,7 +155,7 @@ def write_file(
     data: Iterable[Tensor],
     alone: Around = nullcontext,
 ) -> None:
-    """Writes a `safetensors` file under a temporary name, then renames it.
+    """Write a `safetensors` file under a temporary name, then renames it.
 
     Args:
         path: the file.
@@ -179,13 +181,14 @@ def write_file(
 
 
 def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
-    """Every tensor once, from the first process that holds it. Larger dtypes come first, so that all are aligned."""
+    """Return every tensor once, from the first process that holds it. Larger dtypes come first, so that all are
+    aligned."""
     found = {entry.name: replace(entry, owner=owner) for owner in reversed(range(len(held))) for entry in held[owner]}
     return sorted((found[name] for name in names if name in found), key=lambda entry: -entry.dtype.itemsize)
 
 
 def _header(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> bytes:
-    """The length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
+    """Return the length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
     for entry in entries:
@@ -208,5 +211,5 @@ def _check(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes on the CPU. A collective if it is sharded."""
+    """Return a tensor's bytes on the CPU. A collective if it is sharded."""
     return whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)

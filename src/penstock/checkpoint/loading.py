@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
+from penstock._base.second_names import also
 from penstock._base.words import counted
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import on_first, together
@@ -30,7 +31,7 @@ from penstock.checkpoint.contents import (
     model_tensors,
     read_entries,
 )
-from penstock.checkpoint.saving import finish
+from penstock.checkpoint.saving import wait_for_save
 from penstock.checkpoint.storage import Reader
 from penstock.pipe.pipeline import Pipeline
 
@@ -50,15 +51,16 @@ class Restored:
     extra: Any
 
 
+@also(others="stateful")
 def load(
     folder: str | Path,
     pipe: Pipeline,
     optimizer: Optimizers | None = None,
     *,
-    others: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Any] | None = None,
     weights_only: bool = True,
 ) -> Restored | None:
-    """Loads the latest checkpoint in a folder, or the one that the path names. Every rank calls it.
+    """Load the latest checkpoint in a folder, or the one that the path names. Every rank calls it.
 
     The split, the schedule and the number of ranks may differ from those it was saved with. Random streams are
     restored too, so training continues as it would have without the interruption.
@@ -68,10 +70,10 @@ def load(
         pipe: a pipeline of the same model.
         optimizer: an optimizer of the same class as the saved one, with the same parameter names in each group; or a
             list or dict, as for `save`.
-        others: as for `save`. Averages are made as they were, from the pipeline.
+        stateful: as for `save`. Averages are made as they were, from the pipeline.
         weights_only: as for `torch.load`: unpickle only tensors, numbers, texts, containers and the classes that
             `torch.serialization.add_safe_globals` allows. Objects of other classes, in `extra` or in the state of
-            `others`, need False, with which a checkpoint can run any code: pass it only if you trust who wrote it.
+            `stateful`, need False, with which a checkpoint can run any code: pass it only if you trust who wrote it.
 
     Returns:
         What was loaded; None, with nothing changed, if there is no checkpoint.
@@ -81,7 +83,7 @@ def load(
             that any rank asks for. Nothing has changed.
         CheckpointError: on every rank, if any rank cannot read it. The model may have been changed in part.
     """
-    finish(pipe)
+    wait_for_save(pipe)
     path = on_first(pipe, partial(folders.find, Path(folder)), f"cannot read {folder}")
     if path is None:
         return None
@@ -89,11 +91,11 @@ def load(
 
     def parts() -> tuple[Reader, Rest, dict[str, Any], dict[str, Any], Names]:
         reader = Reader(path, weights_only=weights_only)
-        optimizers, items = by_label(optimizer, others)
+        optimizers, items = by_label(optimizer, stateful)
         return reader, reader.rest(), optimizers, items, group_names(pipe, optimizers)
 
     reader, rest, optimizers, items, own = together(pipe, parts, fails)
-    merge_groups(pipe.gather(own))
+    merge_groups(pipe.all_gather_object(own))
 
     def check() -> tuple[dict[str, Divided], dict[str, Any]]:
         _check_model(path, pipe, model_tensors(reader.metadata), model_tensors(reader.metadata, LOSS))

@@ -32,7 +32,7 @@ from penstock.checkpoint.unpickling import NotAllowedError, unpickle
 
 
 def hush() -> None:
-    """Silences torch's warning that one process works alone, which is intended here.
+    """Silence torch's warning that one process works alone, which is intended here.
 
     Permanently: `catch_warnings` would cover one thread only.
     """
@@ -44,7 +44,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 def write(folder: Path, state: dict[str, Any], group: ProcessGroup | None, alone: Around) -> list[str]:
-    """Writes what every rank of a group holds; None: this process is alone. What several ranks hold is written once.
+    """Write what every rank of a group holds; None: this process is alone. What several ranks hold is written once.
 
     Returns the names of all ranks' files. Raises torch's own errors, on every rank.
     """
@@ -84,7 +84,7 @@ class Reader(FileSystemReader):
     """
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        """Raises CheckpointError if the checkpoint lacks one of its files or its metadata are damaged, or OSError.
+        """Raise CheckpointError if the checkpoint lacks one of its files or its metadata are damaged, or OSError.
 
         Args:
             path: the checkpoint.
@@ -108,7 +108,7 @@ class Reader(FileSystemReader):
             raise CheckpointError(f"{path} cannot be loaded: {why}")
 
     def read(self, state: dict[str, Any]) -> None:
-        """Reads into the tensors in `state`, and replaces each None with the stored value.
+        """Read into the tensors in `state`, and replace each None with the stored value.
 
         Raises CheckpointError, which names the file, if a file is damaged; ArgumentError if a value would run code.
         """
@@ -134,7 +134,7 @@ class Reader(FileSystemReader):
             raise CheckpointError(_damaged(Path(self.path), error)) from error
 
     def rest(self) -> Rest:
-        """Everything that does not belong to one tensor."""
+        """Read everything that does not belong to one tensor."""
         state: dict[str, Any] = {REST: None}
         self.read(state)
         try:
@@ -163,12 +163,12 @@ class Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Reads bytes as torch reads tensors; torch itself would unpickle anything here."""
+        """Read bytes as torch reads tensors; torch itself would unpickle anything here."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def _check(path: Path, metadata: Metadata) -> None:
-    """Raises an error if the metadata are of another type, or tell of more than the files in that folder hold."""
+    """Raise an error if the metadata are of another type, or tell of more than the files in that folder hold."""
     held: dict[str, int] = {}
     sizes: dict[str, float] = {}
     for index, stored in metadata.storage_data.items():

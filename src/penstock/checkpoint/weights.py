@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, CheckpointError, require
 from penstock._base.files import read_json, validate
+from penstock._base.second_names import also
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import together
 from penstock.checkpoint.contents import model_key, model_tensors
@@ -22,14 +23,15 @@ from penstock.runtime.gradients.distribution import copy_into
 from penstock.runtime.model.taking_over import Materialize
 
 
-def weights(
+@also(otherwise="init_missing")
+def init_from_weights(
     path: str | Path,
     model: nn.Module | Sequence[nn.Module],
     *,
-    otherwise: Materialize | None = None,
+    init_missing: Materialize | None = None,
     strict: bool = True,
 ) -> Materialize:
-    """A rule for `pipeline(model, materialize=...)` that fills a model on the meta device from a file.
+    """Return a rule for `pipeline(model, materialize=...)` that fills a model on the meta device from a file.
 
     Each rank reads only the tensors of its own stages. Values are cast to the model's dtypes.
 
@@ -37,7 +39,7 @@ def weights(
         path: a `.safetensors` file; a folder with `model.safetensors` or `model.safetensors.index.json`, like those of
             `transformers`; a checkpoint, or a folder of checkpoints, of which the latest is used.
         model: the model to be split, on the meta device.
-        otherwise: initializes a module for which the file lacks some tensors (non-persistent buffers, say), before
+        init_missing: initializes a module for which the file lacks some tensors (non-persistent buffers, say), before
             those in the file are read; None: the module's `reset_parameters()`.
         strict: whether the file must contain exactly the model's parameters and persistent buffers.
 
@@ -55,7 +57,7 @@ def weights(
         prefix = f"{module_name}." if module_name else ""
         found = [(tensor, there.get(first[prefix + key])) for key, tensor in own]
         if any(name is None for _, name in found):
-            _initialize(module_name, module, otherwise)
+            _initialize(module_name, module, init_missing)
         for tensor, name in found:
             if name is not None:
                 source.fill(tensor, name)
@@ -64,7 +66,7 @@ def weights(
 
 
 def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True) -> None:
-    """Reads weights into a pipeline's model. Every rank calls it, and reads only the tensors of its own stages.
+    """Read weights into a pipeline's model. Every rank calls it, and reads only the tensors of its own stages.
 
     Args:
         path: as for `weights`.
@@ -93,7 +95,7 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
 def _match(
     path: str | Path, model: nn.Module, first: Mapping[str, str], source: Source, strict: bool
 ) -> dict[str, str]:
-    """Maps the model's names to the file's, which may use any name of a tied tensor. Leaves out what the file lacks.
+    """Map the model's names to the file's, which may use any name of a tied tensor. Leaves out what the file lacks.
 
     Args:
         path: for errors.
@@ -130,7 +132,7 @@ def _initialize(name: str, module: nn.Module, otherwise: Materialize | None) -> 
     elif any(True for _ in module.parameters(recurse=False)):
         raise ArgumentError(
             f"module {name} ({type(module).__name__}) has parameters that the file lacks, and no reset_parameters(); "
-            "pass otherwise=fn(name, module) that sets them"
+            "pass init_missing=fn(name, module) that sets them"
         )
 
 
@@ -155,7 +157,7 @@ class Source:
 
 
 def source_of(path: str | Path) -> Source:
-    """What is at a path, as for `weights`. Raises ArgumentError if that is none of these, and CheckpointError if a file
+    """What is at a path, as for `weights`. Raise ArgumentError if that is none of these, and CheckpointError if a file
     is damaged."""
     path = Path(path).absolute()  # it is read later, maybe after a chdir
     if path.is_file():

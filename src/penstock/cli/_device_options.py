@@ -16,8 +16,8 @@ from penstock.cli._options import REQUIRED, check_count, options_on
 from penstock.cli._target import link_of
 
 if TYPE_CHECKING:
-    from penstock.costs.hardware import Cable, Device
-    from penstock.plan import Cluster, Kind
+    from penstock.costs.hardware import DeviceSpec, Interconnect
+    from penstock.plan import Cluster, DevicePool
     from penstock.plan.transformer.step import Paper
     from penstock.simulate import LinkCost
 
@@ -56,7 +56,7 @@ class ClusterOptions:
     )
 
     @property
-    def kind(self) -> Device | None:
+    def kind(self) -> DeviceSpec | None:
         """The device of --device."""
         from penstock.costs.hardware import device
 
@@ -109,17 +109,17 @@ class ClusterOptions:
         return Cluster(
             link=link_of(options.link) or measured or NO_COST,
             devices_per_host=options.devices_per_host,
-            between_hosts=link_of(options.inter_host_link),
+            inter_host_link=link_of(options.inter_host_link),
             kinds=options.kinds(),
-            host_link=link_of(options.offload_link),
+            offload_link=link_of(options.offload_link),
             action_seconds=(action_seconds or 0.0) if options.action_overhead is None else options.action_overhead,
             optimizer_byte_seconds=update,
         )
 
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[DevicePool, ...]:
         """Return the devices of each type."""
         from penstock.network.quantities import size_of
-        from penstock.plan import Kind
+        from penstock.plan import DevicePool
 
         counts: dict[str, int] = {}
         for part in self.devices.split(","):
@@ -131,7 +131,7 @@ class ClusterOptions:
             counts[match[2] or ""] = check_count("--devices", int(match[1]))
         sizes = _by_kind("--memory", self.memory, counts, size_of, math.inf)
         speeds = _by_kind("--speed", self.speed, counts, _speed, 1.0)
-        return tuple(Kind(name, number, sizes[name], speeds[name]) for name, number in counts.items())
+        return tuple(DevicePool(name, number, sizes[name], speeds[name]) for name, number in counts.items())
 
 
 def _by_kind(
@@ -159,7 +159,7 @@ def _speed(text: str) -> float:
         ) from None
 
 
-def _text(cable: Cable | None, device: Device, between: str, option: str) -> str:
+def _text(cable: Interconnect | None, device: DeviceSpec, between: str, option: str) -> str:
     """Format a link for its option."""
     if cable is None:
         raise ArgumentError(f"--device {device.key}: the link between {between} is unknown; pass {option}")
@@ -189,7 +189,7 @@ class TransformerOptions:
 
     def read(self, cluster: ClusterOptions) -> Paper:
         """Return the job on these devices."""
-        from penstock.plan.transformer import Job, Machine, transformer
+        from penstock.plan.transformer import ClusterSpec, TrainingConfig, transformer
         from penstock.plan.transformer.step import Paper
 
         if cluster.link is not None or cluster.inter_host_link is not None:
@@ -203,8 +203,8 @@ class TransformerOptions:
         if not by_replicas and not self.optimizer_shards.isdecimal():
             raise ArgumentError(f"--optimizer-shards {self.optimizer_shards!r}: expected a number, or {WITH_REPLICAS}")
         shards = 1 if by_replicas else int(self.optimizer_shards)
-        job = Job(
-            model, self.seq_length, tensor_parallel, tensor_parallel > 1, fused_attention=True, optimizer_shards=shards
+        job = TrainingConfig(
+            model, self.seq_length, tensor_parallel, tensor_parallel > 1, flash_attention=True, optimizer_shards=shards
         )
         kinds = cluster.kinds()
         devices = sum(kind.devices for kind in kinds)
@@ -214,5 +214,5 @@ class TransformerOptions:
                 f"{max(1, devices // tensor_parallel) * tensor_parallel}"
             )
         hosts = cluster.devices_per_host or (device.link.devices if device.link else 1) or 1
-        machine = Machine(device, devices_per_host=hosts)
+        machine = ClusterSpec(device, devices_per_host=hosts)
         return Paper(job, machine, devices, max(kind.memory_bytes for kind in kinds), by_replicas)

@@ -15,16 +15,16 @@ from penstock.cli._as_typed import flag, in_options
 from penstock.cli._options import CUT, USUAL, integers, options_on
 from penstock.schedule import (
     MICROBATCHES,
-    Generator,
     Schedule,
+    ScheduleSpec,
     add_sharding,
     from_csv,
     generate,
-    generator,
-    generators,
+    schedule_spec,
+    schedule_specs,
 )
 from penstock.schedule.check import require_legal
-from penstock.schedule.generators import Numbers
+from penstock.schedule.generators import ScheduleParams
 
 ALL = "all"
 """Value of --schedule: every schedule that the numbers allow."""
@@ -72,10 +72,10 @@ class OrderOptions:
         """Return the requested schedules that the numbers allow, and the requirements of the others. `several`: allow
         several numbers of ranks or microbatches."""
         name = self._name()
-        entries = [*generators()] if name == ALL else [generator(part.strip()) for part in name.split(",")]
+        entries = [*schedule_specs()] if name == ALL else [schedule_spec(part.strip()) for part in name.split(",")]
         sizes = self._sizes(several=several)
         requested = [
-            (entry, Numbers(*size, entry.chunks if self.stages_per_rank is None else self.stages_per_rank))
+            (entry, ScheduleParams(*size, entry.chunks if self.stages_per_rank is None else self.stages_per_rank))
             for entry in entries
             for size in sizes
         ]
@@ -175,19 +175,19 @@ ANNOUNCED = 200_000
 _ANNOUNCED_SECONDS = 10.0
 
 
-def check_size(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
+def check_size(schedules: Iterable[tuple[ScheduleSpec, ScheduleParams]]) -> None:
     """Raise ArgumentError if schedules are too large to time; announce those that take a while."""
     announce(_total([(entry.actions(numbers), numbers) for entry, numbers in schedules], MAX_ACTIONS, "timed"))
 
 
-def check_search_size(numbers: Numbers, seconds: float) -> None:
+def check_search_size(numbers: ScheduleParams, seconds: float) -> None:
     """Check the size of a search as `check_size` does."""
     actions = 3 * numbers.ranks * numbers.chunks * numbers.microbatches
     if _total([(actions, numbers)], MAX_TO_SEARCH, "searched") > ANNOUNCED // 10 or seconds > _ANNOUNCED_SECONDS:
         _print_note(f"searching for about {seconds:g} s, besides the time for named schedules")
 
 
-def _total(sizes: Sequence[tuple[int, Numbers]], limit: int, verb: str) -> int:
+def _total(sizes: Sequence[tuple[int, ScheduleParams]], limit: int, verb: str) -> int:
     """Return the total number of actions. Raise ArgumentError if it, or the number of stages, is too large."""
     total = sum(actions for actions, _ in sizes)
     if total > limit:

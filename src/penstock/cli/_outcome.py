@@ -11,16 +11,16 @@ from rich.text import Text
 from penstock._base.words import sized
 from penstock.costs import Outcome
 from penstock.report.text import print_columns
-from penstock.simulate import Cause
+from penstock.simulate import IdleCause
 from penstock.simulate.figures import WORK, chunks, title
 
 HEADS = {
-    Cause.WARM_UP: "warm\nup",
-    Cause.FORWARD: "wait\nF",
-    Cause.BACKWARD: "wait\nB",
-    Cause.LINK: "link",
-    Cause.OTHER: "other",
-    Cause.COOL_DOWN: "cool\ndown",
+    IdleCause.WARM_UP: "warm\nup",
+    IdleCause.FORWARD: "wait\nF",
+    IdleCause.BACKWARD: "wait\nB",
+    IdleCause.LINK: "link",
+    IdleCause.OTHER: "other",
+    IdleCause.COOL_DOWN: "cool\ndown",
 }
 """Narrow headings of the idle-time columns; `IDLE_NOTE` below the table explains them."""
 
@@ -109,6 +109,6 @@ def texts(values: Sequence[float], max_decimals: int | None = None) -> list[str]
     return [*map(format_of(values, max_decimals), values)]
 
 
-def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
+def shown_causes(outcomes: Sequence[Outcome]) -> list[IdleCause]:
     """Return the causes for which some rank idles."""
-    return [cause for cause in Cause if any(causes[cause] for outcome in outcomes for causes in outcome.idle)]
+    return [cause for cause in IdleCause if any(causes[cause] for outcome in outcomes for causes in outcome.idle)]

@@ -12,10 +12,10 @@ from rich.console import Console
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._outcome import format_of, texts
 from penstock.report.text import pairs, print_columns
-from penstock.simulate import Cause
+from penstock.simulate import IdleCause
 
 if TYPE_CHECKING:
-    from penstock.plan import Choice, Cluster, Lost, Plan, Planned
+    from penstock.plan import Cluster, ParallelConfig, Plan, PlanResult, RejectedConfig
     from penstock.plan.remedies import Remedy
 
 _MAX_LINES = 6
@@ -34,10 +34,10 @@ _MAX_RANKS = 16
 """Maximum number of ranks to list. Larger pipelines show the first, the last and the peak-memory rank."""
 
 
-def show(result: Planned, console: Console, cluster: Cluster) -> None:
+def show(result: PlanResult, console: Console, cluster: Cluster) -> None:
     """Print the best plans, the rank layout of the first, and the reasons for rejecting others."""
     best = result.best[0]
-    tried = counted(len(result.best) + len(result.lost), "plan")
+    tried = counted(len(result.best) + len(result.rejected), "plan")
     console.print(f"[bold]{_named(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s/step")
     if note := _pipeline_note(result, best):
         console.print(note)
@@ -66,14 +66,14 @@ def show(result: Planned, console: Console, cluster: Cluster) -> None:
         console.print(pairs(lines))
 
 
-def _pipeline_note(result: Planned, best: Plan) -> str:
+def _pipeline_note(result: PlanResult, best: Plan) -> str:
     """Return a note on a plan without a pipeline, or with one that is mostly idle."""
     if best.choice.devices == 1:
         return "On one device a pipeline is pointless: there is nothing to split. The plan runs the model as it is."
     if best.choice.ranks > 1:
         reason = f"the batch is small for {best.choice.devices} devices, and fewer may be as fast."
         return f"Its ranks are idle {best.bubble:.0%} of the time: {reason}" if best.bubble >= _MOSTLY_IDLE else ""
-    plans: list[Plan | Lost] = sorted((*result.best, *result.lost), key=lambda plan: plan.step_seconds)
+    plans: list[Plan | RejectedConfig] = sorted((*result.best, *result.rejected), key=lambda plan: plan.step_seconds)
     piped = next((plan for plan in plans if plan.choice.ranks > 1 and not plan.lacking_bytes), None)
     if piped is None:
         return "It has no pipeline; no plan with one fits, or none was requested."
@@ -115,7 +115,7 @@ def _show_plans(groups: Sequence[Sequence[Plan]], console: Console) -> None:
 
 
 def _show_idle(plans: Sequence[Plan], console: Console) -> None:
-    idle = {cause: [plan.idle.get(cause.value, 0.0) for plan in plans] for cause in Cause}
+    idle = {cause: [plan.idle.get(cause.value, 0.0) for plan in plans] for cause in IdleCause}
     columns = {
         cause.value.replace(" for ", "\nfor "): [f"{100 * share:.1f}" for share in shares]
         for cause, shares in idle.items()
@@ -164,7 +164,7 @@ def _policies(plan: Plan, stages: Sequence[int]) -> str | None:
     return ", ".join(f"{count} {policy}" for policy, count in counts.items() if count) or None
 
 
-def _reasons(result: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _reasons(result: PlanResult) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield the reasons for rejection, each with its closest plans, one per schedule and number of ranks."""
     best, equal = result.best[0], f"Equivalent (within {result.equal:.1%}), less simple:"
     slower, pruned, too_large = "Slower:", "Pruned (a lower bound exceeds the best plan):", "Out of memory:"
@@ -183,7 +183,7 @@ def _reasons(result: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
             yield head, [*plans[:_MAX_LINES], *omitted]
 
 
-def _typical(result: Planned) -> list[Lost]:
+def _typical(result: PlanResult) -> list[RejectedConfig]:
     """Return rejected plans that do not resemble the best: the best of each schedule with the winner's number of ranks;
     with other numbers, the best of all and of the usual schedule.
     """
@@ -191,7 +191,7 @@ def _typical(result: Planned) -> list[Lost]:
     seen = {(plan.choice.ranks, plan.choice.schedule) for plan in result.best}
     other_ranks: set[int] = set()
     typical = []
-    for lost in result.lost:
+    for lost in result.rejected:
         kind, same = (lost.choice.ranks, lost.choice.schedule), lost.choice.ranks == ranks
         if kind not in seen and (same or lost.choice.ranks not in other_ranks or lost.choice.schedule == _USUAL):
             seen.add(kind)
@@ -200,20 +200,20 @@ def _typical(result: Planned) -> list[Lost]:
     return typical
 
 
-def _named(choice: Choice) -> str:
+def _named(choice: ParallelConfig) -> str:
     chunks = f" vpp={choice.chunks}" if choice.chunks > 1 else ""
     microbatches = counted(choice.microbatches, "microbatch")
     return f"{choice.schedule}: dp={choice.replicas} pp={choice.ranks}{chunks}, {microbatches} of {choice.rows}"
 
 
-def _slower(lost: Lost | Plan, best: Plan) -> str:
+def _slower(lost: RejectedConfig | Plan, best: Plan) -> str:
     if not best.step_seconds:
         return "no faster"
     change = lost.step_seconds / best.step_seconds - 1
     return f"{abs(change):.1%} {'faster' if change < 0 else 'slower'}"
 
 
-def _why(lost: Lost, best: Plan) -> str:
+def _why(lost: RejectedConfig, best: Plan) -> str:
     details = [
         f"bubble {lost.bubble:.1%}" if lost.bubble else "",
         f"{lost.recomputed} recomputed" if lost.recomputed else "",
@@ -223,9 +223,11 @@ def _why(lost: Lost, best: Plan) -> str:
     return ": ".join(filter(None, (_slower(lost, best), ", ".join(filter(None, details)))))
 
 
-def show_lack(result: Planned, cluster: Cluster, remedies: Sequence[Remedy], console: Console, group: int = 1) -> None:
+def show_lack(
+    result: PlanResult, cluster: Cluster, remedies: Sequence[Remedy], console: Console, group: int = 1
+) -> None:
     """Print which memory is missing and which changes fit. `group`: number of devices per device of the cluster."""
-    closest = result.nearest
+    closest = result.closest
     assert closest is not None  # without any plan the planner has raised
     rank = closest.fullest
     needed, static = closest.memory_bytes[rank], closest.held_bytes[rank]

@@ -131,13 +131,13 @@ class TrafficOptions:
                 hosts=hosts,
                 ranks=ranks,
                 cuts=names(self.cuts),
-                opens=names(self.split_inside),
+                split_inside=names(self.split_inside),
                 schedule="1f1b" if self.schedule is None else self.schedule,
                 microbatches=len(sizes),
                 traffic=traffic,
                 sharded=self.sharded,
                 compute=compute,
-                gradient_dtype=dtype_named(self.gradient_dtype),
+                grad_dtype=dtype_named(self.gradient_dtype),
             )
         uneven = "" if sizes[0] == sizes[-1] else f"; the {sum(sizes)} samples of the batch do not divide evenly"
         pieces = f"{counted(len(sizes), 'microbatch')} of {counted(sizes[0], 'sample')}"

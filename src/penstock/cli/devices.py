@@ -13,7 +13,7 @@ from penstock.cli._options import argument, output_option, print_json, screen
 from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
-    from penstock.costs.hardware import Cable
+    from penstock.costs.hardware import Interconnect
 
 _SYMBOLS = (
     "Dense peaks of matrix products in TFLOP/s, without structured sparsity; - where the vendor states none. Memory "
@@ -65,5 +65,5 @@ def devices(
     console.print(_SYMBOLS, style="dim", markup=False)
 
 
-def _rate(cable: Cable | None) -> str:
+def _rate(cable: Interconnect | None) -> str:
     return "-" if cable is None else f"{cable.bytes_per_second / 1e9:,.4g}"

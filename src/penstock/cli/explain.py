@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.plan import Plan
-    from penstock.plan.explain import Change, Explanation, Predicted, Run
+    from penstock.plan.explain import Change, Explanation, Prediction, TraceSteps
     from penstock.plan.explain.explanation import StageTime
-    from penstock.trace.runs import RunRead
+    from penstock.trace.runs import RecordedRun
 
 EPILOG = """\
 The order of each rank and the time of each action are the trace's; the effect of a change is simulated. ± covers the \
@@ -47,11 +47,11 @@ class PredictionOptions:
     )
     plan: Path | None = option("Plan of the run, from `penstock plan`, to compare with.", metavar="FILE")
 
-    def of(self, run: Run, folder: RunRead | None) -> Predicted | None:
+    def of(self, run: TraceSteps, folder: RecordedRun | None) -> Prediction | None:
         """Return the prediction of a profile, a plan or the run's directory; None if there is none of these."""
         from penstock.costs import read_profile
         from penstock.plan import read_plan
-        from penstock.plan.explain import Predicted
+        from penstock.plan.explain import Prediction
 
         if self.cuts is not None and self.profile is None:
             raise ArgumentError(f"--cuts {self.cuts!r} requires --profile; pass both")
@@ -62,9 +62,9 @@ class PredictionOptions:
             _check_plan(plan, run, folder, self.plan)
         if self.profile is None:
             if plan is not None:
-                return Predicted(plan.stage_seconds, plan.pipeline_seconds)
+                return Prediction(plan.stage_seconds, plan.pipeline_seconds)
             recorded = None if folder is None else folder.predicted()
-            return None if recorded is None else Predicted(recorded.stage_seconds, recorded.step_seconds)
+            return None if recorded is None else Prediction(recorded.stage_seconds, recorded.step_seconds)
         cuts = None if self.cuts is None else tuple(self.cuts.split(","))
         run_cuts, rows, threads = (None, None, 0) if plan is None else (plan.cuts, plan.choice.rows, 0)
         if about is not None:
@@ -75,10 +75,10 @@ class PredictionOptions:
                 )
         order, profile = run.typical.slowest.schedule, read_profile(self.profile)
         depth, cuts = order.placement.depth, run_cuts if cuts is None else cuts
-        return Predicted.of_profile(profile, depth, cuts, rows, threads, splits=order.splits)
+        return Prediction.of_profile(profile, depth, cuts, rows, threads, splits=order.splits)
 
 
-def _check_plan(plan: Plan, run: Run, folder: RunRead | None, file: Path) -> None:
+def _check_plan(plan: Plan, run: TraceSteps, folder: RecordedRun | None, file: Path) -> None:
     """Raise ArgumentError if a run visibly did not follow this plan."""
     order, choice = run.typical.slowest.schedule, plan.choice
     about, remedy = None if folder is None else folder.about, "Pass the plan of the run, or omit --plan"
@@ -107,7 +107,7 @@ def _describe(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -
 
 def explain(
     run: list[Path] = argument(
-        "Directory that penstock.pipeline(run=...) recorded; or timelines as JSON, traces of Perfetto or "
+        "Directory that penstock.pipeline(run_dir=...) recorded; or timelines as JSON, traces of Perfetto or "
         "torch's profiler, or columns (CSV): one file for all ranks, one per rank, or a directory of them; also .gz.",
         metavar="RUN...",
         default=REQUIRED,
@@ -134,9 +134,9 @@ def explain(
     penstock and torch, or described by columns.
     """
     from penstock.plan.explain import explain as explain_run
-    from penstock.plan.explain import read_run, run_of
+    from penstock.plan.explain import load_trace, steps_of_trace
 
-    folder, trace = folder_of(run), run_of(read_run(run, pattern))
+    folder, trace = folder_of(run), steps_of_trace(load_trace(run, pattern))
     if step is not None and step != "all" and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = int(step) if step and step != "all" else None
@@ -147,7 +147,7 @@ def explain(
         (show_steps if step == "all" else show)(explanation, screen())
 
 
-def folder_of(paths: Sequence[Path]) -> RunRead | None:
+def folder_of(paths: Sequence[Path]) -> RecordedRun | None:
     """Read the directory of a run, if `paths` is one."""
     from penstock.trace.runs import is_run, read_run
 
@@ -171,10 +171,10 @@ def show(explanation: Explanation, console: Console) -> None:
     _show_ranks(explanation, unit, console)
     if (bubble := explanation.bubble) is not None:
         text = f"The largest bubble: rank {bubble.rank} waits {duration(bubble.seconds)} before {bubble.before}"
-        if bubble.culprit is not None:
+        if bubble.blocked_by is not None:
             text += (
-                f", mostly for {bubble.culprit} of rank {bubble.culprit_rank}, which takes "
-                f"{duration(bubble.culprit_seconds)} vs. a balanced share of {duration(bubble.usual_seconds)}"
+                f", mostly for {bubble.blocked_by} of rank {bubble.blocked_by_rank}, which takes "
+                f"{duration(bubble.blocked_by_seconds)} vs. a balanced share of {duration(bubble.usual_seconds)}"
             )
         console.print(f"\n{text}.")
 

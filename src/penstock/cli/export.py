@@ -14,7 +14,7 @@ def export(
     ),
     out: Path = argument("Safetensors file to write.", default=REQUIRED),
     weights_only: bool = option(
-        "Unpickle plain values only. Objects saved in extra= or others= need --no-weights-only, which lets the "
+        "Unpickle plain values only. Objects saved in extra= or stateful= need --no-weights-only, which lets the "
         "checkpoint run arbitrary code: use it only for a checkpoint that you trust.",
         "--weights-only/--no-weights-only",
         default=True,

@@ -14,10 +14,10 @@ from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import JSON, option, print_json, screen
 from penstock.cli._target import OF_BATCH, TARGET, SplitOptions, loaded
 from penstock.report.text import print_columns
-from penstock.schedule import generator
+from penstock.schedule import schedule_spec
 
 if TYPE_CHECKING:
-    from penstock.pipe.inspection import Crossing, Inspection
+    from penstock.pipe.inspection import Inspection, StageTransfer
 
 
 def inspect(
@@ -37,7 +37,7 @@ def inspect(
     too, with the module, the source line and the fix, unless it depends on real
     values.
     """
-    generator(split.schedule)  # raises before anything is loaded
+    schedule_spec(split.schedule)  # raises before anything is loaded
     with loaded(target, "the model or the loss", weights=split.balance == "time") as loaded_target:
         from penstock.pipe.inspection import inspect as inspect_model
 
@@ -84,11 +84,11 @@ def _show_stages(inspection: Inspection, console: Console) -> None:
     differ = any(stage.gradient_bytes != stage.parameter_bytes for stage in stages)
     columns: dict[str, Iterable[object]] = {
         "stage": [stage.index for stage in stages],
-        "first module": [stage.begins or "the start" for stage in stages],
-        "est. cost": [f"{stage.work_share:.1%}" for stage in stages],
+        "first module": [stage.first_module or "the start" for stage in stages],
+        "est. cost": [f"{stage.work_fraction:.1%}" for stage in stages],
         "ms": [None if stage.seconds is None else f"{1e3 * stage.seconds:.3g}" for stage in stages],
         "parameters": [f"{stage.parameters:,}" for stage in stages],
-        "% params": [f"{stage.parameter_share:.1%}" for stage in stages],
+        "% params": [f"{stage.parameter_fraction:.1%}" for stage in stages],
         "size": [sized(stage.parameter_bytes) for stage in stages],
         "gradients": [sized(stage.gradient_bytes) if differ else None for stage in stages],
         "activations": [
@@ -99,9 +99,9 @@ def _show_stages(inspection: Inspection, console: Console) -> None:
 
 
 def _show_crossings(inspection: Inspection, console: Console) -> None:
-    def remarks(crossing: Crossing) -> str | None:
+    def remarks(crossing: StageTransfer) -> str | None:
         skips = ["skips"] if crossing.target - crossing.source > 1 else []
-        return ", ".join(skips if crossing.takes_gradient else [*skips, "no gradient"]) or None
+        return ", ".join(skips if crossing.requires_grad else [*skips, "no gradient"]) or None
 
     columns: dict[str, Iterable[object]] = {
         "from": [crossing.source for crossing in inspection.crossings],
@@ -124,16 +124,16 @@ def _remarks(inspection: Inspection) -> list[str]:
         *(
             f"stage {s.index} takes no gradient: its parameters are frozen"
             for s in stages
-            if s.parameters > 0 and s.trained == 0
+            if s.parameters > 0 and s.trainable_parameters == 0
         ),
-        *(f"stage {s.index} updates {_listed(s.updated)}" for s in stages if s.updated),
-        *(f"stage {s.index} draws random numbers in {_listed(s.draws)}" for s in stages if s.draws),
+        *(f"stage {s.index} updates {_listed(s.mutated_buffers)}" for s in stages if s.mutated_buffers),
+        *(f"stage {s.index} draws random numbers in {_listed(s.random_modules)}" for s in stages if s.random_modules),
         *(f"valid for this input signature only: {branch}" for branch in inspection.branches),
         *(f"note: {note}" for note in inspection.notes),
     ]
 
 
-def _producer(crossing: Crossing) -> str:
+def _producer(crossing: StageTransfer) -> str:
     if not crossing.source_line:
         return crossing.module or f"input {crossing.value}"
     line = crossing.source_line.rpartition("site-packages" + os.sep)[2].removeprefix(str(Path.cwd()) + os.sep)

@@ -63,14 +63,14 @@ def plan(
     it (--device h100) for an estimate. For an analytic transformer model, pass
     --transformer.
     """
-    from penstock.plan import Wanted, make_plans
+    from penstock.plan import FixedNumbers, make_plans
     from penstock.plan.remedies import remedies
-    from penstock.schedule.generators import generator
+    from penstock.schedule.generators import schedule_spec
 
     check_seconds(search_time=search_time)
     check_writable(out, f"--out {out}")
-    schedules = None if schedule is None else [generator(name.strip()).name for name in schedule.split(",")]
-    wanted = Wanted(schedules, replicas, pipeline, microbatches)  # raises before anything is measured
+    schedules = None if schedule is None else [schedule_spec(name.strip()).name for name in schedule.split(",")]
+    wanted = FixedNumbers(schedules, replicas, pipeline, microbatches)  # raises before anything is measured
     paper, notes, link_note = None, list[str](), ""
     if transformer.transformer is not None:
         if target is not None or profile:
@@ -86,8 +86,8 @@ def plan(
     if out is not None and result.best:
         result.best[0].save(out)
     if as_json:
-        nearest = None if result.nearest is None else result.nearest.to_dict()
-        lost = [asdict(plan) for plan in result.lost]
+        nearest = None if result.closest is None else result.closest.to_dict()
+        lost = [asdict(plan) for plan in result.rejected]
         plans = [plan.to_dict() for plan in result.best]
         print_json({"plans": plans, "lost": lost, "nearest": nearest, "notes": notes})
     else:
@@ -100,8 +100,8 @@ def plan(
             console.print(Text(f"note: {note}"), soft_wrap=True)
         if result.best:
             show(result, console, devices)
-        elif result.nearest is not None:
-            fixes = [*remedies(sizes, devices, global_batch_size, wanted, result.nearest)]
+        elif result.closest is not None:
+            fixes = [*remedies(sizes, devices, global_batch_size, wanted, result.closest)]
             show_lack(result, devices, fixes, console, transformer.tensor_parallel)
         if link_note:
             console.print(f"\n{link_note}")

@@ -42,7 +42,9 @@ def runs(
     if not summaries and words:
         console.print(f"no run in {folder}/ matches --filter {words!r}", markup=False)
     elif not summaries and not damaged:
-        console.print(f"no runs in {folder}/: penstock.pipeline(..., run='{folder}/NAME') records one", markup=False)
+        console.print(
+            f"no runs in {folder}/: penstock.pipeline(..., run_dir='{folder}/NAME') records one", markup=False
+        )
     if summaries:
         heads = (
             "run",
@@ -73,7 +75,7 @@ def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
 
     if not folder.is_dir():
         raise ArgumentError(
-            f"there is no folder {str(folder)!r}; penstock.pipeline(..., run='{folder}/NAME') makes one"
+            f"there is no folder {str(folder)!r}; penstock.pipeline(..., run_dir='{folder}/NAME') makes one"
         )
     summaries = [
         Summary.of_one(about.parent)

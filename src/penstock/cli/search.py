@@ -15,13 +15,13 @@ from penstock.cli._options import CUT, JSON, REQUIRED, options_on, output_option
 from penstock.cli._order import check_search_size
 from penstock.cli._outcome import show, texts
 from penstock.costs import Costs, Outcome
-from penstock.schedule import MICROBATCHES, Placement, generate, generators, write_csv
-from penstock.schedule.generators import Numbers
+from penstock.schedule import MICROBATCHES, Placement, generate, schedule_specs, write_csv
+from penstock.schedule.generators import ScheduleParams
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import chunks
 
 if TYPE_CHECKING:
-    from penstock.simulate.search import Found
+    from penstock.simulate.search import SearchResult
 
 _option = options_on("Search")
 _SLACK = 1e-9
@@ -58,10 +58,10 @@ class SearchOptions:
                 f"--stages-per-rank {stages}: a V has exactly 2 stages per rank; omit --stages-per-rank, "
                 "or use --placement loop"
             )
-        check_search_size(Numbers(self.ranks, self.microbatches, chunks), self.time_limit)
+        check_search_size(ScheduleParams(self.ranks, self.microbatches, chunks), self.time_limit)
         return Placement.v(self.ranks) if self.placement == "v" else Placement.loop(self.ranks, chunks)
 
-    def answer(self, costs: Costs) -> Found:
+    def answer(self, costs: Costs) -> SearchResult:
         """Run the search, with the memory limit in the costs' unit. Raise ArgumentError if an option is wrong."""
         from penstock.simulate.search.search import search_within  # so that --help does not load it
 
@@ -106,8 +106,8 @@ def search(
             "gap": result.gap,
             "seconds": result.search_seconds,
             "seed": options.seed,
-            "best_by_name": result.known,
-            "best_by_name_objective": result.known_seconds if result.known else None,
+            "best_by_name": result.baseline,
+            "best_by_name_objective": result.baseline_seconds if result.baseline else None,
             "placement": options.placement,
             "shorter_elsewhere": elsewhere,
         }
@@ -118,13 +118,13 @@ def search(
         write_csv(result.schedule, out)
 
 
-def _shorter_elsewhere(result: Found, costs: Costs, memory_limit: float | None) -> dict[str, Any] | None:
+def _shorter_elsewhere(result: SearchResult, costs: Costs, memory_limit: float | None) -> dict[str, Any] | None:
     """Return the shortest named schedule on another placement that the search could try, if it trains the same model
     faster within the memory limit. `share`: the cost of one of its stages, relative to one of the search's."""
     ranks, per_rank = result.schedule.ranks, chunks(result.schedule)
     rank_costs, limit = costs.of_ranks(per_rank), result.objective_seconds * (1 - _SLACK)
     best: dict[str, Any] | None = None
-    for entry in generators():
+    for entry in schedule_specs():
         extra = f" --stages-per-rank {entry.chunks}" if entry.chunks > 1 else ""
         placements = {
             "--placement v": Placement.v(ranks),
@@ -146,7 +146,7 @@ def _shorter_elsewhere(result: Found, costs: Costs, memory_limit: float | None) 
     return best
 
 
-def _summary(result: Found, elsewhere: dict[str, Any] | None, *, measured: bool = False) -> dict[str, str]:
+def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured: bool = False) -> dict[str, str]:
     """Return the lines that a search adds to its schedule's metrics. `measured`: costs are cut for each placement."""
     (bound,) = texts([result.lower_bound_seconds])
     lines = {
@@ -154,12 +154,12 @@ def _summary(result: Found, elsewhere: dict[str, Any] | None, *, measured: bool 
         "lower bound": f"{bound} for the {result.objective}; gap {result.gap:.2%}",
         "search time": f"{result.search_seconds:.1f} s",
     }
-    if result.known is not None:
-        shorter = result.objective_seconds < result.known_seconds
+    if result.baseline is not None:
+        shorter = result.objective_seconds < result.baseline_seconds
         difference = (
-            f"{result.known_seconds / result.objective_seconds - 1:.1%} longer than this" if shorter else "as short"
+            f"{result.baseline_seconds / result.objective_seconds - 1:.1%} longer than this" if shorter else "as short"
         )
-        lines["best named"] = f"{result.known}: {difference}"
+        lines["best named"] = f"{result.baseline}: {difference}"
     if elsewhere is not None:
         saved, (seconds,) = 1 - elsewhere["seconds"] / result.objective_seconds, texts([elsewhere["seconds"]])
         text = f"{elsewhere['name']} {elsewhere['where']} is {saved:.1%} shorter: {seconds}; use {elsewhere['option']}"

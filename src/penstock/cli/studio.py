@@ -31,7 +31,7 @@ def studio(
     server = bind(host, port, runs)
     print(f"penstock studio: {server.link}   (Ctrl-C ends it)", flush=True)
     if not runs.is_dir():
-        hint = f"penstock.pipeline(run='{runs}/NAME') records a run there"
+        hint = f"penstock.pipeline(run_dir='{runs}/NAME') records a run there"
         print(f"penstock: {runs}: no such folder yet; {hint}", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         if browser:

@@ -20,7 +20,7 @@ from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, 
 from penstock.report.text import columns_of, print_unbroken
 
 if TYPE_CHECKING:
-    from penstock.trace.runs import RankState, RunRead
+    from penstock.trace.runs import RankState, RecordedRun
     from penstock.trace.runs.progress import Progress
     from penstock.trace.runs.summary import Health
 
@@ -38,7 +38,7 @@ _MAX_DAMAGED = 3
 
 def top(
     run: Path = argument(
-        "The run's directory, as in penstock.pipeline(run='runs/gpt').", metavar="RUN", default=REQUIRED
+        "The run's directory, as in penstock.pipeline(run_dir='runs/gpt').", metavar="RUN", default=REQUIRED
     ),
     once: bool = option("Print once and exit (the default without a terminal).", "--once", default=False),
     as_json: bool = JSON,
@@ -68,7 +68,7 @@ def top(
 class RunSnapshot:
     """A run at one moment."""
 
-    run: RunRead
+    run: RecordedRun
     progress: Progress | None
     ranks: Sequence[tuple[RankState, Health]]
     damaged: Sequence[str] = ()
@@ -167,7 +167,7 @@ def _table(snapshot: RunSnapshot) -> Table:
 
 def _parts(snapshot: RunSnapshot) -> list[Text | Table]:
     """Return the parts of the screen. Failures precede the ranks, which may not all fit."""
-    from penstock.trace.runs.summary import troubles
+    from penstock.trace.runs.summary import failure_messages
 
     about = snapshot.run.about
     replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""
@@ -177,7 +177,7 @@ def _parts(snapshot: RunSnapshot) -> list[Text | Table]:
         Text(
             "no step has finished yet" if snapshot.progress is None else snapshot.progress.said(over=snapshot.is_over)
         ),
-        *(Text(message, "red") for message in (*snapshot.damaged[:_MAX_DAMAGED], *troubles(snapshot.ranks))),
+        *(Text(message, "red") for message in (*snapshot.damaged[:_MAX_DAMAGED], *failure_messages(snapshot.ranks))),
         Text(""),
         _table(snapshot) if snapshot.ranks else Text("waiting for the first heartbeat"),
     ]

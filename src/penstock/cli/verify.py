@@ -18,7 +18,7 @@ from penstock._base.errors import (
     ArgumentError,
     PartitionError,
     PenstockError,
-    PipelineFailure,
+    RankFailedError,
     VerificationError,
     check_counts,
     formatted,
@@ -29,8 +29,8 @@ from penstock.cli._options import CUT, JSON, USUAL_OF_BATCH, option, output_opti
 from penstock.cli._order import ALL, check_size
 from penstock.cli._target import TARGET, SplitOptions, loaded
 from penstock.distributed.launch.processes import launch
-from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
-from penstock.schedule.generators import Numbers
+from penstock.schedule import MICROBATCHES, ScheduleSpec, generate, schedule_spec, schedule_specs
+from penstock.schedule.generators import ScheduleParams
 
 if TYPE_CHECKING:
     from penstock.distributed.launch.target import Target
@@ -93,7 +93,7 @@ def verify(
             raise ArgumentError("--schedule all: one process drives all ranks; omit --transport and --replicas")
         _verify_all(case, as_json=as_json)
         return
-    _check_numbers(case, generator(case.schedule))  # raises before anything is loaded
+    _check_numbers(case, schedule_spec(case.schedule))  # raises before anything is loaded
     (report,) = run_case(case, [case.schedule]) if in_one_process else [run_distributed(case)]
     if as_json:
         print_json(report)
@@ -105,7 +105,7 @@ def verify(
 
 def _verify_all(case: Case, *, as_json: bool) -> None:
     out, names = sys.stdout, list[str]()  # while the model is loaded, output goes to stderr
-    for entry in generators():
+    for entry in schedule_specs():
         try:
             _check_numbers(case, entry)
             names.append(entry.name)
@@ -126,17 +126,24 @@ def _verify_all(case: Case, *, as_json: bool) -> None:
         )
 
 
-def _check_numbers(case: Case, entry: Generator) -> None:
+def _check_numbers(case: Case, entry: ScheduleSpec) -> None:
     """Raise ArgumentError if the schedule does not work with the case's numbers, or has too many actions."""
     count = MICROBATCHES if case.microbatches is None else case.microbatches
     check_size(
-        [(entry, Numbers(case.ranks, count, entry.chunks if case.stages_per_rank is None else case.stages_per_rank))]
+        [
+            (
+                entry,
+                ScheduleParams(
+                    case.ranks, count, entry.chunks if case.stages_per_rank is None else case.stages_per_rank
+                ),
+            )
+        ]
     )
     generate(entry.name, case.ranks, count, case.stages_per_rank)
 
 
 def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the report of each schedule, as `penstock.Report.to_dict` returns it. If there are several, skip those that
+    """Yield the report of each schedule, as `VerificationReport.to_dict` returns it. If there are several, skip those that
     do not work with these numbers and this model. Until the last one, output goes to stderr."""
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.verification.twins import twins
@@ -228,7 +235,7 @@ def run_distributed(case: Case) -> dict[str, Any]:
     if errors:
         raise ArgumentError(errors[0]["error"])
     if status or len(results) < case.ranks * case.replicas:
-        raise PipelineFailure(
+        raise RankFailedError(
             f"the ranks ended with exit status {status}, and {len(results)} of {case.ranks * case.replicas} compared "
             "anything; see the lines above, and remove whatever ends a process in TARGET"
         )
@@ -246,7 +253,7 @@ def rank_main(folder: Path) -> int:
     except PenstockError as error:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             traceback.print_exc()
-        follows = isinstance(error, PipelineFailure)  # another rank's error is the cause
+        follows = isinstance(error, RankFailedError)  # another rank's error is the cause
         result = {"error": str(error), "follows": follows, "monotonic_ns": time.monotonic_ns()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")
     return 2 if "error" in result else 0

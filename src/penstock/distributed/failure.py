@@ -31,7 +31,7 @@ class Position(NamedTuple):
 
     @classmethod
     def from_list(cls, read: Sequence[Any]) -> Position:
-        """Reads one from JSON. Raises ValueError or TypeError for anything else."""
+        """Read one from JSON. Raise ValueError or TypeError for anything else."""
         action, peers = read
         return cls(line_of(str(action), _MAX_CHARACTERS), tuple(int(peer) for peer in peers))
 
@@ -68,13 +68,13 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, action: str | None, error: BaseException, device: Behind | None = None) -> Failure:
-        """The failure of a rank that raised `error`, and where its device was."""
+        """Build the failure of a rank that raised `error`, and where its device was."""
         where = "" if device is None else f"; {device}"
         return cls(rank, action or None, line_of(in_a_line(error), _MAX_CHARACTERS) + where, "raised")
 
     @classmethod
     def from_list(cls, read: Sequence[Any]) -> Failure:
-        """Reads one from JSON. Raises ValueError or TypeError for anything else."""
+        """Read one from JSON. Raise ValueError or TypeError for anything else."""
         rank, action, error, kind = read
         if kind not in get_args(Kind):
             raise ValueError(f"not a kind of failure: {kind!r}")
@@ -124,7 +124,7 @@ class Sighting(NamedTuple):
 
     @classmethod
     def from_list(cls, read: Sequence[Any]) -> Sighting:
-        """Reads one from JSON. Raises ValueError or TypeError for anything else."""
+        """Read one from JSON. Raise ValueError or TypeError for anything else."""
         position, seconds, left, device = read
         behind = None
         if device is not None:
@@ -153,7 +153,7 @@ class Sighting(NamedTuple):
 
 
 def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
-    """Follows waits from `rank` to the rank at their end.
+    """Follow waits from `rank` to the rank at their end.
 
     Returns that rank and the chain in words: "rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 is outside of a
     step". A rank whose device is behind is where its device is. Of several peers it follows the first one that is not
@@ -180,7 +180,7 @@ def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
 
 
 def long_action(rank: int, sightings: Sequence[Sighting], partners: Sequence[int]) -> str:
-    """What there is to say of a rank that has been in one action for long, and does not wait as far as is known.
+    """Describe a rank that has been in one action for long, and does not wait as far as is known.
 
     Of its `partners`, with which it may meet in a collective within an action, those that are elsewhere are named.
     """
@@ -201,7 +201,7 @@ def _subject(rank: int, sighting: Sighting) -> str:
 
 
 def _aside(sighting: Sighting, *more: str) -> str:
-    """In parentheses: `more`, what a device that is behind has finished last, and where its host is."""
+    """Format in parentheses `more`, what a device that is behind has finished last, and where its host is."""
     notes = [*more]
     if sighting.device is not None:
         notes += [f"it has finished {sighting.device.finished}"] if sighting.device.finished else []
@@ -210,7 +210,7 @@ def _aside(sighting: Sighting, *more: str) -> str:
 
 
 def say(words: str) -> None:
-    """One line for the user. What cannot be written is lost."""
+    """Print one line for the user. What cannot be written is lost."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"penstock: {words}\n")
 

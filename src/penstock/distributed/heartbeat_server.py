@@ -66,16 +66,16 @@ class Connection:
         return str(self.link.getpeername()[0])
 
     def send(self, message: dict[str, Any], greeting: str = "") -> None:
-        """Sends a message. Raises OSError if the other side is gone, or so slow to read that its buffers are full."""
+        """Send a message. Raise OSError if the other side is gone, or so slow to read that its buffers are full."""
         with self._sending, self._noting():
             self.link.sendall(f"{greeting}{json.dumps(message)}\n".encode())
 
     def receive(self) -> list[dict[str, Any]]:
-        """Waits for bytes and returns the messages that they complete. Raises as `receive_lines` and `parse` do."""
+        """Wait for bytes and return the messages that they complete. Raise as `receive_lines` and `parse` do."""
         return parse(self.receive_lines())
 
     def receive_lines(self, most_bytes: int = _MAX_BYTES) -> list[bytes]:
-        """Waits for bytes and returns the lines that they complete.
+        """Wait for bytes and return the lines that they complete.
 
         Raises TimeoutError if nothing came in time, ConnectionError if the other side is gone, another OSError if it
         cannot be reached, and ValueError if it sent more than `most_bytes` without completing one.
@@ -94,7 +94,7 @@ class Connection:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Keeps the error that ended the connection: the kernel tells it once, and then only that it is closed."""
+        """Keep the error that ended the connection: the kernel tells it once, and then only that it is closed."""
         try:
             yield
         except OSError as error:
@@ -106,7 +106,7 @@ class Connection:
 
 
 def parse(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Reads messages, one per line. Raises ValueError if one is anything but a JSON object, RecursionError too."""
+    """Read messages, one per line. Raise ValueError if one is anything but a JSON object, RecursionError too."""
     messages = [json.loads(line) for line in lines]
     if not all(isinstance(message, dict) for message in messages):
         raise ValueError("a message that is not an object")
@@ -140,7 +140,7 @@ class HeartbeatServer:
         self._thread.start()
 
     def await_leaving(self) -> None:
-        """Waits until no rank needs this server, which ends with its process, and says so if that takes long."""
+        """Wait until no rank needs this server, which ends with its process, and say so if that takes long."""
         began = warned = time.monotonic()
         while self._thread.is_alive():
             self._thread.join(min(1.0, self._patience.warn_seconds))
@@ -153,11 +153,11 @@ class HeartbeatServer:
                 )
 
     def await_noted(self, seconds: float) -> None:
-        """Waits until all ranks know why the run failed: when this process ends, its last messages may be lost."""
+        """Wait until all ranks know why the run failed: when this process ends, its last messages may be lost."""
         self._noted.wait(seconds)
 
     def stop(self) -> None:
-        """Ends the thread even though ranks may still need it."""
+        """End the thread even though ranks may still need it."""
         self._stopping.set()
 
     def _serve(self) -> None:
@@ -208,7 +208,7 @@ class HeartbeatServer:
             self._drop(connection)
 
     def _admit(self, connection: Connection, greeting: bytes) -> None:
-        """Makes a guest a rank's connection."""
+        """Make a guest a rank's connection."""
         token, _, number = greeting.partition(b" ")
         if not (hmac.compare_digest(token, self._token.encode()) and number.isdigit() and int(number) < self._ranks):
             raise ValueError("not one of our ranks")
@@ -262,7 +262,7 @@ class HeartbeatServer:
 
 
 def connect(address: Address, rank: int, seconds: float) -> Connection:
-    """Joins the detector at `address` as `rank`. Raises OSError if none of its hosts answers within `seconds`."""
+    """Join the detector at `address` as `rank`. Raise OSError if none of its hosts answers within `seconds`."""
     process = Process.here()
     hosts: list[str] = address["hosts"]
     if address["process"][0] == process.machine:
@@ -291,14 +291,14 @@ def _on_one_machine() -> bool:
 
 
 def _own_hosts() -> list[str]:
-    """The names by which other machines may know this one, most reliable first."""
+    """Return the names by which other machines may know this one, most reliable first."""
     master = os.environ.get("MASTER_ADDR", "")
     # The pipeline may have no rank on the master's machine, and a pod's host name is known only inside the pod.
     return [host for host in (_address_towards(master), master, socket.gethostname()) if host]
 
 
 def _address_towards(host: str) -> str | None:
-    """The address from which this machine talks to another; None if only this machine can use it."""
+    """Return the address from which this machine talks to another; None if only this machine can use it."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

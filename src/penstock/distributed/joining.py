@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from penstock._base.errors import ArgumentError, PipelineFailure
+from penstock._base.errors import ArgumentError, RankFailedError
 from penstock._base.process import Process, environments
 from penstock._base.words import line_of
 from penstock.distributed.failure import name_ranks, say
@@ -47,7 +47,7 @@ class Store(Protocol):
 
 
 def number_of(name: str, least: int, most: int = 1 << 31, remedy: str = _REMEDY) -> int:
-    """A number of the environment that torchrun sets. Raises ArgumentError if it is missing or impossible."""
+    """Read a number of the environment that torchrun sets. Raise ArgumentError if it is missing or impossible."""
     given = os.environ.get(name, "")[:80]
     if not (given.isdecimal() and len(given) < 20 and least <= int(given) <= most):
         sizes = f"WORLD_SIZE={os.environ.get('WORLD_SIZE', '')[:80]!r}"
@@ -60,7 +60,7 @@ def number_of(name: str, least: int, most: int = 1 << 31, remedy: str = _REMEDY)
 def start(
     backend: str, patience: Patience | None = None, caller: str = "penstock.pipeline", seconds: float | None = None
 ) -> Any:
-    """Joins the processes that torchrun started: calls `init_process_group`, with nothing left from an earlier attempt.
+    """Join the processes that torchrun started: calls `init_process_group`, with nothing left from an earlier attempt.
 
     Args:
         patience: how long to wait for the other ranks.
@@ -86,7 +86,7 @@ def start(
 
 
 def attempt() -> str:
-    """A name for this attempt of a job that torchrun restarted; none in the first attempt.
+    """Return a name for this attempt of a job that torchrun restarted; none in the first attempt.
 
     torchrun (since 2.4) gives one store to all attempts of a job. Processes of the next attempt would read what earlier
     ones wrote there: the addresses at which gloo listened, or where rank 0 was.
@@ -100,7 +100,7 @@ def attempt() -> str:
 
 
 def place_of(store: Any, ranks: Sequence[int]) -> Store:
-    """Where the processes of a mesh meet: in the job's store, under a name of their own, and of this attempt.
+    """Return where the processes of a mesh meet: in the job's store, under a name of their own, and of this attempt.
 
     The default group may be the user's, whose store then knows nothing of attempts.
     """
@@ -121,13 +121,14 @@ class Launcher:
         self._pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def gone(self) -> str | None:
-        """What to say if it has ended, as this process's parent shows; None while it is there, or if there is none."""
+        """Explain that the launcher has ended, as this process's parent shows; None while it is there, or if there is
+        none."""
         if self._pid is None or os.getppid() == self._pid:
             return None
         return f"its torchrun agent (process {self._pid}) is gone"
 
     def ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Of these global ranks, those that the agent started on this machine and of which no process is left.
+        """Return those of these global ranks that the agent started on this machine and of which no process is left.
 
         Found by their environment, on Linux; none elsewhere, or where this process does not show its own.
         """
@@ -177,10 +178,10 @@ class Missing:
         self._over.set()
         self._thread.join()
         if isinstance(error, dist.DistError) and self.address:
-            raise PipelineFailure(f"rank {self._rank} stops: {self._store_words(str(error), *self.address)}") from None
+            raise RankFailedError(f"rank {self._rank} stops: {self._store_words(str(error), *self.address)}") from None
 
     def _store_words(self, error: str, host: str, port: int) -> str:
-        """What it means that torch's store failed."""
+        """Explain what it means that torch's store failed."""
         where = f"{host}:{port} (MASTER_ADDR and MASTER_PORT)"
         if "EADDRINUSE" in error:
             return (
@@ -199,20 +200,20 @@ class Missing:
         return time.monotonic() + 2 * _LONGEST_LOOK_SECONDS >= min(self._next, end)
 
     def check(self) -> None:
-        """Raises PipelineFailure if this rank has waited for `join_seconds`, or who started it is gone."""
+        """Raise RankFailedError if this rank has waited for `join_seconds`, or who started it is gone."""
         if (without := self._launcher.gone()) is not None:
-            raise PipelineFailure(f"rank {self._rank} stops: {without}")
+            raise RankFailedError(f"rank {self._rank} stops: {without}")
         if time.monotonic() >= self._next_search:
             self._next_search = time.monotonic() + _SEARCH_SECONDS
             # A pipeline on part of the job counts its ranks by itself, not as torchrun does.
             is_whole_job = str(len(self._all)) == os.environ.get("WORLD_SIZE")
             if is_whole_job and (ended := self._launcher.ended(self._all)):
-                raise PipelineFailure(
+                raise RankFailedError(
                     f"rank {self._rank} stops: {name_ranks(ended)} {_have(ended)} ended before all ranks had called "
                     f"{self._caller}, as each has to"
                 )
         if time.monotonic() - self._began >= self._patience.join_seconds:
-            raise PipelineFailure(f"{self._words('waited')}. Each rank has to be started, and to call {self._caller}.")
+            raise RankFailedError(f"{self._words('waited')}. Each rank has to be started, and to call {self._caller}.")
 
     def _repeat(self) -> None:
         while not self._over.wait(self._next - time.monotonic()):
@@ -247,11 +248,11 @@ class Meeting:
         store.set(f"rank {rank} process {self._number}", json.dumps(astuple(Process.here())))
 
     def absent(self) -> tuple[int, ...]:
-        """The ranks that have not come."""
+        """Return the ranks that have not come."""
         return tuple(rank for rank in range(self._ranks) if self._store.add(f"rank {rank}", 0) < self._number)
 
     def give(self, value: Any, missing: Missing) -> Any:
-        """Returns rank 0's value, a plain one, on every rank. Raises PipelineFailure if rank 0 does not come."""
+        """Return rank 0's value, a plain one, on every rank. Raise RankFailedError if rank 0 does not come."""
         key = f"meeting {self._number}"
         if self._rank == 0:
             self._store.set(key, json.dumps(value))
@@ -260,7 +261,7 @@ class Meeting:
         return json.loads(self._store.get(key))
 
     def await_all(self, missing: Missing) -> None:
-        """Waits until all ranks have come. Raises PipelineFailure if one does not, or counts the ranks differently."""
+        """Wait until all ranks have come. Raise RankFailedError if one does not, or counts the ranks differently."""
         store, come = self._store, f"come {self._number}"
         alike = f"{come} of {self._ranks}"
         store.add(alike, 1)
@@ -270,7 +271,7 @@ class Meeting:
             if store.add(come, 0) > store.add(alike, 0):
                 if self._rank == 0:  # it may hold the store, in which the others have yet to see this
                     time.sleep(2 * _LONGEST_LOOK_SECONDS)
-                raise PipelineFailure(
+                raise RankFailedError(
                     f"rank {self._rank} stops: it has WORLD_SIZE={self._ranks}, and another process that came to the "
                     "same MASTER_ADDR and MASTER_PORT has not; set the same WORLD_SIZE on every rank, and another "
                     "MASTER_PORT for each job"
@@ -280,12 +281,12 @@ class Meeting:
         self._wait(met, missing)
 
     def _refuse_twin(self) -> None:
-        """Raises PipelineFailure if another process of this machine, which still runs, came earlier as this rank."""
+        """Raise RankFailedError if another process of this machine, which still runs, came earlier as this rank."""
         if self._twin is None or not self._store.check([self._twin]):
             return
         earlier = Process(*json.loads(self._store.get(self._twin)))
         if earlier != Process.here() and earlier.state() == "running":
-            raise PipelineFailure(
+            raise RankFailedError(
                 f"rank {self._rank} stops: process {earlier.pid} has RANK={self._rank}, too; set another RANK for each "
                 "process"
             )
@@ -307,7 +308,7 @@ def _have(ranks: Sequence[int]) -> str:
 
 
 def _state_of(host: str, port: int) -> str:
-    """In words: whether something listens at MASTER_ADDR and MASTER_PORT."""
+    """Describe whether something listens at MASTER_ADDR and MASTER_PORT."""
     where = f"at {host}:{port} (MASTER_ADDR and MASTER_PORT)"
     try:
         socket.create_connection((host, port), timeout=1.0).close()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock._base.errors import PipelineFailure
+from penstock._base.errors import RankFailedError
 from penstock._base.process import Process
 from penstock.distributed import heartbeat_server, host_clock
 from penstock.distributed.failure import (
@@ -48,7 +48,7 @@ class Watchdog:
     The main thread reports what it does:
 
         watchdog.step += 1                    # at the start of a step, so that a repeated position counts as a new one
-        watchdog.check()                      # raises PipelineFailure if another rank failed
+        watchdog.check()                      # raises RankFailedError if another rank failed
         watchdog.position = positions[i]      # a `Position` made beforehand: one assignment, nothing else
         ...                                   # the wait, or the work
         watchdog.position = OUTSIDE           # at the end of the step
@@ -115,14 +115,14 @@ class Watchdog:
 
     @classmethod
     def connect(cls, rank: int, ranks: int, store: Store, patience: Patience | None = None) -> Watchdog:
-        """Connects the ranks of a pipeline and starts to watch them. Every rank must call it, with the same patience.
+        """Connect the ranks of a pipeline and start to watch them. Every rank must call it, with the same patience.
 
         Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
 
         Args:
             store: where these ranks meet, and no others.
 
-        Raises PipelineFailure if the ranks do not find each other, or if one of them ends meanwhile.
+        Raises RankFailedError if the ranks do not find each other, or if one of them ends meanwhile.
         """
         patience = patience or Patience()
         server = HeartbeatServer(ranks, patience) if rank == 0 else None
@@ -140,12 +140,12 @@ class Watchdog:
 
     @classmethod
     def join(cls, address: Address, rank: int, ranks: int, patience: Patience, missing: Missing) -> Watchdog:
-        """Connects to rank 0's server, starts to watch, and waits until all ranks have come. Raises as `connect`."""
+        """Connect to rank 0's server, start to watch, and wait until all ranks have come. Raise as `connect`."""
         try:
             connection = heartbeat_server.connect(address, rank, patience.stall_seconds)
         except OSError as error:
             where = f"{' or '.join(address['hosts'])}, port {address['port']}"
-            raise PipelineFailure(
+            raise RankFailedError(
                 f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
                 f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
             ) from error
@@ -166,14 +166,14 @@ class Watchdog:
         return watchdog
 
     def check(self) -> None:
-        """Raises PipelineFailure if the pipeline has failed, here or on another rank."""
+        """Raise RankFailedError if the pipeline has failed, here or on another rank."""
         if self.failure is not None:
             self._raising = True
             self._await_others()
-            raise PipelineFailure(self._words(self.failure))
+            raise RankFailedError(self._words(self.failure))
 
     def report(self, action: str | None, error: BaseException) -> None:
-        """Tells the other ranks that `error` ended `action` here. The first failure of all ranks is `failure` then."""
+        """Tell the other ranks that `error` ended `action` here. The first failure of all ranks is `failure` then."""
         self._raising = True
         if isinstance(error, KeyboardInterrupt):
             self._tell_seconds = _INTERRUPTED_SECONDS
@@ -185,7 +185,7 @@ class Watchdog:
         self._fail(mine)
 
     def cause(self, seconds: float | None = None) -> Failure | None:
-        """Finds out why a wait of this rank raised: waits for another rank's failure to become known.
+        """Find out why a wait of this rank raised: waits for another rank's failure to become known.
 
         Leave `position` as it was in the wait.
 
@@ -202,7 +202,7 @@ class Watchdog:
         return self.failure
 
     def close(self) -> None:
-        """Says goodbye to the other ranks and ends the thread.
+        """Say goodbye to the other ranks and end the thread.
 
         Rank 0 continues to serve ranks that have not left, and its process does not end before they have.
         """
@@ -227,7 +227,7 @@ class Watchdog:
             self._connection.close()
 
     def _tick(self) -> None:
-        """Notes what the main thread and its device are doing, and whether this process was asleep."""
+        """Note what the main thread and its device are doing, and whether this process was asleep."""
         self.behind = self.device()
         now, held = self._clock(), (self.step, self.position, self.behind)
         asleep = self._patience.overslept(now - self._ticked)
@@ -239,7 +239,7 @@ class Watchdog:
             self._held, self._since, self._warned_seconds = held, now, 0.0
 
     def _talk(self) -> None:
-        """Sends a beat, unless the last one is still unanswered, and listens until the next is due."""
+        """Send a beat, unless the last one is still unanswered, and listens until the next is due."""
         until = self._clock() + self._patience.beat_seconds
         try:
             if self._connection is None:
@@ -285,7 +285,7 @@ class Watchdog:
             self._send(noted=True)
 
     def _decide(self) -> None:
-        """Exits if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
+        """Exit if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
         self.sightings[self._rank] = self._sighting()
         device_waits = self.behind is not None and bool(self.behind.position.peers)
@@ -304,7 +304,7 @@ class Watchdog:
                 self._stop(self.failure)
 
     def _sighting(self) -> Sighting:
-        """This rank as others may see it."""
+        """Return this rank as others may see it."""
         _, position, behind = self._held
         return Sighting(position, self._clock() - self._since, device=behind)
 
@@ -328,7 +328,7 @@ class Watchdog:
             self._mention(now, chain)
 
     def _mention(self, now: float, words: str) -> None:
-        """Says it every `warn_seconds` for which this rank does not move on."""
+        """Say it every `warn_seconds` for which this rank does not move on."""
         seconds = now - self._since
         if seconds >= self._warned_seconds + self._patience.warn_seconds:
             self._warned_seconds = seconds
@@ -339,7 +339,7 @@ class Watchdog:
         self._send(failure=failure)  # rank 0 may be stopped, and will read this when it wakes up
 
     def _fail(self, failure: Failure) -> None:
-        """Records the first failure that this rank learns of, for whoever launched it, too."""
+        """Record the first failure that this rank learns of, for whoever launched it, too."""
         if self.failure is None:
             self.failure = failure
             if self._all_here.is_set():  # otherwise the main thread raises it, and `members` may not be known
@@ -365,14 +365,14 @@ class Watchdog:
         self._leave_last(failure)
 
     def _leave_last(self, failure: Failure) -> None:
-        """Ends the process, after the others know why, and after the rank that raised."""
+        """End the process, after the others know why, and after the rank that raised."""
         self._await_others()
         if failure.kind == "raised":
             await_culprit(self.members[self._rank])
         self._leave(self._status if failure.rank == self._rank else 1)
 
     def _await_others(self) -> None:
-        """Waits for the other ranks before rank 0 exits, which takes the failure detector with it."""
+        """Wait for the other ranks before rank 0 exits, which takes the failure detector with it."""
         if self._server:
             self._server.await_noted(self._tell_seconds)
 

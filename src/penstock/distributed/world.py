@@ -98,7 +98,7 @@ class World:
 
 
 def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Sequence[int] = ()) -> World:
-    """Finds the pipeline's processes. Initializes `torch.distributed` if torchrun started us and no one else has yet.
+    """Find the pipeline's processes. Initializes `torch.distributed` if torchrun started us and no one else has yet.
 
     Args:
         order: without a mesh, which process is each rank, if there are as many; empty: in order.
@@ -152,7 +152,7 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
         raise ArgumentError(f"global rank {dist.get_rank()} is not in the mesh {grid.tolist()}")
 
     def parts(*free: str) -> tuple[tuple[int, ...], ...]:
-        """Divides the mesh into parts whose global ranks differ only in these dimensions."""
+        """Divide the mesh into parts whose global ranks differ only in these dimensions."""
         inside = [axis for axis, name in enumerate(names) if name in free]
         outside = [axis for axis, name in enumerate(names) if name not in free]
         size = math.prod(grid.shape[axis] for axis in inside)
@@ -192,7 +192,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend that moves a device's tensors: NCCL, if the default process group has it for them, or gloo.
+    """Return the backend that moves a device's tensors: NCCL, if the default process group has it for them, or gloo.
 
     gloo sends no tensors from a device: those go through the host's memory (`runtime/transport/staging.py`).
     """
@@ -200,7 +200,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def device_named(name: str | torch.device) -> torch.device:
-    """The device that the user names. Raises ArgumentError if torch knows none of that name."""
+    """Return the device that the user names. Raise ArgumentError if torch does not know the name."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -216,7 +216,7 @@ def device_of(
     rank: int,
     current: torch.device,
 ) -> torch.device:
-    """Where a rank computes. That ranks do not share an accelerator is checked once they have found each other.
+    """Return where a rank computes. That ranks do not share an accelerator is checked once they have found each other.
 
     Args:
         devices: one device, a type such as "cuda" (a rank takes its own), or one per rank; None: `current`.
@@ -248,9 +248,8 @@ def device_of(
 
 
 def check_alike(said: Sequence[tuple[str, str]]) -> None:
-    """Raises ArgumentError if ranks, by the type of their device and its backend, compute on devices of different
-    types, for which their recordings would differ, or would exchange tensors over different backends.
-    """
+    """Raise ArgumentError if ranks, by the type of their device and its backend, compute on devices of different types,
+    for which their recordings would differ, or would exchange tensors over different backends."""
     kind, backend = said[0]
     for rank, (other, its_backend) in enumerate(said):
         if other != kind:

@@ -39,7 +39,7 @@ _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", re.ASCII)
 
 
 def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
-    """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raises ArgumentError as
+    """Return each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raise ArgumentError as
     `by_host` does, or if a share is invalid."""
     pairs = [pair for text in ((texts,) if isinstance(texts, str) else texts) for pair in text.split(",")]
     return check_slow(by_host(pairs, hosts, "its share of one core: pass one like 2=25% or 2=0.25", _share), hosts)
@@ -53,8 +53,8 @@ def _share(text: str) -> float:
 
 
 def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
-    """Checks the shares of slow hosts, and returns them sorted by host. Raises ArgumentError: a host does not exist, or
-    a share is invalid."""
+    """Check the shares of slow hosts, and return them sorted by host. Raise ArgumentError: a host does not exist, or a
+    share is invalid."""
     for host, share in slow.items():
         check_host(host, hosts)
         if not 0 < share <= 1:
@@ -67,7 +67,7 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
 
 
 def quota(share: float) -> tuple[int, int]:
-    """Returns a cgroup's quota: microseconds of processor time, and the period in which they may be used."""
+    """Return a cgroup's quota: microseconds of processor time, and the period in which they may be used."""
     period = max(PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
     return max(round(share * period), LEAST_QUOTA_US), period
 
@@ -88,7 +88,7 @@ class Groups:
     """
 
     def __init__(self, emulation: str, slow: Mapping[int, float], version: int) -> None:
-        """Creates the cgroups, before the hosts. Raises OSError: it does not work on this machine, and why. Nothing is
+        """Create the cgroups, before the hosts. Raise OSError: it does not work on this machine, and why. Nothing is
         left behind."""
         self.name = f"cgroup v{version} ({_FILES[version]})"
         self._version = version
@@ -108,14 +108,14 @@ class Groups:
             raise
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction,
+        """Return the command that runs `argv` and its children on a slow host, throttled from the first instruction,
         after the words that enter the host."""
         # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *entering, *argv]
 
     def failed(self) -> str | None:
-        """Says which host was not throttled until the end; None if all were."""
+        """Say which host was not throttled until the end; None if all were."""
         for host, folder in self._folders.items():
             for name, value in self._limits(self._slow[host]):
                 found = keeper.words_of(folder / name)
@@ -124,7 +124,7 @@ class Groups:
         return None
 
     def _parent(self) -> Path:
-        """Returns the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
+        """Return the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
         place = dict(keeper.group_mounts()).get(self._version)
         if place is None:
             raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted in {keeper.GROUPS}")
@@ -140,7 +140,7 @@ class Groups:
         return folder
 
     def _limits(self, share: float) -> list[tuple[str, str]]:
-        """Returns what to write into which files, in order."""
+        """Return what to write into which files, in order."""
         microseconds, period = quota(share)
         if self._version == 2:
             return [(_FILES[2], f"{microseconds} {period}")]
@@ -148,7 +148,7 @@ class Groups:
 
 
 def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
-    """Makes the cgroups of the first version that works on this machine. Raises FabricError: none does, and why."""
+    """Make the cgroups of the first version that works on this machine. Raise FabricError: none does, and why."""
     reasons = []
     for version in VERSIONS:
         try:
@@ -162,7 +162,7 @@ def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
 
 
 def _own(version: int) -> str:
-    """Returns our cgroup's path in its hierarchy."""
+    """Return our cgroup's path in its hierarchy."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if (version == 2 and number == "0") or (version == 1 and "cpu" in controllers.split(",")):

@@ -23,8 +23,8 @@ _NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def within(namespace: Path | None, work: Callable[[], T]) -> T:
-    """Runs `work` in the namespace with this file, or in a temporary one; returns or raises what it does. Raises
-    OSError: the namespace cannot be joined or created."""
+    """Run `work` in the namespace with this file, or in a temporary one; return or raises what it does. Raise OSError:
+    the namespace cannot be joined or created."""
 
     def run() -> T:
         libc = ctypes.CDLL(None, use_errno=True)  # Python has os.setns and os.unshare only from 3.12 on
@@ -49,7 +49,7 @@ WINDOW_LIMIT_BYTES = 64 * 1024 * 1024
 
 
 def set_up() -> None:
-    """Prepares the calling thread's namespace, before a device is up.
+    """Prepare the calling thread's namespace, before a device is up.
 
     IPv6 is turned off, so that only the job sends frames. TCP may have as much data in flight as a fast, distant link
     takes; hosts that use such links are tuned the same way. The kernel's default send buffer of 4 MiB would limit 1
@@ -77,7 +77,7 @@ _PROBES = (
 
 
 def why_not() -> str | None:
-    """Explains why no hosts can be created here and what to do about it; None if they can. Leaves nothing behind."""
+    """Explain why no hosts can be created here and what to do about it; None if they can. Leaves nothing behind."""
     if sys.platform != "linux":
         return f"emulated hosts are network namespaces, which only Linux has; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -102,7 +102,7 @@ def _effective() -> int:
 
 
 def _probe() -> str | None:
-    """Tries each requirement in the calling thread's namespace."""
+    """Try each requirement in the calling thread's namespace."""
     for what, command, option, module in _PROBES:
         program, *arguments = command.split()
         done = subprocess.run([tool(program), *arguments], capture_output=True, text=True, check=False)

@@ -60,7 +60,7 @@ class Event:
     text: str = ""
 
     def change(self, before: State) -> State:
-        """Returns a network's state while this event is active."""
+        """Return a network's state while this event is active."""
         topology, gone = before.topology, set(before.gone)
         if self.link is not None and self.host is None:
             topology = Topology(self.link, {}, topology.seed).with_mtu(topology.mtu).with_own(topology.own)
@@ -72,7 +72,7 @@ class Event:
 
 
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
-    """Reads the events of a file, for this network. Raises ArgumentError: the file cannot be read, or names something
+    """Read the events of a file, for this network. Raise ArgumentError: the file cannot be read, or names something
     that does not exist; the message says which event."""
     what = f"--scenario {path}"
     given = read_toml(path, what)
@@ -146,7 +146,7 @@ class Play:
         self.state = before
 
     def at(self, seconds: float, step: int) -> list[str]:
-        """Advances to this moment, which is not before the last one: updates `state`, and returns what has changed in
+        """Advance to this moment, which is not before the last one: updates `state`, and return what has changed in
         words. Steps count from 0; -1 before the first has begun."""
         said = [f"over: {event.text}" for event, end in self._holding if end <= seconds]
         self._holding = [(event, end) for event, end in self._holding if end > seconds]
@@ -184,7 +184,7 @@ class Happened:
 
 @contextmanager
 def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[], int]) -> Iterator[list[Happened]]:
-    """Plays the scenario while the block runs, starting the clock with the block; restores the network at the end.
+    """Play the scenario while the block runs, starting the clock with the block; restore the network at the end.
 
     Yields the changes made so far, and raises at the end of the block whatever a change raised.
 

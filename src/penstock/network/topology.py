@@ -53,35 +53,35 @@ class Topology:
         return (self.link, *self.own.values())
 
     def up(self, host: int) -> Link:
-        """Returns the link from a host to the switch."""
+        """Return the link from a host to the switch."""
         return self.own.get(host, self.link)
 
     def down(self, host: int) -> Link:
-        """Returns the link from the switch to a host."""
+        """Return the link from the switch to a host."""
         return self.up(host).down or self.up(host)
 
     def rates(self, hosts: int) -> dict[str, list[float]]:
-        """Returns bytes per second by host, from it ("up") and to it ("down")."""
+        """Return bytes per second by host, from it ("up") and to it ("down")."""
         ways = {"up": self.up, "down": self.down}
         return {way: [link(host).bytes_per_second for host in range(hosts)] for way, link in ways.items()}
 
     def meets(self, source: int, target: int) -> tuple[Impairment, Impairment]:
-        """Returns what a frame meets on its way up from its source, and on its way down to its target."""
+        """Return what a frame meets on its way up from its source, and on its way down to its target."""
         if source in self.own or target in self.own:
             up = self.up(source).impairment if source in self.own else NOTHING
             return up, self.down(target).impairment if target in self.own else NOTHING
         return self.link.impairment, self.link.down.impairment if self.link.down else NOTHING
 
     def least_delay(self, source: int, target: int) -> float:
-        """Returns the seconds that impairments delay every frame from one host to another, at least."""
+        """Return the seconds that impairments delay every frame from one host to another, at least."""
         return sum(met.shortest_seconds for met in self.meets(source, target))
 
     def with_mtu(self, mtu: int) -> Topology:
-        """Returns the same topology with another mtu on all links."""
+        """Return the same topology with another mtu on all links."""
         return Topology(_sized(self.link, mtu), {}, self.seed).with_own(self.own)
 
     def with_own(self, own: Mapping[int, Link]) -> Topology:
-        """Returns the same topology with these links for individual hosts, at the other links' mtu."""
+        """Return the same topology with these links for individual hosts, at the other links' mtu."""
         return replace(self, own={host: _sized(link, self.mtu) for host, link in own.items()})
 
     @property
@@ -110,13 +110,13 @@ def _sized(link: Link, mtu: int) -> Link:
 
 
 def parse_own(texts: Iterable[str], hosts: int) -> dict[int, Link]:
-    """Parses links by host, from texts like `2=100mbit delay 20ms`. Raises ArgumentError as `by_host` and `parse_link`
+    """Parse links by host, from texts like `2=100mbit delay 20ms`. Raise ArgumentError as `by_host` and `parse_link`
     do."""
     return by_host(texts, hosts, 'its link: pass one like "2=100mbit delay 20ms"', parse_link)
 
 
 def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
-    """Rebuilds the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
+    """Rebuild the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
     if not network or not network.get("link") or network.get("rates") is None:
         return None
     own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}

@@ -10,8 +10,8 @@ In come a model, an example batch and where to cut; out comes a `Partition`: sta
 """
 
 from penstock.partition.cut.balance import TooFewLayersError
-from penstock.partition.cut.choice import BALANCES, Balance, Choice
-from penstock.partition.decision import NO_LIMIT, Room
+from penstock.partition.cut.choice import BALANCES, Balance, BalanceChoice
+from penstock.partition.decision import NO_LIMIT, StageBudget
 from penstock.partition.measure.measuring import BUDGET_SECONDS
 from penstock.partition.measure.units import NoStreams, UnmeasurableError
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
@@ -29,7 +29,7 @@ __all__ = [
     "KEPT_PARTITIONS",
     "NO_LIMIT",
     "Balance",
-    "Choice",
+    "BalanceChoice",
     "Left",
     "NoStreams",
     "Origin",
@@ -37,8 +37,8 @@ __all__ = [
     "Partitioner",
     "RandomSource",
     "Remembered",
-    "Room",
     "Stage",
+    "StageBudget",
     "Surroundings",
     "TooFewLayersError",
     "UnmeasurableError",

@@ -65,12 +65,13 @@ def is_library(module: str | None) -> bool:
 
 
 def package_of(module: str | None) -> str:
-    """The outermost package of a Python module; empty if unknown."""
+    """Return the outermost package of a Python module; empty if unknown."""
     return (module or "").partition(".")[0]
 
 
 def functions_of(member: Any) -> Iterator[FunctionType]:
-    """The functions of a class's member: a method or property, and what its decorators wrap (`@can_return_tuple`)."""
+    """Yield the functions of a class's member: a method or property, and what its decorators wrap
+    (`@can_return_tuple`)."""
     member = getattr(member, "fget", None) or getattr(member, "__func__", member)
     while isinstance(member, (FunctionType, _CACHED)):
         if isinstance(member, FunctionType):
@@ -79,7 +80,7 @@ def functions_of(member: Any) -> Iterator[FunctionType]:
 
 
 OUTSIDE = "Do it outside of the model"
-ELSEWHERE = f"{OUTSIDE}, or in a module of its own that leaves=[...] names, so that it runs as a whole"
+ELSEWHERE = f"{OUTSIDE}, or in a module of its own that leaf_modules=[...] names, so that it runs as a whole"
 
 
 class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with what was found to help)
@@ -92,11 +93,11 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
     """
 
     def __init__(self, why: str, scope: str, otherwise: str = "") -> None:
-        helps = f"Pass leaves=[{scope!r}], so that it runs as a whole" if scope else otherwise or ELSEWHERE
+        helps = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole" if scope else otherwise or ELSEWHERE
         super().__init__(f"{why}. {helps}")
         self.why, self.scope, self.otherwise = why, scope, otherwise
 
     def because(self, reason: str) -> Obstacle:
-        """The same obstacle, with the reason why the module around it was opened."""
+        """Return the same obstacle, with the reason why the module around it was opened."""
         why = f"{reason}. Recording it call by call does not help: {self.why}"
         return Obstacle(why, self.scope, self.otherwise)

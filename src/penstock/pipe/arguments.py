@@ -21,7 +21,7 @@ from penstock.runtime.gradients.distribution import parallelized_by
 
 
 def device_of_run(model: nn.Module | Sequence[nn.Module], example: Example) -> torch.device:
-    """Where the run is unless the user says: on the accelerator that holds the model or else the example."""
+    """Return the default device of the run: the accelerator that holds the model or else the example."""
     held = next((p.device for p in as_module(model).parameters()), torch.device("cpu"))
     if held.type not in ("cpu", "meta"):
         return held
@@ -35,12 +35,12 @@ def is_whole(example: Example) -> bool:
 
 
 def tensors_of(example: Example) -> list[Tensor]:
-    """The tensors of a batch, those in `Microbatches` included."""
+    """Return the tensors of a batch, those in `Microbatches` included."""
     return [leaf for _, leaf in leaves_of(example) if isinstance(leaf, Tensor)]
 
 
 def shared(control: Control, example: Example) -> Example:
-    """The example, from the first process that has one if this one has none. Every process calls it.
+    """Return the example, from the first process that has one if this one has none. Every process calls it.
 
     Raises:
         ArgumentError: no process has one.
@@ -64,7 +64,7 @@ def shared(control: Control, example: Example) -> Example:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raises ArgumentError if the model, or one of its layers, was parallelized before."""
+    """Raise ArgumentError if the model, or one of its layers, was parallelized before."""
     if by := parallelized_by(model, "torch.distributed.fsdp", "torch.distributed._composable"):
         raise ArgumentError(
             f"model: fully_shard or replicate was applied before the pipeline was made ({by}); pass the plain model, "
@@ -74,7 +74,7 @@ def check_plain(model: nn.Module) -> None:
 
 
 def checked_inputs(model: object, args: Any, kwargs: Any) -> Example:
-    """One batch, from the user's arguments.
+    """Return one batch, from the user's arguments.
 
     Raises:
         ArgumentError: they are not a sequence and a mapping, or a name is one that `Pipeline.step` takes itself.

@@ -25,7 +25,7 @@ from penstock.schedule import Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 from penstock.simulate.computations import column
 from penstock.simulate.memory_use import changes_of
-from penstock.trace.runs.reader import Predicted
+from penstock.trace.runs.reader import RecordedPrediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RankMemory:
 
 
 def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
-    """The size of AdamW's state for those that are trained, as plans count it."""
+    """Return the size of AdamW's state for those that are trained, as plans count it."""
     return OPTIMIZER_VALUES * sum(one.nbytes for one in parameters if one.requires_grad)
 
 
@@ -70,14 +70,14 @@ def memory_of_ranks(
     with_loss: bool,
     runs_again: bool,
 ) -> tuple[RankMemory, ...]:
-    """What each rank needs; empty if some stage does not run on fake tensors, or forwards run again and backwards are
-    split: what W then needs is not what was kept.
+    """Return the memory of each rank; empty if some stage does not run on fake tensors, or forwards are recomputed and
+    backwards are split: what W then needs is not what was kept.
 
     Args:
         partition: one copy of the model, for one microbatch.
         found: of each stage, without a loss.
         order: computations only.
-        asked: the `gradient_dtype=` of the run.
+        asked: the `grad_dtype=` of the run.
         target_bytes: the size of the whole batch's target.
         with_loss: whether a loss follows the last stage.
         runs_again: every forward runs again in its backward.
@@ -119,9 +119,9 @@ def memory_of_ranks(
     return tuple(ranks)
 
 
-def predicted(session: Session, plan: Plan | None) -> Predicted | None:
-    """How long a step should take by the plan that is followed, or by the profile that decided where to cut; None if
-    neither did.
+def predicted(session: Session, plan: Plan | None) -> RecordedPrediction | None:
+    """Predict the step time by the plan that is followed, or by the profile that decided where to cut; None if there is
+    neither.
 
     A plan says what a stage takes in all; then the three parts are taken as equally long.
     """
@@ -135,15 +135,14 @@ def predicted(session: Session, plan: Plan | None) -> Predicted | None:
     timeline = simulate(order, [*costs] * order.placement.pipelines, link or LinkCost(0.0))
     seconds = tuple(one.forward_seconds + one.backward_seconds for one in costs)
     if plan is not None:
-        return Predicted("the plan", plan.pipeline_seconds + plan.reduce_seconds, seconds, timeline)
+        return RecordedPrediction("the plan", plan.pipeline_seconds + plan.reduce_seconds, seconds, timeline)
     source = "the times measured to cut the model" if session.options.choice.profile is None else "the profile"
-    return Predicted(source, timeline.makespan_seconds, seconds, timeline)
+    return RecordedPrediction(source, timeline.makespan_seconds, seconds, timeline)
 
 
 def activation_bytes(session: Session) -> tuple[int, ...]:
-    """For each stage, what one microbatch keeps there from forward to backward, as forwards on fake tensors say; empty
-    if a stage does not run on these, or if activations are recomputed or offloaded.
-    """
+    """Return, for each stage, the activations of one microbatch by forwards on fake tensors; empty if a stage does not
+    run on these, or if activations are recomputed or offloaded."""
     options, partition = session.options, session.partition
     if options.recompute != "never" or options.offload:
         return ()
@@ -155,17 +154,17 @@ def activation_bytes(session: Session) -> tuple[int, ...]:
 
 
 def _given(meta: StageMeta) -> int:
-    """What the model's inputs of a stage take."""
+    """Return the bytes of a stage's share of the model's inputs."""
     return sum(meta_bytes(one.meta) for one in meta.inputs if one.source == MODEL_INPUT)
 
 
 def _kept(prints: Sequence[Footprint], given: Sequence[int]) -> list[int]:
-    """What a microbatch keeps on each stage, without the batch, which is there all the time."""
+    """Return the activations of a microbatch on each stage, without the batch, which is there all the time."""
     return [max(0, each.kept - own) for each, own in zip(prints, given, strict=True)]
 
 
 def memory_after_actions(schedule: Schedule, kept: Sequence[int], held: Sequence[int]) -> list[list[int]]:
-    """What each rank holds after each of its actions, as `simulate.memory` counts it.
+    """Return what each rank holds after each of its actions, as `simulate.memory` counts it.
 
     Args:
         schedule: as it runs, communication included.

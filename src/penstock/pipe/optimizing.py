@@ -24,7 +24,7 @@ OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 def parameter_groups(
     every: Iterable[tuple[str, nn.Parameter]], held: Iterable[tuple[str, nn.Parameter]], options_of: OptionsOf
 ) -> list[dict[str, Any]]:
-    """One group for each kind of options, in the order in which the unsplit model's parameters first have them.
+    """Return one group for each kind of options, in the order in which the unsplit model's parameters first have them.
 
     Args:
         every: parameters of the unsplit model; those of other ranks have only their shapes, not their values.
@@ -61,7 +61,7 @@ def clip(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales this process's gradients; returns the norm of all. Every rank calls it.
+    """Scale this process's gradients; return the norm of all. Every rank calls it.
 
     Args:
         held: the gradients, by their parameters' names.
@@ -88,7 +88,7 @@ def clip(
 
 
 def _number(name: str, value: Any) -> float:
-    """A number, also in a tensor, or "inf", as torch takes it."""
+    """Return a number, also from a tensor, or "inf", as torch takes it."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, RuntimeError):

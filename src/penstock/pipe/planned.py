@@ -21,7 +21,7 @@ from penstock.plan.plan import VARIABLE
 
 USUAL: Mapping[str, Any] = {
     "schedule": "1f1b",
-    "chunks": None,
+    "stages_per_rank": None,
     "microbatches": None,
     "cuts": None,
     "recompute": "never",
@@ -38,7 +38,8 @@ class Followed:
 
     @classmethod
     def of(cls, plan: Plan | str | os.PathLike[str] | None, given: Mapping[str, Any]) -> Followed:
-        """What to follow: the plan given, or else that of `penstock run --plan`, which goes before what a script gives.
+        """Return the plan to follow: the one passed in, unless `penstock run --plan` names another, which takes
+        precedence.
 
         Args:
             given: the arguments of `penstock.pipeline`.
@@ -77,7 +78,7 @@ class Followed:
         }
 
     def ranks(self, given: int | None) -> int | None:
-        """How many ranks to ask for."""
+        """Return how many ranks to ask for."""
         alone = given is None and int(os.environ.get("WORLD_SIZE", "1")) == 1
         return self.plan.choice.ranks if self.plan is not None and alone else given
 
@@ -87,7 +88,7 @@ class Followed:
         return self.plan.devices if self.plan is not None and self.plan.choice.replicas == 1 else ()
 
     def check(self, world: World, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
-        """Refuses another model, device or dtype, and processes that are not those of the plan.
+        """Refuse another model, device or dtype, and processes that are not those of the plan.
 
         Raises:
             PlanError: names the difference.
@@ -128,7 +129,7 @@ class Followed:
             )
 
     def check_rows(self, rows: int) -> None:
-        """Warns if microbatches are not as large as planned. `rows`: of the example, a replica's batch."""
+        """Warn if microbatches are not as large as planned. `rows`: of the example, a replica's batch."""
         if self.plan is None:
             return
         planned, found = self.plan.choice.rows, -(-rows // self.plan.choice.microbatches)

@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale, and finds out whether all are finite, on all ranks.
+        """Divide the gradients by the scale, and find out whether all are finite, on all ranks.
 
         Raises:
             ArgumentError: the last step ran with another scale, or within `no_sync`; or a gradient is in float16.
@@ -82,7 +82,9 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """What torch's `unscale_` calls: here with one answer for all ranks, which torch's `update` goes by."""
-        found = self._found[id(optimizer)] = not all(self._pipe.gather(_unscale(optimizer, float(inv_scale))))
+        found = self._found[id(optimizer)] = not all(
+            self._pipe.all_gather_object(_unscale(optimizer, float(inv_scale)))
+        )
         return {found_inf.device: found_inf.fill_(found)}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -108,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         return value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lowers the scale if a step was skipped, and raises it after `growth_interval` steps without a skip.
+        """Lower the scale if a step was skipped, and raise it after `growth_interval` steps without a skip.
 
         Raises:
             RuntimeError: there was neither `unscale_` nor `step` since the last call.
@@ -121,8 +123,8 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _unscale(optimizer: torch.optim.Optimizer, factor: float) -> bool:
-    """Multiplies an optimizer's gradients. Returns whether all were finite. (Torch's own takes no list of tensors of
-    which some are sharded.)"""
+    """Multiply an optimizer's gradients. Return whether all were finite. (Torch's own takes no list of tensors of which
+    some are sharded.)"""
     finite: list[Tensor] = []
     with torch.no_grad():
         for group in optimizer.param_groups:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base import owner
-from penstock._base.errors import ArgumentError, ClosedError, check_flags, warn
+from penstock._base.errors import ArgumentError, PipelineClosedError, check_flags, warn
 from penstock._base.marks import computing
 from penstock._base.trees import unflatten
 from penstock.distributed.launch.step_file import announcer
@@ -93,7 +93,7 @@ class Session:
         cuts_both = options.cutting.split is not None and self.looks_at_targets  # by one function of the user's
         self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
         self.needs_targets = self.looks_at_targets and (self.has_outputs or (cuts_both and self.has_inputs))
-        self._parts = LossParts(engine, shared=options.share_loss, of_function=options.loss is not None)
+        self._parts = LossParts(engine, shared=options.broadcast_loss, of_function=options.loss is not None)
         self._padding_checked = bool(options.loss_notes)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
@@ -114,7 +114,7 @@ class Session:
         return self.split.partitions(training=True)[0]
 
     def fingerprint(self) -> str:
-        """Identifies the model, schedule and options."""
+        """Identify the model, schedule and options."""
         return fingerprint_of(self.split, self.engine, self.order, self.options)
 
     @property
@@ -128,7 +128,7 @@ class Session:
         return any(any_compiled(stage.module.modules()) for stage in self.partition.stages)
 
     def ties(self) -> dict[str, str]:
-        """For each further name of a tied parameter or buffer, or of a list's, its first name."""
+        """Return, for each further name of a tied parameter or buffer, or of a list's, its first name."""
         every = ((unwrapped(name), first) for name, first in self.split.names().items())
         return {name: first for name, first in every if name != first}
 
@@ -160,7 +160,7 @@ class Session:
         loss_scale: float = 1.0,
         evaluates: bool = True,
     ) -> StepResult:
-        """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
+        """Run one step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
 
         Args:
             evaluates: whether the loss is wanted, and not the outputs alone.
@@ -182,7 +182,7 @@ class Session:
     def _prepare(
         self, given: Batch, call: Call, keeps: bool, loss_scale: float
     ) -> tuple[Cached, Feed, batches.CutBatch | None]:
-        """Cuts a batch, and finds the bound schedule that runs it; with what its stages take in, and the cut batch."""
+        """Cut a batch, and find the bound schedule that runs it; with what its stages take in, and the cut batch."""
         batch = self._divide(given) if self.has_inputs or self.has_outputs else given
         with torch.set_grad_enabled(call.training):
             cut = self.cut(batch, "input", None) if self.has_inputs else None
@@ -205,7 +205,7 @@ class Session:
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:
-        """Wraps a training step: with `deferred_batch_norm`, running statistics are committed at its end, and are those
+        """Wrap a training step: with `deferred_batch_norm`, running statistics are committed at its end, and are those
         of the first replica in all."""
         if self.norms is None:
             yield None
@@ -216,8 +216,8 @@ class Session:
             self.engine.control.start_equal(self.norms.buffers())
 
     def rehearse(self, batch: Batch, *, loss: bool) -> str | None:
-        """Raises what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a
-        loss of any value. One process drives all ranks. Returns why the loss could not be tried; None if it could."""
+        """Raise what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a loss
+        of any value. One process drives all ranks. Return why the loss could not be tried; None if it could."""
         cached, batch = self._first, self._divide(batch)
         self._refuse_aliases(cached, batch)
         if not loss:
@@ -229,17 +229,18 @@ class Session:
             return try_loss(cached.bound, None if targets is None else targets[0], given)
 
     def _divide(self, batch: Batch) -> Batch:
-        """A batch with the microbatches that the user's function, if any, makes of it."""
+        """Return a batch with the microbatches that the user's function, if any, makes of it."""
         order, cutting = self.order, self.options.cutting
         return cutting.divide(batch, order.microbatches, "input", order.placement.pipelines)
 
     def cut(self, batch: Batch, what: str, device: torch.device | None) -> batches.CutBatch:
-        """The microbatches of a batch's inputs, on `device` or, if None, where they are."""
+        """Return the microbatches of a batch's inputs, on `device` or, if None, where they are."""
         order, cutting = self.order, self.options.cutting
         return cutting.cut(batch, order.microbatches, what, device, order.placement.pipelines)
 
     def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
-        """One batch as `run_batch` cuts it, with each piece's rows and the target that the loss and `reduction` get."""
+        """Cut one batch as `run_batch` does: return each piece's rows and the target that the loss and `reduction`
+        get."""
         batch = self._divide(batch)
         cut = self.cut(batch, "batch", device)
         targets = self.options.cutting.targets(batch, cut.sizes, device, labels=self._takes_labels(batch))
@@ -248,7 +249,7 @@ class Session:
         return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
 
     def _devices(self, cached: Cached, end: Callable[[int], bool]) -> list[torch.device | None]:
-        """Where each microbatch's first (or last) stage runs; None if another process runs it."""
+        """Return where each microbatch's first (or last) stage runs; None if another process runs it."""
         order, engine = cached.bound.schedule, self.engine
         found: list[torch.device | None] = [None] * len(cached.sizes)
         for stage in filter(end, range(order.placement.stages)):
@@ -258,12 +259,12 @@ class Session:
         return found
 
     def _refuse_aliases(self, cached: Cached, batch: Batch) -> None:
-        """Raises ArgumentError for aliases in what this process was given."""
+        """Raise ArgumentError for aliases in what this process was given."""
         if batch.pieces is not None or self.options.cutting.split is None:  # the recorded inputs are those of pieces
             refuse_aliases(cached.overwritten, batch if self.looks_at_targets else batch._replace(target=None))
 
     def _inputs(self, cached: Cached, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
-        """For each microbatch, the model's inputs by position among the first stage's inputs."""
+        """Return, for each microbatch, the model's inputs by position among the first stage's inputs."""
         if cut is None:
             return []
         devices = self._devices(cached, self.order.placement.is_first)
@@ -277,7 +278,7 @@ class Session:
         ]
 
     def _for_loss(self, cached: Cached, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
-        """Each microbatch's target, on the device that computes its loss, and the weights of the losses."""
+        """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
         targets: Sequence[Any] | None = None
         if not _wants_target(self.options.loss) or batch.has_target or cached.bound.training:
             targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
@@ -285,7 +286,7 @@ class Session:
         return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)], weight
 
     def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
-        """The weights of the microbatches' losses in the batch of all replicas."""
+        """Return the weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self.engine.replicas, self.engine
         if targets and reduction == "mean" and not self._padding_checked:
@@ -303,9 +304,8 @@ class Session:
         return weights(reduction, cached.sizes, targets or (), self.world.data_parallel, mean)
 
     def _reduction(self, cached: Cached) -> Reduction:
-        """The user's reduction. A function reads a target where the user gave it, before it travels; if that fails,
-        since the function uses tensors of its own, where the loss is computed.
-        """
+        """Return the user's reduction. A function reads a target on its original device, before it travels; if that
+        fails, since the function uses tensors of its own, where the loss is computed."""
         reduction = self.options.reduction
         device = next((d for d in self._devices(cached, self.order.placement.is_last) if d is not None), None)
         if not callable(reduction) or device is None or device.type == "cpu":
@@ -329,7 +329,7 @@ class Session:
         bound = cached.bound
         if call.training or evaluates:
             self._parts.agree(bound)
-        shared = share_loss(self.engine, bound, self.order.microbatches, wanted=self.options.share_loss)
+        shared = share_loss(self.engine, bound, self.order.microbatches, wanted=self.options.broadcast_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
         timeline = share_timeline(self.engine, bound.schedule, moments, wanted=call.timeline)
         outputs = tuple(bound.head.outputs) if keeps else None
@@ -339,13 +339,14 @@ class Session:
 
     @contextmanager
     def drawing(self) -> Iterator[Streams]:
-        """The random streams of the present step, to run the unsplit model with the masks that the pipeline draws."""
+        """Yield the random streams of the present step, to run the unsplit model with the masks that the pipeline
+        draws."""
         streams = self.engine.streams
         with streams.drawing(self.step_count, tuple(self.engine.devices)):
             yield streams
 
     def refuse_unaveraged(self, what: str) -> None:
-        """Raises ArgumentError if each replica has its own gradients, so that replicas would diverge."""
+        """Raise ArgumentError if each replica has its own gradients, so that replicas would diverge."""
         if self.engine.replicas is not None and self.engine.replicas.behind:
             raise ArgumentError(
                 f"{what}: the last step was within no_sync(), so each replica has gradients of its own; take the last "
@@ -359,9 +360,9 @@ class Session:
         self._before_close.append(act)
 
     def refuse_closed(self) -> None:
-        """Raises ClosedError once `close` was called."""
+        """Raise PipelineClosedError once `close` was called."""
         if self._closed:
-            raise ClosedError("this pipeline was closed; make a new one")
+            raise PipelineClosedError("this pipeline was closed; make a new one")
 
     def close(self) -> None:
         """See `Pipeline.close`."""
@@ -379,7 +380,7 @@ class Session:
 
 
 def _sharded(split: SplitModel, options: Options) -> Sharded:
-    """The sharded stages, as the user wants them gathered. Raises ArgumentError if there are none to gather."""
+    """Return the sharded stages, as the user wants them gathered. Raise ArgumentError if there are none to gather."""
     if options.unshard_window is not None and not split.sharded_stages:
         raise ArgumentError(
             f"unshard_window={options.unshard_window}: parallelize= applied fully_shard to no stage; leave "

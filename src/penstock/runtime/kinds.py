@@ -33,7 +33,7 @@ class Kinds:
 
     @classmethod
     def among(cls, partitions: Sequence[Partition]) -> Kinds:
-        """The kinds of some microbatches, from the partition of each."""
+        """Find the kinds of some microbatches, from the partition of each."""
         found: dict[Hashable, int] = {}
         metas: list[tuple[StageMeta, ...]] = []
         kinds: dict[int, int] = {}
@@ -46,17 +46,18 @@ class Kinds:
 
 
 def distinct(items: Iterable[T]) -> list[T]:
-    """The objects among these, each once."""
+    """Return the objects without duplicates."""
     return list({id(item): item for item in items}.values())
 
 
 def all_uses(partitions: Sequence[Partition]) -> tuple[Stage, ...]:
-    """All stages, each as `any_use` has it."""
+    """Return all stages, each as `any_use` merges it."""
     return tuple(map(any_use, zip(*(partition.stages for partition in distinct(partitions)), strict=True)))
 
 
 def any_use(stages: Sequence[Stage]) -> Stage:
-    """A stage with everything that any microbatch uses there. Its code, inputs and outputs are the first one's.
+    """Merge a stage's kinds: return it with everything that any microbatch uses there. Its code, inputs and outputs are
+    the first one's.
 
     Replaces only what differs: what is the same for all stages of another front end need not be a field of them.
     """

@@ -85,7 +85,7 @@ def both(step: Callable[[Rank], None]) -> Iterator[Step]:
 
 
 def message(step: int, microbatch: int) -> list[Tensor]:
-    """Two tensors that either rank can make: one channels-last, one that does not start on a cache line."""
+    """Return two tensors that either rank can make: one channels-last, one that does not start on a cache line."""
     generator = torch.Generator().manual_seed(100 * step + microbatch)
     image = torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)
     return [image, torch.randn(8, generator=generator)[1:]]
@@ -106,7 +106,7 @@ def same_layout(got: Tensor | None, expected: Tensor) -> Tensor:
 
 
 def same_values(got: Tensor | None, expected: Tensor) -> Tensor:
-    """As far as values go, byte by byte: torch compares those of some types in no other way."""
+    """Compare values byte by byte: torch compares those of some types in no other way."""
     assert got is not None, "a tensor did not arrive"
     assert got.shape == expected.shape, f"shape {tuple(expected.shape)} became {tuple(got.shape)}"
     assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
@@ -157,7 +157,8 @@ def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
 
 
 def sends_run_ahead_of_receives() -> Iterator[Step]:
-    """As in GPipe's forwards: in the first step no send may wait for a receive; later, two sends may run ahead."""
+    """Send ahead, as in GPipe's forwards: in the first step no send may wait for a receive; later, two sends may run
+    ahead."""
     for step in range(2):
         yield from sends([message(step, k) for k in range(2)])
         yield from takes([])
@@ -222,7 +223,7 @@ def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
 
 
 def a_released_program_makes_room_for_another() -> Iterator[Step]:
-    """As for batches of a new shape: another program, with another layout, over the same link."""
+    """Release a program, as for batches of a new shape: another one, with another layout, uses the same link."""
 
     def release(rank: Rank) -> None:
         rank.transport.release(rank.program)
@@ -281,7 +282,7 @@ def every_dtype_travels() -> Iterator[Step]:
 
 
 def every_shape_travels() -> Iterator[Step]:
-    """Scalars, empty tensors, and tensors whose elements share memory."""
+    """Send scalars, empty tensors, and tensors whose elements share memory."""
 
     def pairs() -> list[list[Tensor]]:
         return [
@@ -296,7 +297,7 @@ def every_shape_travels() -> Iterator[Step]:
 
 
 def a_dropped_step_leaves_nothing() -> Iterator[Step]:
-    """A first step that raises after one message of two has been taken: the next may have other layouts."""
+    """Raise in a first step after one message of two has been taken: the next may have other layouts."""
     yield from sends([message(0, k) for k in range(2)])
     yield from takes([message(0, 0)])
     yield from both(Rank.drop_step)
@@ -309,7 +310,7 @@ def a_dropped_step_leaves_nothing() -> Iterator[Step]:
 
 
 def what_was_sent_arrives_after_close() -> Iterator[Step]:
-    """A rank that has sent all its messages may close before the other takes them. Nothing can follow."""
+    """Close a rank that has sent all its messages before the other takes them. Nothing can follow."""
     yield from one_by_one(lambda: [message(0, 0)], backward=True)  # so all earlier scripts have ended
     for turn in range(2):
         yield from sends([message(turn, k) for k in range(2)])
@@ -327,7 +328,7 @@ def what_was_sent_arrives_after_close() -> Iterator[Step]:
 
 
 def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
-    """One rank's announcements and the other's losses; some are never read, some are read late."""
+    """Exchange one rank's announcements and the other's losses; some are never read, some are read late."""
     for turn in range(6):
         for source, r in ((0, 0), (0, 1), (1, 0), (1, 1)):
 
@@ -409,8 +410,8 @@ COLLECTIVE_SCRIPTS: tuple[Script, ...] = (
 
 
 def scripts_for(*, collectives: bool, one_process: bool = False) -> list[Script]:
-    """The scripts for transports with or without collectives. `one_process`: one process drives both ranks, so that
-    after a step that raised another may follow."""
+    """Return the scripts for transports with or without collectives. `one_process`: one process drives both ranks, so
+    that after a step that raised another may follow."""
     found = [*POINT_TO_POINT_SCRIPTS, *(COLLECTIVE_SCRIPTS if collectives else ())]
     if one_process:
         found += [a_dropped_step_leaves_nothing, *([a_dropped_step_leaves_no_sums] if collectives else [])]

@@ -30,7 +30,7 @@ WAIT_SECONDS = 60.0
 
 
 def check_transport(transports: Mapping[int, PointToPoint], device: torch.device | None = None) -> list[str]:
-    """Runs every script on those of ranks 0 and 1 whose transports are given, then closes these. Both must call it.
+    """Run every script on those of ranks 0 and 1 whose transports are given, then closes these. Both must call it.
 
     Args:
         transports: by rank.
@@ -44,7 +44,7 @@ def check_transport(transports: Mapping[int, PointToPoint], device: torch.device
 
 
 def _run(transports: Mapping[int, PointToPoint], device: torch.device, begins: Callable[[str], None]) -> list[str]:
-    """Runs the scripts, and calls `begins` with the name of each."""
+    """Run the scripts, and call `begins` with the name of each."""
     for rank, transport in transports.items():
         lacking = missing(transport, POINT_TO_POINT)
         assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
@@ -67,7 +67,7 @@ def _run(transports: Mapping[int, PointToPoint], device: torch.device, begins: C
 
 
 def check_factory(factory: TransportFactory) -> list[str]:
-    """Runs every script on the transports that a factory makes for two ranks on the CPU, each a thread of this process.
+    """Run every script on the transports that a factory makes for two ranks on the CPU, each a thread of this process.
 
     Returns the names of the scripts. Raises AssertionError if a transport does not conform, or hangs.
     """

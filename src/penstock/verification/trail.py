@@ -66,7 +66,7 @@ class Trail:
     _states: list[Tensor] = field(default_factory=list)
 
     def begin(self, microbatch: int, stage: int = 0, *, backward: bool = False) -> None:
-        """Notes what runs next; in a backward, the forward may run again."""
+        """Note what runs next; in a backward, the forward may run again."""
         self.microbatch, self._stage, self._again = microbatch, stage, backward
         if backward:
             self._calls[microbatch] = Counter(self._begun.get((microbatch, stage), Counter()))
@@ -75,7 +75,7 @@ class Trail:
 
     @contextmanager
     def following(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Wraps the step."""
+        """Wrap the step."""
         handles: list[Any] = []
         for name in {*self.order}:
             module = model.get_submodule(name)
@@ -91,7 +91,7 @@ class Trail:
                 handle.remove()
 
     def forget(self) -> None:
-        """Begins anew, with the next step."""
+        """Begin anew, with the next step."""
         self.step += 1
         self.values, self.terms, self.stages, self.random, self._calls, self._begun = {}, {}, {}, {}, {}, {}
 

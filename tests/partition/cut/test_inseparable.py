@@ -54,7 +54,7 @@ def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it() -> None:
         schedule="1f1b",
     )
     assert report.ok
-    assert inspect(Siamese(), (x, x + 1), stages=4, microbatches=4).stages[1].begins != "encoder.2"
+    assert inspect(Siamese(), (x, x + 1), stages=4, microbatches=4).stages[1].first_module != "encoder.2"
 
 
 def test_what_is_used_from_beginning_to_end_leaves_one_stage() -> None:

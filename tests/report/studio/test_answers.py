@@ -14,9 +14,9 @@ from penstock._base.errors import ArgumentError
 from penstock.cli import app
 from penstock.report.studio import answers
 from penstock.report.studio.question import MAX_SIZES, Question
-from penstock.schedule import generators
+from penstock.schedule import schedule_specs
 
-NAMES = tuple(one.name for one in generators())
+NAMES = tuple(one.name for one in schedule_specs())
 OPTIONS = {"forward": "--forward", "backward_input": "--backward-input", "backward_weight": "--backward-weight"}
 
 

@@ -1,4 +1,4 @@
-"""`gradient_dtype=torch.float32`: gradients of a model in bfloat16 are the float32 sums of its bfloat16 terms."""
+"""`grad_dtype=torch.float32`: gradients of a model in bfloat16 are the float32 sums of its bfloat16 terms."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_user_may_set_it_on_some_parameters_alone() -> None:
 def test_verify_compares_with_one_device_that_accumulates_alike(schedule: str) -> None:
     x, y = batch()
     options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": schedule, "loss_fn": loss}
-    penstock.verify(Net(), (x,), target=y, gradient_dtype=torch.float32, exact=True, **options).check()
+    penstock.verify(Net(), (x,), target=y, grad_dtype=torch.float32, exact=True, **options).raise_if_failed()
 
 
 def test_verify_sees_a_sum_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,14 +236,14 @@ def test_verify_sees_a_sum_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
     after_each_step(monkeypatch, low)
     options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "loss_fn": loss, "exact": True}
-    report = penstock.verify(Net(), (x,), target=y, gradient_dtype=torch.float32, **options)
-    assert {row.kind for row in report.wrong} == {"gradient"}
+    report = penstock.verify(Net(), (x,), target=y, grad_dtype=torch.float32, **options)
+    assert {row.kind for row in report.failures} == {"gradient"}
 
 
 def test_parameters_in_float32_are_left_alone() -> None:
     with pipeline() as pipe:
         assert dict(pipe.named_parameters())["scale"].grad_dtype == torch.float32
-    with pipeline(Net(dtype=torch.float32), gradient_dtype=torch.float64) as pipe:
+    with pipeline(Net(dtype=torch.float32), grad_dtype=torch.float64) as pipe:
         assert {p.grad_dtype for p in pipe.parameters()} == {torch.float64}
     with pipeline(Net(dtype=torch.float64)) as pipe:
         assert dict(pipe.named_parameters())[TIED].grad_dtype == torch.float64
@@ -251,5 +251,5 @@ def test_parameters_in_float32_are_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float32"])
 def test_other_dtypes_are_refused(dtype: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"gradient_dtype=.*: expected torch\.float32, torch\.float64 or None"):
-        pipeline(gradient_dtype=dtype)
+    with pytest.raises(ArgumentError, match=r"grad_dtype=.*: expected torch\.float32, torch\.float64 or None"):
+        pipeline(grad_dtype=dtype)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock._base.errors import ArgumentError, PipelineFailure
+from penstock._base.errors import ArgumentError, RankFailedError
 from penstock.distributed.launch.agent import left
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
@@ -135,7 +135,7 @@ def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> N
     assert run(command, folder, steps=3, timeout=5.0) == "took no step for 5 s (--timeout)"
     assert tmp_path.joinpath("pid").exists()
     assert left(str(folder), tag=FOLDER) == set()
-    with pytest.raises(PipelineFailure, match="the job took no step for 5 s before all ranks had taken a step"):
+    with pytest.raises(RankFailedError, match="the job took no step for 5 s before all ranks had taken a step"):
         read(folder, "took no step for 5 s")
 
 

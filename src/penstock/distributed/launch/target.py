@@ -67,7 +67,7 @@ class Target:
 
 
 def load(text: str, *, weights: bool = True) -> Target:
-    """Calls the function that `text` names, from seed 0, and checks what it returns.
+    """Call the function that `text` names, from seed 0, and check what it returns.
 
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
     of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
@@ -84,8 +84,8 @@ def load(text: str, *, weights: bool = True) -> Target:
 
 
 def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
-    """What `module:function` or `file.py:function` names. `what`: the argument, for messages. Raises ArgumentError:
-    there is no such module, file or function, or its module raises."""
+    """Return what `module:function` or `file.py:function` names. `what`: the argument, for messages. Raise
+    ArgumentError if there is no such module, file or function, or its module raises."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise ArgumentError(f"{what} {text!r}: expected a colon between a module and a function; {_FORM}")
@@ -99,7 +99,8 @@ def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
 
 
 def _with_usual(place: str) -> str:
-    """The TARGET with its usual function. Its code is read before it runs: a script may train when it is imported."""
+    """Return the TARGET with its default function. Its code is read before it runs: a script may train when it is
+    imported."""
     path = Path(place)
     if place.endswith(".py") and path.is_file():
         with user_code(f"TARGET {place!r}"):
@@ -113,7 +114,7 @@ def _with_usual(place: str) -> str:
 
 
 def _bound(statement: ast.stmt) -> list[str]:
-    """The names that a statement of a module may give to a function."""
+    """Return the names that a statement of a module may bind to a function."""
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return [name.asname or name.name for name in statement.names]
     if isinstance(statement, ast.Assign):
@@ -133,7 +134,7 @@ def call(text: str, function: Callable[[], Any]) -> Target:
 
 @contextlib.contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Runs the user's code, which must not end this process with status 0: that would pass for a result.
+    """Run the user's code, which must not end this process with status 0: that would pass for a result.
 
     Raises:
         PenstockError: as the block raised it.
@@ -149,7 +150,7 @@ def user_code(name: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception on one line: its type, its message, and where it was raised."""
+    """Describe an exception on one line: its type, its message, and where it was raised."""
     text = line_of(in_a_line(error), _MAX_MESSAGE)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

@@ -48,12 +48,12 @@ class LinkFit:
         return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
 
     def seconds(self, terms: Terms, size_bytes: float) -> float:
-        """Returns the time of a collective of this cost and size."""
+        """Return the time of a collective of this cost and size."""
         return terms.rounds * self.alpha_seconds + size_bytes * terms.bytes_factor * self.beta_seconds_per_byte
 
 
 def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
-    """Fits alpha and beta, both non-negative, by least squares.
+    """Fit alpha and beta, both non-negative, by least squares.
 
     It minimizes relative residuals, so that small sizes count as much as large ones.
 
@@ -87,12 +87,12 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
 
 
 def predict(link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float) -> float:
-    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no such algorithm."""
+    """Predict the seconds that a collective takes. Raise ArgumentError if there is no such algorithm."""
     return link.seconds(closed_form(collective, algorithm, ranks), size_bytes)
 
 
 def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
-    """Returns the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
+    """Return the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
 
     Among algorithms that cost the same at all sizes, the first in `algorithms` stands for all.
     """
@@ -111,7 +111,7 @@ def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, 
 
 
 def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
-    """Returns the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
+    """Return the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
     found = []
     for link in record.get("links") or ():
         rate = link.get("bytes_per_second")
@@ -121,8 +121,8 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
 
 
 def combined(links: Iterable[LinkFit], of: Callable[..., float] = max) -> LinkFit | None:
-    """Combines the largest alpha and the largest beta of links (`of=min`: the smallest), which limit a collective of
-    any size; None without links."""
+    """Combine the largest alpha and the largest beta of links (`of=min`: the smallest), which limit a collective of any
+    size; None without links."""
     found = tuple(links)
     if not found:
         return None
@@ -130,7 +130,7 @@ def combined(links: Iterable[LinkFit], of: Callable[..., float] = max) -> LinkFi
 
 
 def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
-    """Returns a run's links as `penstock simulate --links` reads them: those measured or, if none were, the slowest of
+    """Return a run's links as `penstock simulate --links` reads them: those measured or, if none were, the slowest of
     the fits in its results' `model`; None if there are neither.
 
     Pairs that were not measured get the slowest measured values, as "all".
@@ -161,7 +161,7 @@ FEWEST_SIZES = 3
 def forecast(
     record: dict[str, Any], results: dict[str, Any], collective: str, sizes: Sequence[int], hosts: Sequence[int]
 ) -> dict[str, Any]:
-    """Predicts the times of a collective from a run's record and results.
+    """Predict the times of a collective from a run's record and results.
 
     Returns an entry of `penstock fabric predict --json`: `fit` (see `_fit`), `predictions` by size and number of hosts,
     and `crossovers`, the sizes from which each algorithm is the fastest. Raises ArgumentError: there is neither a sweep
@@ -173,7 +173,7 @@ def forecast(
 
 
 def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
+    """Yield a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
     for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
         try:
             found = _fit(record, results, collective)
@@ -184,7 +184,7 @@ def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[
 
 
 def _extrapolated(found: dict[str, Any], sizes: Sequence[int], hosts: Sequence[int]) -> dict[str, Any]:
-    """Extrapolates a fit to other sizes and host counts."""
+    """Extrapolate a fit to other sizes and host counts."""
     link, collective = LinkFit(found["alpha_seconds"], found["beta_seconds_per_byte"]), found["collective"]
     numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
     rows = []
@@ -201,7 +201,7 @@ def _extrapolated(found: dict[str, Any], sizes: Sequence[int], hosts: Sequence[i
 
 
 def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> dict[str, Any]:
-    """Fits the link to a collective's median times, no faster than measured.
+    """Fit the link to a collective's median times, no faster than measured.
 
     With too few sizes, the slowest measured link stands in, which a collective must wait for. Then `source` is "links"
     instead of "times", and `lack` says why. `form` is the algorithm whose closed form was fitted. `held_to_links`: the
@@ -254,7 +254,7 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
 
 
 def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
-    """Returns the link that limits transfers, of those measured between their ranks; None if none was measured.
+    """Return the link that limits transfers, of those measured between their ranks; None if none was measured.
 
     If the steps load all ports equally, so that everyone waits for the slowest link, that link counts. Otherwise the
     fastest does, because slow links may have little to carry.
@@ -266,7 +266,7 @@ def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str)
 
 
 def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
-    """Returns what a transfer, an entry of the results, takes on the measured links; 0 if none was measured.
+    """Return what a transfer, an entry of the results, takes on the measured links; 0 if none was measured.
 
     A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
     delays only the first of back-to-back iterations.

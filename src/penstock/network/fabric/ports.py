@@ -43,7 +43,7 @@ class Port:
     latency_seconds: float = 0.0
 
     def seconds(self, size: float, iterations: int = 1) -> float:
-        """Returns the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
+        """Return the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
         if not size:
             return 0.0
         left = 0.0 if math.isinf(self.bytes_per_second) else max(size * iterations - self.burst_bytes, 0.0)
@@ -71,7 +71,7 @@ def changed(record: Mapping[str, Any]) -> bool:
 
 
 def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
-    """Returns the ports as shaped according to a run's record; None if the shapers are unknown.
+    """Return the ports as shaped according to a run's record; None if the shapers are unknown.
 
     A message's cost beyond the shaper's delay is taken as the least that was measured. If delays vary, that cost cannot
     be told from luck and is left out.
@@ -121,7 +121,7 @@ def lower_bound_seconds(
     ports: Ports | None = None,
     iterations: int = 1,
 ) -> float | None:
-    """Returns the least time a collective can take with any algorithm, in seconds.
+    """Return the least time a collective can take with any algorithm, in seconds.
 
     Args:
         links: the measured links; if one direction of a pair was not measured, the other stands in for it.
@@ -163,7 +163,7 @@ def lower_bound_seconds(
 def _joined(
     ports: Ports | None, links: dict[tuple[int, int], LinkFit], pairs: Sequence[tuple[int, int]]
 ) -> Port | None:
-    """Returns the path through one rank's port over all these pairs; it is as fast as its slower end."""
+    """Return the path through one rank's port over all these pairs; it is as fast as its slower end."""
     if ports is None:
         (pair, *more) = pairs
         link = links.get(pair, links.get(pair[::-1]))

@@ -29,7 +29,7 @@ from penstock.network.fabric.workload import Transfer, Workload, groups
 
 
 def results(run: Run) -> dict[str, Any]:
-    """Returns all results as one JSON object; for a run that was killed, those of its complete trials.
+    """Return all results as one JSON object; for a run that was killed, those of its complete trials.
 
     `time_s`, `arrival_skew_s` and `transfer_s` (see `TransferTimes`) hold min, p50, p90, p99, p999, max and mean, next
     to the 95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for
@@ -94,7 +94,7 @@ _OF_RECORD = (
 def _entry(
     name: str, transfers: Sequence[Transfer], times: Sequence[TransferTimes], algorithm: str, bound: float | None
 ) -> dict[str, Any]:
-    """Describes one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
+    """Describe one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
     completion = np.stack([one.completion for one in times], axis=1)
     summary = Summary.of(completion)
@@ -129,7 +129,7 @@ ABOVE_IDEAL = 105.0
 
 
 def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the least percentage of any transfer's median that the network alone accounts for.
+    """Return the least percentage of any transfer's median that the network alone accounts for.
 
     None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
     uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
@@ -142,7 +142,7 @@ def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]
 
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:
-    """Returns the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
+    """Return the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
     prefix = "" if name == "time" else f"{name}_"
     return {
         f"{name}_s": summary.figures,
@@ -161,7 +161,7 @@ def _rates(size: int, bus_bytes: float, median: float | None, bound: float | Non
 
 
 def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
-    """Describes each rank that takes part in any of the transfers: its quantiles, None if there are too few trials, and
+    """Describe each rank that takes part in any of the transfers: its quantiles, None if there are too few trials, and
     in how many trials it was the slowest, and the latest; empty without trials."""
     if not len(times[0].durations):
         return []
@@ -182,7 +182,7 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Describes the whole step as measured and, computed from its transfers' times, with and without overlap."""
+    """Describe the whole step as measured and, computed from its transfers' times, with and without overlap."""
     overlap, hosts = bool(run.record.get("overlap", False)), int(run.record["hosts"])
 
     def if_transfers_took(seconds: Sequence[float], *, overlap: bool) -> float:
@@ -223,7 +223,7 @@ _NETWORK = 80.0
 
 
 def saturation(record: Mapping[str, Any], trials: int, network_percent: float | None = 0.0) -> dict[str, Any]:
-    """Judges from processor usage whether a run was limited by its processors, rather than by the network.
+    """Judge from processor usage whether a run was limited by its processors, rather than by the network.
 
     Args:
         record: the run's record.

@@ -34,7 +34,7 @@ _WIDER = 4.0
 
 
 def scipy() -> tuple[Any, Any]:
-    """Returns scipy's stats and special modules. Raises MissingExtraError if it is not installed."""
+    """Return scipy's stats and special modules. Raise MissingExtraError if it is not installed."""
     require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import special, stats  # takes a second to import
 
@@ -42,7 +42,7 @@ def scipy() -> tuple[Any, Any]:
 
 
 def autocorrelation(samples: ArrayLike) -> Series:
-    """Returns the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
+    """Return the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
     stats, special = scipy()
 
     values = np.asarray(samples, float).ravel()
@@ -64,7 +64,7 @@ def autocorrelation(samples: ArrayLike) -> Series:
 
 
 def correlation_time(samples: ArrayLike) -> float:
-    """Returns how many consecutive samples say as much about the mean as one independent sample: 1 or more.
+    """Return how many consecutive samples say as much about the mean as one independent sample: 1 or more.
 
     Fewer than 50 samples are too few to estimate it, and yield 1.
     """
@@ -104,7 +104,7 @@ def _time(lags: Series, most: float) -> float:
 
 
 def _below(lags: Series, q: float) -> Series:
-    """Returns the autocorrelation of "is below the q-quantile", from the autocorrelations `lags` of normal scores.
+    """Return the autocorrelation of "is below the q-quantile", from the autocorrelations `lags` of normal scores.
 
     Two normals of correlation r are both below it with the probability q - 2 T(z, sqrt((1 - r) / (1 + r))), by Owen's T
     (D. Owen, Tables for computing bivariate normal probabilities, 1956).
@@ -157,7 +157,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: ArrayLike) -> Summary:
-        """Summarizes samples given in the order in which they were taken; without samples, every figure is None.
+        """Summarize samples given in the order in which they were taken; without samples, every figure is None.
 
         Args:
             samples: a sequence of samples, or of rows of equal length. Samples within a row may depend on each other in
@@ -185,7 +185,7 @@ class Summary:
 
 @lru_cache(maxsize=256)
 def order_interval(count: int, q: float) -> tuple[int, int] | None:
-    """Returns the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
+    """Return the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
 
     Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
     independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1). None if even the smallest or the
@@ -200,7 +200,7 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
 
 
 def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) -> Interval | None:
-    """Returns the 95% confidence interval of a quantile of ascending samples that are worth `effective` independent
+    """Return the 95% confidence interval of a quantile of ascending samples that are worth `effective` independent
     ones; None if these are too few to bound it."""
     if effective >= len(ordered):
         ranks = order_interval(len(ordered), q)
@@ -217,12 +217,12 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
 
 
 def fewest(q: float) -> int:
-    """Returns the fewest independent samples for which `order_interval` bounds a q-quantile."""
+    """Return the fewest independent samples for which `order_interval` bounds a q-quantile."""
     return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(q, 1 - q)))
 
 
 def mean_interval(samples: ArrayLike) -> Interval | None:
-    """Returns the 95% confidence interval of the mean; None if there are fewer than 6 samples, or too dependent ones.
+    """Return the 95% confidence interval of the mean; None if there are fewer than 6 samples, or too dependent ones.
 
     Dependent samples are first averaged in batches that hardly depend on each other. The batches are then treated as
     independent, using Student's t with Hall's transformation, which removes skewness (P. Hall, On the removal of
@@ -254,7 +254,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
 
 
 def _hall(t: float, skewness: float, count: float) -> float:
-    """Returns the t of skewed samples that Hall's transformation maps to a symmetric `t`."""
+    """Return the t of skewed samples that Hall's transformation maps to a symmetric `t`."""
     if abs(skewness) < 1e-9:
         return t
     root = math.sqrt(count)
@@ -262,7 +262,7 @@ def _hall(t: float, skewness: float, count: float) -> float:
 
 
 def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
-    """Returns the indices of samples above the median by more than `factor` times the median absolute deviation.
+    """Return the indices of samples above the median by more than `factor` times the median absolute deviation.
 
     The deviation is scaled to match a normal distribution's standard deviation. If it is 0 because more than half of
     the samples are equal, the mean absolute deviation is used instead.
@@ -308,7 +308,7 @@ class WarmUp:
         self._values: list[float] = []
 
     def add(self, took: Sequence[float]) -> None:
-        """Adds one trial: how long each of its transfers took, in any unit. All transfers have equal weight."""
+        """Add one trial: how long each of its transfers took, in any unit. All transfers have equal weight."""
         self._values.append(math.fsum(math.log(max(one, 1e-12)) for one in took) / len(took))
 
     @property
@@ -328,7 +328,7 @@ class WarmUp:
         return self._changes() < _CERTAIN
 
     def _changes(self) -> float:
-        """Returns the strength of the trend in standard deviations; 0 if the change is too small to matter."""
+        """Return the strength of the trend in standard deviations; 0 if the change is too small to matter."""
         last = np.array(self._values[-max(self._window, self.count // 2) :])
         third = len(last) // 3
         if abs(np.median(last[-third:]) - np.median(last[:third])) < _MATTERS:
@@ -337,7 +337,7 @@ class WarmUp:
 
 
 def trend(samples: ArrayLike) -> float:
-    """Returns the trend of six or more samples in standard deviations: positive if rising, negative if falling.
+    """Return the trend of six or more samples in standard deviations: positive if rising, negative if falling.
 
     This is Mann and Kendall's trend test (H. Mann, Nonparametric tests against trend, 1945), which is robust to a few
     outliers. If the residuals around a straight line are correlated, the trend counts for less, as in K. Hamed and A.

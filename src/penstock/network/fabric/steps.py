@@ -96,13 +96,13 @@ class StepList:
     shares: tuple[int, ...] = ()
 
     def slot_bytes(self, size_bytes: int, element_bytes: int = 1) -> int:
-        """Returns the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""
+        """Return the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""
         elements = -(-size_bytes // element_bytes)
         return -(-elements // self.chunks) * element_bytes
 
 
 def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Returns a round's moves in order, merging moves whose slots are contiguous on both sides."""
+    """Return a round's moves in order, merging moves whose slots are contiguous on both sides."""
     made: list[Move] = []
     for move in sorted(moves):
         last = made[-1] if made else None
@@ -115,7 +115,7 @@ def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 
 def mirrored(rounds: Rounds, *, adds: bool = False) -> Rounds:
-    """Reverses the rounds and each message's direction: data is gathered the way it was spread."""
+    """Reverse the rounds and each message's direction: data is gathered the way it was spread."""
     return tuple(
         tuple(Move(move.target, move.source, move.into, move.count, move.first, adds) for move in moves)
         for moves in reversed(rounds)
@@ -144,7 +144,7 @@ class RankRound(NamedTuple):
 
 
 def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
-    """Returns the rounds in which a rank does something, with their numbers in the list.
+    """Return the rounds in which a rank does something, with their numbers in the list.
 
     No barrier is needed between rounds. A rank's data changes only by what it receives, and both sides of a pair
     process their messages in the same order, so a rank that is ahead waits only for the messages that it needs.
@@ -159,7 +159,7 @@ def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
 
 
 def slots_by_port(moves: Iterable[Move]) -> Counter[tuple[int, bool]]:
-    """Returns how many slots pass each rank's port, out of it (True) and into it (False)."""
+    """Return how many slots pass each rank's port, out of it (True) and into it (False)."""
     slots: Counter[tuple[int, bool]] = Counter()
     for move in moves:
         slots[move.source, True] += move.count
@@ -168,7 +168,7 @@ def slots_by_port(moves: Iterable[Move]) -> Counter[tuple[int, bool]]:
 
 
 def cost(steps: StepList) -> Terms:
-    """Returns the number of rounds, and the total fraction of the size that passes each round's busiest rank.
+    """Return the number of rounds, and the total fraction of the size that passes each round's busiest rank.
 
     Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
     """

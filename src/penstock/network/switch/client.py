@@ -40,8 +40,7 @@ class Switch:
     """A switch that runs until `close`, or until this process ends."""
 
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        """Starts the switch, and waits until every host has its device. Raises FabricError: the switch cannot run
-        here."""
+        """Start the switch, and wait until every host has its device. Raise FabricError: the switch cannot run here."""
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -63,21 +62,21 @@ class Switch:
         self.priority: str = answer["priority"]
 
     def change(self, state: State) -> None:
-        """Changes the network. Raises FabricError: the switch has ended."""
+        """Change the network. Raise FabricError: the switch has ended."""
         self._say(state, ANSWER_SECONDS)
 
     def told(self) -> dict[str, Any]:
-        """Returns the counters. Raises FabricError: the switch has ended."""
+        """Return the counters. Raise FabricError: the switch has ended."""
         return self._say(None, ANSWER_SECONDS)
 
     def check(self) -> None:
-        """Raises FabricError if the switch has ended."""
+        """Raise FabricError if the switch has ended."""
         status = self._process.poll()
         if status is not None:
             raise FabricError(f"the switch has ended, with exit status {status}: the hosts' network is gone")
 
     def close(self) -> None:
-        """Ends the switch. May be called again."""
+        """End the switch. May be called again."""
         self._connection.close()
         try:
             self._process.wait(ANSWER_SECONDS)

@@ -44,7 +44,7 @@ class Background:
         t.lines[hosts:, columns.NEAR_MADE] = t.lines[hosts:, columns.NEAR_USED]
 
     def fill(self) -> None:
-        """Fills the arrays some time ahead of the clock."""
+        """Fill the arrays some time ahead of the clock."""
         t = self._t
         end_ns = time.monotonic_ns() + AHEAD_NS
         for host, stream in enumerate(self._streams):
@@ -75,7 +75,7 @@ class Served:
         self.change(setup.state)
 
     def change(self, state: State) -> None:
-        """Makes the network like this from now on. Links and traffic that stay the same are not disturbed."""
+        """Make the network like this from now on. Links and traffic that stay the same are not disturbed."""
         t, before, self._state = self.tables, self._state, state
         hosts = t.meets.shape[0]
         if state.topology != before.topology:
@@ -91,13 +91,13 @@ class Served:
             self._background.fill()
 
     def told(self) -> dict[str, Any]:
-        """Returns the counters."""
+        """Return the counters."""
         found = told(self.tables)
         found["stalls"] += self._over
         return found | {"unread": [device.count() for device in self._unread]}
 
     def forward(self) -> None:
-        """Forwards frames for a while."""
+        """Forward frames for a while."""
         t = self.tables
         loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
         loop.all_neighbors(t)
@@ -107,7 +107,7 @@ class Served:
 
 
 def priority() -> str:
-    """Gives this process priority over all others, as far as permitted, and returns how far that is."""
+    """Give this process priority over all others, as far as permitted, and return how far that is."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -119,7 +119,7 @@ def priority() -> str:
 
 
 def main() -> int:
-    """Serves until the maker closes the connection. Returns 0 then, or 1 after answering with an error."""
+    """Serve until the maker closes the connection. Return 0 then, or 1 after answering with an error."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the maker closes the connection
     maker = Connection(0)

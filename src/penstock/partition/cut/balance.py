@@ -28,7 +28,7 @@ from penstock._base.compat import any_autocast
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock._base.words import counted
-from penstock.costs import Problem, best_starts
+from penstock.costs import CutProblem, best_cuts
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording
 from penstock.partition.units.chain import Chain, unwrapped
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 def place_of(model: nn.Module, name: str) -> Place:
-    """What a cut of this name stands for. Raises PartitionError if the model has no such module."""
+    """Return what a cut of this name stands for. Raise PartitionError if the model has no such module."""
     later = _LATER.fullmatch(name) if name not in dict(model.named_modules(remove_duplicate=False)) else None
     path, sign, number = later.groups() if later else (name, ":", "1")
     owner, _, function = path.rpartition(".") if sign == "#" else (path, "", "")
@@ -61,7 +61,7 @@ def place_of(model: nn.Module, name: str) -> Place:
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module:
-    """The module that a cut of this name is a call of, or in."""
+    """Return the module that a cut of this name is a call of, or in."""
     return model.get_submodule(place_of(model, name).module)
 
 
@@ -71,7 +71,7 @@ def is_mark(name: str) -> bool:
 
 
 def named_calls(recording: Recording, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
-    """The calls of a recording, each with its name as a cut."""
+    """Yield the calls of a recording, each with its name as a cut."""
     counts: Counter[str] = Counter()
     for node, fact in recording.facts.items():
         counts.update(fact.units)
@@ -86,7 +86,7 @@ def named_calls(recording: Recording, model: nn.Module) -> Iterator[tuple[fx.Nod
 
 
 def position_of(recording: Recording, model: nn.Module, name: str) -> int:
-    """The index of the node that a cut of this name stands for. Raises PartitionError if it gives no stage."""
+    """Return the index of the node that a cut of this name stands for. Raise PartitionError if it gives no stage."""
     place = place_of(model, name)
     facts = recording.facts
     whole = next((f.scope for f in facts.values() if f.kind == "unit" and place.path.startswith(f"{f.scope}.")), None)
@@ -110,7 +110,7 @@ def position_of(recording: Recording, model: nn.Module, name: str) -> int:
 
 
 def _slots(model: nn.Module, name: str) -> list[str]:
-    """The names under which the list or sequence around a module holds it, in order; else just its name."""
+    """Return the names under which the list or sequence around a module holds it, in order; else just its name."""
     holder, dot, _ = name.rpartition(".")
     parent, module = model.get_submodule(holder), model.get_submodule(name)
     if not isinstance(parent, (Chain, nn.Sequential, nn.ModuleList)):
@@ -139,8 +139,8 @@ class Candidate:
 
 
 def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages: int = 0) -> list[Candidate]:
-    """Every unit in the order of first calls, opened modules with nothing inside, and marks (`penstock.cut()`), as far
-    as they run something which no other stage can compute for itself.
+    """Return every unit in the order of first calls, opened modules with nothing inside, and marks (`penstock.cut()`),
+    as far as they run something that no other stage can compute for itself.
 
     For "layers", only repeated blocks, if there are any. If these stages have enough marks, only marks. If they have
     too few candidates, or would be far from even, also later calls of units, and calls outside the units that take a
@@ -183,7 +183,8 @@ def _weighed(recording: Recording, model: nn.Module, balance: Weighed, places: M
 
 
 def _places(recording: Recording, model: nn.Module, balance: Weighed, *, finer: bool) -> dict[str, int]:
-    """Where candidates begin, by name. Calls on parameters alone (`weight[i]`) go with the call that follows them."""
+    """Return where candidates begin, by name. Calls on parameters alone (`weight[i]`) go with the call that follows
+    them."""
     bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
     blocks_only = balance == "layers" and bool(recording.blocks)
     found, first, alone = dict[str, int](), dict[str, int](), False
@@ -203,14 +204,15 @@ def _places(recording: Recording, model: nn.Module, balance: Weighed, *, finer: 
 
 
 def _begin(recording: Recording, node: fx.Node) -> int:
-    """The index of a call, or of the first parameter or buffer that it is the first to use."""
+    """Return the index of a call, or of the first parameter or buffer that it is the first to use."""
     facts = recording.facts
     own = (given for given in node.all_input_nodes if facts[given].kind in HELD and next(iter(given.users)) is node)
     return min(facts[each].index for each in (node, *own))
 
 
 def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Weighed) -> int:
-    """A node's weight: its work, the number of elements in its parameters, or whether it calls a repeated block."""
+    """Return a node's weight: its work, the number of elements in its parameters, or whether it calls a repeated
+    block."""
     fact = recording.facts[node]
     if balance == "flops":
         return fact.work
@@ -228,7 +230,7 @@ class TooFewLayersError(PartitionError):
 def check_enough(
     recording: Recording, model: nn.Module, stages: int, balance: Weighed, units: Sequence[Candidate]
 ) -> None:
-    """Raises TooFewLayersError if there are more stages than candidates."""
+    """Raise TooFewLayersError if there are more stages than candidates."""
     if stages <= max(1, len(units)):
         return
     if not units:
@@ -242,34 +244,36 @@ def check_enough(
     heaviest = max(nested, key=lambda unit: unit.weight).name if nested else None
     raise TooFewLayersError(
         f"stages={stages}, but the model has only {counted(len(units), kind)} to share among them. Use at most "
-        f"{counted(len(units), 'stage')}" + (f", or take some apart with opens=[{heaviest!r}, ...]" if heaviest else "")
+        f"{counted(len(units), 'stage')}"
+        + (f", or take some apart with split_inside=[{heaviest!r}, ...]" if heaviest else "")
     )
 
 
 def even_starts(weights: Sequence[int], stages: int) -> list[int]:
-    """The unit with which each stage begins, so that the heaviest is as light as can be; see `best_starts`.
+    """Return the unit with which each stage begins, so that the heaviest is as light as can be; see `best_starts`.
 
     Weights count in steps of 1/2^25 of their total, in which squares add up exactly, so that equal units are equal in
     any order. Up to such steps the stages are the best.
     """
     unit = max(1, sum(weights) >> 25)
-    return best_starts(Problem([weight // unit for weight in weights]), stages)
+    return best_cuts(CutProblem([weight // unit for weight in weights]), stages)
 
 
 def heaviest_stage(weights: Sequence[int], starts: Sequence[int]) -> int:
-    """The weight of the heaviest stage."""
+    """Return the weight of the heaviest stage."""
     return max(sum(weights[start:end]) for start, end in pairwise((*starts, len(weights))))
 
 
 def cut_at(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> CutRecording:
-    """The recording, cut at these names. Raises PartitionError if it cannot be."""
+    """Cut the recording at these names. Raise PartitionError if it cannot be."""
     split = CutRecording(recording, model, cuts, cut_positions(recording, model, cuts))
     _ = split.plans  # raise now, while something else can be tried
     return split
 
 
 def cut_positions(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> list[int]:
-    """The index of the first node of each stage from stage 1 on. Raises PartitionError for names that give no stage."""
+    """Return the index of the first node of each stage from stage 1 on. Raise PartitionError for names that give no
+    stage."""
     positions = [position_of(recording, model, cut) for cut in cuts]
     for (before, start), (after, end) in pairwise(zip(cuts, positions, strict=True)):
         if start >= end:

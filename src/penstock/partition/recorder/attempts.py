@@ -48,7 +48,7 @@ def record(
     grain: Grain = NO_GRAIN,
     opening: Opening = NOTHING,
 ) -> Recording:
-    """Records `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
+    """Record `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
 
     `leaves`, `grain` and `opening`: see `find_units`. The recording's `grain` and `opening` add what the attempts
     showed.
@@ -98,7 +98,7 @@ def record(
 
 
 def _regrouped(grain: Grain, learned: Learned, leaves: Sequence[str]) -> Grain:
-    """The grain with what was learned. Raises PartitionError if that is nothing new, or the opposite of what is known
+    """Return the grain with what was learned. Raise PartitionError if that is nothing new, or contradicts what is known
     or the user asked for."""
     found = grain | learned.more
     if kept := sorted(learned.more.opened & {*leaves}):
@@ -112,17 +112,18 @@ def _regrouped(grain: Grain, learned: Learned, leaves: Sequence[str]) -> Grain:
 
 _NOT_ENOUGH = (
     ", which is not enough. Name the module whose forward this call is part of (one that calls torch.func, say) in "
-    "leaves=[...], so that it runs as a whole; if it is the model itself, give this part a module of its own"
+    "leaf_modules=[...], so that it runs as a whole; if it is the model itself, give this part a module of its own"
 )
 
 
 def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
-    """The tried modules that will not work either: those of the named module's class, or all if none is named."""
+    """Return the tried modules that will not work either: those of the named module's class, or all if none is
+    named."""
     return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]
 
 
 def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
-    """Records the path that the forward takes if its random branches get these answers."""
+    """Record the path that the forward takes if its random branches get these answers."""
     unknown = frozenset[int]()
     while True:
         try:
@@ -134,7 +135,7 @@ def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
 
 
 def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[int]) -> Recording:
-    """Runs the forward once."""
+    """Run the forward once."""
     model = attempt.model
     given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
     snapshot, reach = Snapshot(model), None
@@ -165,7 +166,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[in
 
 
 def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, grain: Grain) -> Any:
-    """Runs the forward, and checks that no block read or changed anything behind the recording's back."""
+    """Run the forward, and check that no block read or changed anything behind the recording's back."""
     try:
         with recorder.chance.replaced(grain.functions):
             result = _run(recorder, inputs, structure)
@@ -179,7 +180,7 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, grain: G
 
 
 def _inputs(recorder: Recorder, given: Flat) -> list[Any]:
-    """The leaves of (args, kwargs) with fakes for tensors whose values are treated as unknown."""
+    """Return the leaves of (args, kwargs) with fakes for tensors whose values are treated as unknown."""
     inputs = list(given.leaves)
     for index, leaf in enumerate(given.leaves):
         if isinstance(leaf, Tensor):
@@ -198,7 +199,7 @@ def _inputs(recorder: Recorder, given: Flat) -> list[Any]:
 
 @contextmanager
 def _staying_whole(recorder: Recorder) -> Iterator[None]:
-    """Blames an error raised inside a module that was opened for balance, or for a cut, on that module."""
+    """Blame an error raised inside a module that was opened for balance, or for a cut, on that module."""
     opening = recorder.opening
     try:
         yield
@@ -244,7 +245,7 @@ def _module(recorder: Recorder) -> str:
 
 
 def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
-    """Refuses buffers that were replaced; notes tensors and numbers that the forward leaves in attributes."""
+    """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
     for slots, key, fake, name in recorder.loan.installed:
         if (new := slots.get(key)) is fake or _is_cache(recorder, name, new):
             continue
@@ -275,7 +276,8 @@ def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
 
 
 def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) -> Iterator[int | Constant]:
-    """For each leaf of the result, its output's number (new outputs are added to `outputs`), or the constant it is."""
+    """Yield, for each leaf of the result, its output's index (new outputs are added to `outputs`), or the constant it
+    is."""
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
             yield outputs.setdefault(recorder.node_of(leaf), len(outputs))
@@ -291,7 +293,7 @@ def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) 
 
 
 def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
-    """The positions of the calls of each of the model's modules, by name."""
+    """Return the positions of the calls of each of the model's modules, by name."""
     called: dict[str, list[int]] = {}
     for module, position in recorder.observer.calls:
         if id(module) in recorder.module_names:
@@ -343,7 +345,8 @@ def _finish(recorder: Recorder, result: Any, left: Collection[Left], grain: Grai
 
 
 def _input_name(model: nn.Module, path: str) -> str:
-    """A readable name for a leaf of (args, kwargs), such as `input_ids`, from its path, such as `[1]['input_ids']`."""
+    """Return a readable name for a leaf of (args, kwargs), such as `input_ids`, from its path, such as
+    `[1]['input_ids']`."""
     first, *rest = re.findall(r"\w+", path)
     owner = next(iter(model.children())) if isinstance(model, (Chain, nn.Sequential)) and len(model._modules) else model
     if first == "0":
@@ -356,7 +359,7 @@ def _input_name(model: nn.Module, path: str) -> str:
 
 @contextmanager
 def _without_complaints() -> Iterator[None]:
-    """Keeps distributions from checking arguments, which reads values, unless told to; and compiled blocks from warning
+    """Keep distributions from checking arguments, which reads values, unless told to; and compiled blocks from warning
     about the global hooks that follow modules."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -369,7 +372,7 @@ def _without_complaints() -> Iterator[None]:
 
 
 def _refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
-    """Raises Obstacle if a module that does not run as a whole has hooks on its gradients: nothing would call them."""
+    """Raise Obstacle if a module that does not run as a whole has hooks on its gradients: nothing would call them."""
     if has_global_backward_hooks() and id(model) not in units:
         raise PartitionError(
             "hooks on the gradients of all modules are registered (register_module_full_backward_hook), but a pipeline "

@@ -31,7 +31,8 @@ from penstock.partition.units.units import Learned
 from penstock.partition.values.objects import OfNode
 
 REMEDY = (
-    "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaves=[...] names, or switch "
+    "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaf_modules=[...] names, or "
+    "switch 
     "it off"
 )
 COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -146,7 +147,7 @@ class Chance:
         """Whether any such number, or a unit, is drawn from Python's or numpy's generators."""
 
     def read(self, function: Any, args: Any) -> Any:
-        """The answer to a call that asks for a value which chance alone decides; None for any other call."""
+        """Return the answer to a call that asks for a value which chance alone decides; None for any other call."""
         name = getattr(function, "__name__", "")
         asked = args[0] if args and name in ("__bool__", "item") else None
         if not isinstance(asked, FakeTensor) or not self._book.is_seen(asked):
@@ -170,7 +171,7 @@ class Chance:
         return draws
 
     def decide(self, node: fx.Node) -> bool:
-        """The outcome that this recording must follow."""
+        """Return the outcome that this recording must follow."""
         book = self._book
         if book.is_paused:
             self.refuse(f"a random number, {node.name!r}, inside of a module that runs as a whole")
@@ -185,7 +186,7 @@ class Chance:
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
     def astype(self, array: DrawnArray, dtype: Any) -> DrawnArray:
-        """The stand-in for an array of another dtype."""
+        """Return the stand-in for an array of another dtype."""
         node = self._book.write_number("call_method", "astype", (array.node, self._book.argument(dtype)))
         return DrawnArray(self, node, numpy.empty(array.shape, dtype))
 
@@ -197,7 +198,7 @@ class Chance:
 
     @contextmanager
     def replaced(self, whole: Collection[FunctionType]) -> Iterator[None]:
-        """Wraps the forward. `whole`: functions that are recorded as one call."""
+        """Wrap the forward. `whole`: functions that are recorded as one call."""
 
         def from_numpy(array: Any) -> Any:
             return self._call(real, (array,), {}) if isinstance(array, DrawnArray) else real(array)
@@ -209,7 +210,7 @@ class Chance:
         self.check_generators()
 
     def check_generators(self) -> None:
-        """Refuses unrecorded draws outside the units: a recording would freeze them."""
+        """Refuse unrecorded draws outside the units: a recording would freeze them."""
         if self._generators != foreign.states():
             raise PartitionError(
                 f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "
@@ -263,7 +264,7 @@ class Chance:
     def _stand_in(
         self, value: Any, target: Any, args: Any, kwargs: Any, low: float | None = None, high: float | None = None
     ) -> Any:
-        """A stand-in for a drawn number or array, of which only the kind is used."""
+        """Return a stand-in for a drawn number or array, of which only the kind is used."""
         self._generators = foreign.states()
         self.is_foreign = self.held = True
         is_array = isinstance(value, numpy.ndarray)
@@ -284,7 +285,7 @@ class Chance:
 
 
 def _range(name: str, given: Sequence[Any]) -> tuple[float | None, float | None]:
-    """The bounds of a drawn number."""
+    """Return the bounds of a drawn number."""
     if name.rpartition(".")[2] in ("random", "rand", "random_sample", "ranf", "sample"):
         return 0.0, 1.0
     bounds = given or (0.0, 1.0)
@@ -294,7 +295,7 @@ def _range(name: str, given: Sequence[Any]) -> tuple[float | None, float | None]
 
 
 def stand_ins(tree: Any) -> Any:
-    """Replaces drawn numbers and arrays in a tree with values of the same type and shape, for calls on fake tensors."""
+    """Replace drawn numbers and arrays in a tree with values of the same type and shape, for calls on fake tensors."""
     if isinstance(tree, DrawnArray):
         return numpy.zeros(tree.shape, tree.dtype)
     if isinstance(tree, Drawn):

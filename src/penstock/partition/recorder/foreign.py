@@ -30,7 +30,7 @@ FRESH = "numpy.random.default_rng"
 
 @cache
 def sources() -> Mapping[str, Callable[..., Any]]:
-    """The functions that draw from Python's and numpy's global generators, by qualified name."""
+    """Return the functions that draw from Python's and numpy's global generators, by qualified name."""
     found: dict[str, Callable[..., Any]] = {}
     for name in random.__all__:
         function = getattr(random, name)
@@ -44,7 +44,7 @@ def sources() -> Mapping[str, Callable[..., Any]]:
 
 
 def draw(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Repeats a recorded draw on a stage."""
+    """Repeat a recorded draw on a stage."""
     return sources()[name](*args, **kwargs)
 
 
@@ -52,7 +52,8 @@ def draw(name: str, *args: Any, **kwargs: Any) -> Any:
 def replaced(
     model: nn.Module, drawing: Handler, whole: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
 ) -> Iterator[None]:
-    """A context in which draws go to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements."""
+    """Redirect draws to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements, within a
+    context."""
     new: dict[int, Any] = {id(function): value for function, value in whole.items()}
     for name, function in sources().items():
         new[id(function)] = partial(drawing, name, function)
@@ -72,7 +73,7 @@ def replaced(
 
 
 def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator[dict[str, Any]]:
-    """The globals of `random`, of `numpy.random` and of every module that a class of the model comes from."""
+    """Yield the globals of `random`, of `numpy.random` and of every module that a class of the model comes from."""
     names = {"random", "numpy.random", *(function.__module__ for function in whole)}
     for kind in {type(module) for module in model.modules()}:
         names |= {base.__module__ for base in kind.__mro__}
@@ -82,7 +83,7 @@ def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator
 
 
 def enclosing_function() -> FunctionType | None:
-    """The outermost global function between the running line and the module whose forward it belongs to."""
+    """Return the outermost global function between the running line and the module whose forward it belongs to."""
     found: FunctionType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -100,6 +101,6 @@ def enclosing_function() -> FunctionType | None:
 
 
 def states() -> tuple[Any, ...]:
-    """The states of Python's and numpy's generators, for comparison."""
+    """Return the states of Python's and numpy's generators, for comparison."""
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     return random.getstate(), kind, numpy.asarray(keys).tobytes(), *rest

@@ -65,7 +65,7 @@ class KnownValues:
         self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
 
     def assume(self, value: Tensor, index: int) -> bool:
-        """Treats an input's values as known, unless the forward writes unknown ones into it."""
+        """Treat an input's values as known, unless the forward writes unknown ones into it."""
         if -1 - index in self._fake_calls:
             return False
         self._real[id(value)] = value
@@ -74,7 +74,7 @@ class KnownValues:
         return True
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
-        """Makes a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
+        """Make a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
         self._calls += 1
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
         self._observer.take()
@@ -108,13 +108,12 @@ class KnownValues:
         return CallResult(result, drew, writes)
 
     def unknown(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors among these arguments whose values are unknown."""
+        """Return the tensors among these arguments whose values are unknown."""
         return [tensor for tensor in leaf_tensors((args, kwargs)) if id(tensor) not in self._real]
 
     def _sized(self, function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> CallResult:
-        """Makes a call whose result's shape known values decide, as in `h[mask]` and `pack_padded_sequence`: for real,
-        with two sets of made-up numbers for the unknown ones. Raises `error` if anything but numbers differs.
-        """
+        """Make a call whose result's shape known values decide, as in `h[mask]` and `pack_padded_sequence`: for real,
+        with two sets of made-up numbers for the unknown ones. Raise `error` if anything but numbers differs."""
         given, tried = leaf_tensors((args, kwargs)), []
         if len(unknown := self.unknown(args, kwargs)) == len(given) or not all(map(Tensor.is_floating_point, unknown)):
             raise error
@@ -150,9 +149,8 @@ class KnownValues:
         return known
 
     def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
-        """The result of comparing uniform numbers in [0, 1) with a bound if that is certain, as for layer drop at rate
-        0; otherwise None.
-        """
+        """Return the result of comparing uniform numbers in [0, 1) with a bound if that is certain, as for layer drop
+        at rate 0; otherwise None."""
         if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):
             return None
         below, above = ("lt", "__lt__"), ("ge", "__ge__")
@@ -175,7 +173,7 @@ class KnownValues:
         self._observer.take()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
-        """Raises Learned if real values were overwritten with something unknown."""
+        """Raise Learned if real values were overwritten with something unknown."""
         stale = frozenset(self._origins[s] for s in writes if s in self._origins)
         if stale:
             raise Learned(unknown=self._fake_calls | stale)
@@ -226,8 +224,8 @@ def run_for_real(
     reason: Exception,
     taken: Collection[str] = (),
 ) -> tuple[Any, list[Any], frozenset[int]]:
-    """Runs a unit for real. Returns its result as fake tensors, which of its modules drew, and the (fake) memory that
-    it wrote.
+    """Run a unit for real. Return its result as fake tensors, which of its modules drew, and the (fake) memory that it
+    wrote.
 
     Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
     Attributes in `taken` keep what the unit leaves there, even without a gradient.
@@ -277,7 +275,7 @@ def run_for_real(
 
 
 def _fill(unit: nn.Module, real: Callable[[Tensor], Tensor]) -> None:
-    """Puts real tensors in place of the unit's parameters and buffers."""
+    """Put real tensors in place of the unit's parameters and buffers."""
     for module in list(unit.modules()):
         for slots in (module._parameters, module._buffers):
             slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
@@ -292,7 +290,7 @@ def _learns(value: Any) -> bool:
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
-    """The modules that drew, and those that might for other values: a mixture calls only some of its experts.
+    """Return the modules that drew, and those that might for other values: a mixture calls only some of its experts.
 
     What a forward outside torch does for other values is unknown.
     """
@@ -326,7 +324,7 @@ def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.d
 
 
 def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
-    """A real tensor to stand in for a fake one: a copy of the model's parameter or buffer, or made up."""
+    """Make a real tensor to stand in for a fake one: a copy of the model's parameter or buffer, or an arbitrary one."""
     with torch.no_grad():
         if original is not None and original.device == device:
             return copy.deepcopy(original) if isinstance(original, nn.Parameter) else original.clone()

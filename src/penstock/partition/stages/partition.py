@@ -88,7 +88,7 @@ class Partition:
         return all(guard.holds(leaves) for guard in self.guards)
 
     def joined(self, other: Partition) -> Partition | None:
-        """One partition for both if they differ only in shapes, inside stages, that no code reads."""
+        """Return one partition for both if they differ only in shapes, inside stages, that no code reads."""
         pairs = zip(self.guards, other.guards, strict=False)
         guards = tuple(g if g.expected == theirs.expected else replace(g, expected=None) for g, theirs in pairs)
         if guards == self.guards or any(guard.expected is None and not guard.is_free for guard in guards):
@@ -97,11 +97,12 @@ class Partition:
         return replace(self, guards=guards) if alike else None
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """The tensors that stage 0 receives, in its order, from leaves of (args, kwargs) that are as recorded."""
+        """Return the tensors that stage 0 receives, in its order, from leaves of (args, kwargs) that are as
+        recorded."""
         return [leaves[i] for i in self.input_order]
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:
-        """The model's own result (a tensor, a dict, a ModelOutput), built from the last stage's outputs."""
+        """Build the model's own result (a tensor, a dict, a ModelOutput) from the last stage's outputs."""
         count = len(self.stages[-1].meta.outputs)
         if len(leaves) != count:
             raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
@@ -109,9 +110,8 @@ class Partition:
         return unflatten(values, self.result_structure)
 
     def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """A context for the loss function, in which everything that the forward leaves is in its place, built from the
-        last stage's outputs.
-        """
+        """Return a context for the loss function, in which everything that the forward leaves is in its place, built
+        from the last stage's outputs."""
         return in_place(self.left, leaves) if self.left else nullcontext()
 
     @property
@@ -121,7 +121,7 @@ class Partition:
 
 
 def describe(leaf: object) -> Leaf:
-    """Describes a leaf of the inputs as a hashable value: a tensor's shape, dtype and so on, or the leaf itself."""
+    """Describe a leaf of the inputs as a hashable value: a tensor's shape, dtype and so on, or the leaf itself."""
     if isinstance(leaf, Tensor):
         # the stride of a dimension of size 1 means nothing
         stride = tuple(s if n > 1 else 0 for s, n in zip(leaf.stride(), leaf.shape, strict=True))
@@ -134,7 +134,7 @@ def describe(leaf: object) -> Leaf:
 
 
 def not_on_the_last(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """The parameters and updated buffers that are not on the last of several stages."""
+    """Return the parameters and updated buffers that are not on the last of several stages."""
     last = {id(t) for t in (*stages[-1].parameters.values(), *stages[-1].buffers.values())}
     updated = {id(stage.buffers[name]) for stage in stages for name in stage.meta.updated if name in stage.buffers}
     every = recording.held.items() if len(stages) > 1 else ()
@@ -146,7 +146,7 @@ def not_on_the_last(recording: Recording, stages: Sequence[Stage]) -> dict[str, 
 
 
 def origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
-    """Where the values that cross between stages, or enter or leave the model, were made."""
+    """Return where the values that cross between stages, or enter or leave the model, were made."""
     metas = [stage.meta for stage in stages]
     names = {value.name for meta in metas for value in meta.inputs} | {v.name for meta in metas for v in meta.outputs}
     return {node.name: _origin(recording, node) for node in recording.facts if node.name in names}
@@ -162,7 +162,7 @@ def _origin(recording: Recording, node: fx.Node) -> Origin:
 
 
 def check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
-    """Raises PartitionError if a parameter or buffer that training needs is on no stage. Names it."""
+    """Raise PartitionError if a parameter or buffer that training needs is on no stage. Names it."""
     recording = split.recording
     on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
     lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
@@ -182,13 +182,13 @@ def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
     if not around:  # the model's own forward uses them, and it cannot run as a whole
         return (
             "Give the part of the model that uses them a module of its own, with the layers that they are for in it, "
-            "and name it in leaves=[...]: it runs as a whole then"
+            "and name it in leaf_modules=[...]: it runs as a whole then"
         )
-    return f"Pass leaves={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
+    return f"Pass leaf_modules={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
-    """Notes on parameters that no stage holds because the forward does not use them."""
+    """Note on parameters that no stage holds because the forward does not use them."""
     on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
     unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
     if not unused:

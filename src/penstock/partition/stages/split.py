@@ -80,14 +80,14 @@ class CutRecording:
         return bisect_right(self.starts, index)
 
     def work(self) -> tuple[int, ...]:
-        """Each stage's work; see `work_of`."""
+        """Return each stage's work; see `work_of`."""
         found = [0] * self.count
         for fact in self.facts.values():
             found[self.stage_of(fact.index)] += fact.work
         return tuple(found)
 
     def draw_offsets(self) -> tuple[dict[str, int], ...]:
-        """For each stage, how often each drawing module is called on the stages before it."""
+        """Return, for each stage, how often each drawing module is called on the stages before it."""
         calls = self.recording.calls.items()
         return tuple({name: bisect_left(numbers, start) for name, numbers in calls} for start in (0, *self.starts))
 
@@ -122,7 +122,8 @@ class CutRecording:
         return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
 
     def source(self, node: fx.Node, consumer: int) -> int:
-        """The stage from which `consumer` takes a value: the last earlier one to update it, or else its producer."""
+        """Return the stage from which `consumer` takes a value: the last earlier one to update it, or else its
+        producer."""
         fact = self.facts[node]
         if fact.kind == "input" and consumer == 0:
             return MODEL_INPUT
@@ -183,7 +184,7 @@ class CutRecording:
         return begin + (f" to {self.cuts[stage]!r}" if stage < len(self.cuts) else " to the end")
 
     def _needs(self, stage: int) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What a stage receives and what it runs."""
+        """Return what a stage receives and what it runs."""
         received: set[fx.Node] = set()
         run: set[fx.Node] = set()
         stack = [*self.own[stage]]
@@ -212,7 +213,8 @@ class CutRecording:
         return Input(node.name, self.source(node, stage), self._meta(node, begin), mutated)
 
     def _meta(self, node: fx.Node, position: int) -> TensorMeta:
-        """A value's meta before the node at `position`: an in-place update may have made it require a gradient."""
+        """Return a value's meta before the node at `position`: an in-place update may have made it require a
+        gradient."""
         fact = self.facts[node]
         assert fact.meta is not None, f"{node.name} is not a tensor"
         later = [meta for index, meta in fact.updates if index < position]
@@ -224,9 +226,8 @@ class CutRecording:
     # -- what a cut must not separate -------------------------------------------------------------------------------
 
     def _check_held(self, received: Sequence[set[fx.Node]], run: Sequence[set[fx.Node]]) -> None:
-        """Refuses cuts that put something which the model holds and the forward updates, such as a buffer, on several
-        stages.
-        """
+        """Refuse cuts that put something which the model holds and the forward updates, such as a buffer, on several
+        stages."""
         names = dict(self.recording.memory)
         names.update({s: str(n.target) for n, f in self.facts.items() if f.kind == "constant" for s in f.storages})
         stages: dict[int, set[int]] = {}
@@ -287,7 +288,7 @@ class CutRecording:
         return {id(tensor): name for name, tensor in self.recording.held.items()}
 
     def _check_views(self) -> None:
-        """Refuses cuts between views of memory that is updated in place: an update must reach every later use of it."""
+        """Refuse cuts between views of memory that is updated in place: an update must reach every later use of it."""
         ordinary = dict.fromkeys(s for writer in self.writers for s in writer.writes if s not in self.recording.memory)
         for storage in ordinary:
             views = [n for n, f in self.facts.items() if storage in f.storages and f.kind != "constant"]
@@ -313,7 +314,7 @@ class CutRecording:
             )
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
-        """The value through which memory came to a stage, traced back through the views made there."""
+        """Return the value through which memory came to a stage, traced back through the views made there."""
         fact = self.facts[node]
         if fact.kind == "input" or (self.stage_of(fact.index) != stage and fact.kind != "object"):
             return node

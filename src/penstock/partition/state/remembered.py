@@ -59,7 +59,7 @@ class Remembered:
 
 
 def refuse_apart(remembered: Remembered, stages: Collection[int]) -> None:
-    """Raises PartitionError if a unit that remembers something is called on several stages."""
+    """Raise PartitionError if a unit that remembers something is called on several stages."""
     if len(stages) > 1:
         raise PartitionError(
             f"{remembered.text} carries something over from one call of {remembered.unit!r} to the next, but these are "
@@ -69,7 +69,7 @@ def refuse_apart(remembered: Remembered, stages: Collection[int]) -> None:
 
 
 def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) -> None:
-    """Raises PartitionError if a stage with several copies remembers something."""
+    """Raise PartitionError if a stage with several copies remembers something."""
     for each in remembered:
         raise PartitionError(
             f"{each.text} of stage {index} carries something over from one microbatch to the next, but this schedule "
@@ -79,7 +79,7 @@ def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) 
 
 
 def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection[str] | None = None) -> None:
-    """Raises PartitionError if a forward that is rerun remembers something.
+    """Raise PartitionError if a forward that is rerun remembers something.
 
     Args:
         units: the units that are rerun; None: the whole stage.
@@ -93,7 +93,7 @@ def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection
 
 
 def refuse_samples(remembered: Iterable[Remembered], sizes: Sequence[int]) -> None:
-    """Raises PartitionError if a block keeps tensors with a row for each sample (the state of a recurrent layer that is
+    """Raise PartitionError if a block keeps tensors with a row for each sample (the state of a recurrent layer that is
     trained over steps): the next microbatch, whose samples are others, would begin with them.
 
     Args:
@@ -122,7 +122,7 @@ class CarriedOver:
 
 
 def carried(kinds: Collection[type[nn.Module]]) -> Mapping[str, CarriedOver]:
-    """Those in the code of these classes, by name. One that is only counted, and never read, is none."""
+    """Return those in the code of these classes, by name. One that is only counted, and never read, is none."""
     return _carried(
         frozenset(base for kind in kinds for base in kind.__mro__ if package_of(base.__module__) != "torch")
     )
@@ -159,8 +159,8 @@ def _carried(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
 
 
 def _accesses(code: CodeType) -> Iterator[tuple[str, int, bool, bool]]:
-    """Each attribute that code reads or sets, in order: its name, the line, whether it is set, and whether it is one of
-    `self`."""
+    """Yield each attribute that code reads or sets, in order: its name, the line, whether it is set, and whether it is
+    one of `self`."""
     line, before = code.co_firstlineno, None
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno if instruction.positions and instruction.positions.lineno else line
@@ -244,7 +244,8 @@ class Left:
         return self.place.name(self.key)
 
     def recorded(self, index_of: Callable[[Tensor], int]) -> Left:
-        """The same with its tensors replaced. `index_of` returns the index of the output that carries a tensor."""
+        """Return the same with its tensors replaced. `index_of` returns the index of the output that carries a
+        tensor."""
         wanted, flat = {id(t) for t in self.small}, flatten(self.value)
         leaves: list[Any] = []
         for leaf, path in zip(flat.leaves, flat.paths, strict=True):
@@ -257,7 +258,7 @@ class Left:
 
 @contextmanager
 def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Puts what the forward left into its places, built from a microbatch's outputs; restores everything afterwards."""
+    """Put what the forward left into its places, built from a microbatch's outputs; restore everything afterwards."""
     before = [(entry.place, entry.place.copied()) for entry in left]
     try:
         for entry in left:
@@ -287,7 +288,7 @@ class Attribute:
         self._last: Callable[[], Tensor | None] = lambda: None
 
     def take(self) -> Tensor:
-        """The value that the latest call left. Raises PartitionError if it left none."""
+        """Return the value that the latest call left. Raise PartitionError if it left none."""
         value = self._entries.get(self.key)
         if not isinstance(value, Tensor) or value is self._last():
             raise PartitionError(
@@ -299,12 +300,12 @@ class Attribute:
 
 
 def taken(result: Any, attribute: Attribute) -> Tensor:
-    """What the call that returned `result` left in an attribute."""
+    """Return what the call that returned `result` left in an attribute."""
     return attribute.take()
 
 
 def attributes_of(block: nn.Module, name: str, taken: Collection[str]) -> Iterator[tuple[Attribute, Tensor]]:
-    """The attributes of a block's modules that hold tensors to take, apart from parameters and buffers.
+    """Yield the attributes of a block's modules that hold tensors to take, apart from parameters and buffers.
 
     These are tensors that require a gradient, and the attributes in `taken`, which did so in another recording: the
     loss of an evaluation reads them too.

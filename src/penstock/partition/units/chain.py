@@ -70,12 +70,12 @@ _WRAPPED = re.compile(rf"(?:^|(?<=\+))(?:{_WRAPPERS}(?:\.|$))+|\.{_WRAPPERS}(?!\
 
 
 def unwrapped(name: str) -> str:
-    """The name of a module, parameter or buffer as if nothing around it were wrapped."""
+    """Return the name of a module, parameter or buffer as if nothing around it were wrapped."""
     return _WRAPPED.sub("", name)
 
 
 def as_module(model: Any) -> nn.Module:
-    """The model itself, or its layers as a `Chain`. Raises ArgumentError for anything else."""
+    """Return the model itself, or its layers as a `Chain`. Raise ArgumentError for anything else."""
     while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
@@ -90,7 +90,7 @@ def as_module(model: Any) -> nn.Module:
 
 
 def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The names by which users know a model's parameters or buffers.
+    """Return the names by which users know a model's parameters or buffers.
 
     These are the model's own names; for a `Chain`, the layers' own names, prefixed with the layer's index only if two
     layers would share one.
@@ -104,9 +104,8 @@ def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 
 def known_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer in the model, with and without wrappers, to the first, by which users
-    know it.
-    """
+    """Map every name of a parameter or buffer in the model, with and without wrappers, to the first, by which users
+    know it."""
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     for name, tensor in every:

@@ -38,22 +38,22 @@ class OfNode(Leaf):
 
 
 def leaf(value: Any, index: int) -> Any:
-    """The leaf at `index` of a structure."""
+    """Return the leaf at `index` of a structure."""
     return flatten(value).leaves[index]
 
 
 def rebuilt(structure: Any, *leaves: Any) -> Any:
-    """Builds a new object from a structure and leaves, for the block that takes it."""
+    """Build a new object from a structure and leave, for the block that takes it."""
     return unflatten(leaves, structure)
 
 
 def input_path(path: str) -> str:
-    """The path of a leaf of (args, kwargs) as a caller would write it: `args[0]`, `kwargs['labels']`."""
+    """Return the path of a leaf of (args, kwargs) as a caller would write it: `args[0]`, `kwargs['labels']`."""
     return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
 
 
 def free_name(model: nn.Module, name: str) -> str:
-    """The name with underscores appended until the model has no such attribute."""
+    """Append underscores to the name until the model has no such attribute."""
     while hasattr(model, name):
         name += "_"
     return name
@@ -64,7 +64,7 @@ def is_named_tuple(value: object) -> bool:
 
 
 def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
-    """For each part of a structure, a function, a key and the part: `function(value, key)` returns the part."""
+    """Yield, for each part of a structure, a function, a key and the part: `function(value, key)` returns the part."""
     if isinstance(value, Tensor) or type(value) in CONSTANTS:
         return
     if type(value) in (tuple, list) or is_named_tuple(value):
@@ -81,7 +81,7 @@ def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value: those in its structure, and those in objects that cannot be taken apart.
+    """Yield the tensors in a value: those in its structure, and those in objects that cannot be taken apart.
 
     Leaves out those in closures, which are not part of a call's arguments.
     """
@@ -106,7 +106,7 @@ def hides_tensors(value: Any, fake_only: bool = False) -> bool:
 
 
 def hidden_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors that an object that cannot be taken apart refers to."""
+    """Yield the tensors that an object that cannot be taken apart refers to."""
     if type(value) in CONSTANTS:
         return
     stack, seen = [value], {id(value): value}
@@ -120,7 +120,8 @@ def hidden_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _referents(value: Any) -> Sequence[Any]:
-    """What an object refers to, apart from modules, types and a function's globals, which are not part of a value."""
+    """Return what an object refers to, apart from modules, types and a function's globals, which are not part of a
+    value."""
     if isinstance(value, (type, nn.Module, ModuleType, CodeType, FakeTensorMode)):
         return ()
     if isinstance(value, FunctionType):
@@ -129,7 +130,7 @@ def _referents(value: Any) -> Sequence[Any]:
 
 
 def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors for which autograd would accumulate gradients from these results."""
+    """Return the tensors for which autograd would accumulate gradients from these results."""
     pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None]
     found = [t for t in results if t.grad_fn is None and t.requires_grad]
     seen = set(pending)
@@ -159,38 +160,39 @@ class Passed:
         self._shown, self._every = self._state()
 
     def _state(self) -> tuple[Flat, Flat]:
-        """All containers, flattened twice: with only the objects that hold tensors opened, and with all opened."""
+        """Flatten all containers twice: with only the objects that hold tensors opened, and with all opened."""
         if not self.containers:
             return flatten(()), flatten(())
         return flatten(self.containers), flatten(self.containers, empty=True, closed=self._kept)
 
     def changed(self) -> list[int]:
-        """Which of the containers have changed."""
+        """Return which of the containers have changed."""
         if not self.containers:
             return []
         before, after = _by_container(self._every), _by_container(self._state()[1])
         return [index for index, pair in enumerate(zip(before, after, strict=True)) if not _alike(*pair)]
 
     def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
-        """Which containers must be rebuilt for the call, and all containers as they were before it, flattened."""
+        """Return which containers must be rebuilt for the call, and all containers as they were before it,
+        flattened."""
         plans = self._shown.structure.children  # type: ignore[attr-defined]
         made = [index for index, plan in enumerate(plans) if index in changed or _holds_objects(plan)]
         return made, self._every if changed else self._shown
 
     def write_back(self, changed: Collection[int], new: Any) -> None:
-        """Gives the containers the contents of those that went through a call in their place."""
+        """Give the containers the contents of those that went through a call in their place."""
         for index in changed:
             overwrite(self.containers[index], new[index])
 
 
 def kept_by(model: nn.Module) -> dict[int, object]:
-    """The modules' attributes other than tensors and constants, by id."""
+    """Return the modules' attributes other than tensors and constants, by id."""
     values = (value for module in model.modules() for value in vars(module).values())
     return {id(value): value for value in values if not isinstance(value, Tensor) and type(value) not in CONSTANTS}
 
 
 def _outermost(values: Any) -> Iterator[Any]:
-    """Each outermost object, list and dict that can be opened."""
+    """Yield each outermost object, list and dict that can be opened."""
     for value in values:
         if isinstance(value, Tensor) or type(value) in CONSTANTS:
             continue

@@ -160,7 +160,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- what is drawn and written ----------------------------------------------------------------------------------
 
     def _effects(self, func: Any, traits: Traits, args: Any, kwargs: Any) -> list[Tensor]:
-        """Notes that an operator draws, and returns the tensors that it writes to."""
+        """Note that an operator draws, and return the tensors that it writes to."""
         writing: list[Tensor] = []
         names = argument_names(func)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -176,12 +176,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return writing
 
     def draw(self) -> None:
-        """Notes a draw by the running module; of Python's or numpy's random numbers, the recorder calls this."""
+        """Note a draw by the running module; of Python's or numpy's random numbers, the recorder calls this."""
         registered = (m for m in reversed(self.stack) if not self._registered or id(m) in self._registered)
         self._drew.append(next(registered, None))
 
     def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
-        """Returns and forgets the modules that drew and the memory that was written since the last call.
+        """Return and forget the modules that drew and the memory that was written since the last call.
 
         `keep`: keep that memory alive, so that its number cannot be reused later.
         """
@@ -193,7 +193,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def exchanging(self, tensor: Tensor) -> Iterator[None]:
-        """A context for anything that gives a tensor other memory (`.data = ...`). Counts as an in-place update."""
+        """Surround anything that gives a tensor other memory (`.data = ...`). It counts as an in-place update."""
         memory, root = tensor.untyped_storage(), self.root(tensor)
         yield
         self._written[root] = memory
@@ -201,7 +201,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alias(tensor, root)
 
     def _keep_contents(self, tensor: Tensor) -> None:
-        """Keeps what a tensor that is older than the forward holds, before an operator writes to it."""
+        """Keep what a tensor that is older than the forward holds, before an operator writes to it."""
         root = storage_of(tensor)
         if root in self._same or any(root in known for known in (self._made, self.held, self._own, self._before)):
             return
@@ -210,7 +210,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._before[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Undoes what the forward wrote to tensors that existed before."""
+        """Undoe what the forward wrote to tensors that existed before."""
         for memory, copy in self._before.values():
             memory.copy_(copy)
 
@@ -223,7 +223,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.default_generator.initial_seed() != SEED
 
     def _check_generator(self, generator: object) -> None:
-        """Raises PartitionError if operators outside the units, or in two of them, draw from a generator of their
+        """Raise PartitionError if operators outside the units, or in two of them, draw from a generator of their
         own."""
         if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
             return
@@ -241,7 +241,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- where tensors come from ------------------------------------------------------------------------------------
 
     def root(self, tensor: Tensor) -> int:
-        """The number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
+        """Return the number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
         number = storage_of(tensor)
         return self._same.get(number, number)
 
@@ -249,15 +249,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset(map(self.root, tensors))
 
     def add_input(self, tensor: Tensor) -> None:
-        """Notes a tensor that enters the model."""
+        """Note a tensor that enters the model."""
         self._made[storage_of(tensor)] = Place(OUTSIDE)
 
     def stands_in(self, fake: Tensor, real: Tensor) -> None:
-        """Notes that the mode uses `fake` wherever `real` is meant."""
+        """Note that the mode uses `fake` wherever `real` is meant."""
         self._alias(fake, self.root(real))
 
     def maker(self, tensor: Tensor) -> Place | None:
-        """What made a tensor during this forward; None for others."""
+        """Return what made a tensor during this forward; None for others."""
         return self._made.get(self.root(tensor))
 
     def is_fixed(self, tensor: Tensor) -> bool:
@@ -271,7 +271,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return root in self._fixed or root in self._steady
 
     def read(self, tensors: Collection[Tensor]) -> list[int]:
-        """Notes the tensors that an operator takes, and returns their memory."""
+        """Note the tensors that an operator takes, and return their memory."""
         call, roots = self.call, [self.root(tensor) for tensor in tensors]
         for root, tensor in zip(roots, tensors, strict=True):
             name, made = self.held.get(root), self._made.get(root)
@@ -285,11 +285,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return roots
 
     def forget_contents(self) -> None:
-        """Begins to note anew whose contents are taken."""
+        """Begin to note anew whose contents are taken."""
         self.looked_at, self._overwritten = set(), set()
 
     def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
-        """Notes what an operator that took `roots` returned."""
+        """Note what an operator that took `roots` returned."""
         fixed = not traits.draws and self._fixed.issuperset(roots)
         steady = not traits.draws and (traits.takes_shapes or all(map(self._is_steady_source, roots)))
         for tensor in results:
@@ -324,7 +324,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
-        """A context for a recorded call."""
+        """Surround a recorded call."""
         before, self.call = self.call, call
         try:
             yield
@@ -346,7 +346,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """A context for operators that are none of the forward's."""
+        """Surround operators that do not belong to the forward."""
         rollback, returned = self.mark(), self.returned.copy()
         self.take()
         try:
@@ -358,7 +358,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def in_function(self) -> Iterator[None]:
-        """A context for the forward of an autograd function, which records no gradients, yet has a backward."""
+        """Surround the forward of an autograd function, which records no gradients, yet has a backward."""
         before, self._inside_function = self._inside_function, self._inside_function or torch.is_grad_enabled()
         try:
             yield
@@ -366,12 +366,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside_function = before
 
     def place_calls(self, first: int, position: int) -> None:
-        """Attributes the calls from number `first` on to the node at that index."""
+        """Attribute the calls from number `first` on to the node at that index."""
         self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Keeps `stack` and `calls` up to date with this thread's module calls."""
+        """Keep `stack` and `calls` up to date with this thread's module calls."""
         thread = threading.get_ident()
 
         def enter(module: nn.Module, _args: Any) -> None:

@@ -36,7 +36,7 @@ class Operation(NamedTuple):
 
 
 def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], trains: bool) -> int:
-    """The work of one call of an operator, including its backward.
+    """Return the work of one call of an operator, including its backward.
 
     Args:
         call: the call and its result.
@@ -58,7 +58,7 @@ def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], tr
 
 @functools.cache
 def group_of(func: Any) -> Group:
-    """What kind of work an operator does."""
+    """Return what kind of work an operator does."""
     packet = func.overloadpacket
     name = packet.__name__
     if func.namespace == "prim" or name in FREE or func.is_view:
@@ -69,7 +69,7 @@ def group_of(func: Any) -> Group:
 
 
 def operations_of(call: Operation) -> int:
-    """The floating-point operations of a product; 0 if there is no formula for it."""
+    """Return the floating-point operations of a product; 0 if there is no formula for it."""
     packet = call.func.overloadpacket
     try:
         if packet in flop_registry:
@@ -80,7 +80,7 @@ def operations_of(call: Operation) -> int:
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments or results."""
+    """Return the tensors among an operator's arguments or results."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -99,19 +99,20 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
 
 
 def _grouped(first: Tensor, second: Tensor, *_: Any) -> int:
-    """Each group of the rows meets its own matrix; if only the inner dimension is in groups, all of it meets all."""
+    """Count a grouped product: each group of the rows meets its own matrix; if only the inner dimension is in groups,
+    all of it meets all."""
     groups = first.shape[0] if first.ndim == second.ndim == 3 else 1
     return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def _recurrent(given: Tensor, *weights: Any) -> int:
-    """Each row of the input, at each time step, meets each weight once."""
+    """Count a recurrent layer: each row of the input, at each time step, meets each weight once."""
     rows = prod(given.shape[:-1])
     return 2 * rows * sum(tensor.numel() for tensor in tensors_of(weights) if tensor.ndim == 2)
 
 
 def _recurrent_backward(given: Tensor, *weights: Any) -> int:
-    """The gradients of the input and of the weights."""
+    """Count the gradients of the input and of the weights of a recurrent layer."""
     return 2 * _recurrent(given, *weights[:4])
 
 

@@ -51,7 +51,7 @@ class Dims:
     min_rows: int = 1
 
     def of(self, path: str) -> Dim:
-        """The dimension stated for the leaf at `path`. The most specific statement applies."""
+        """Return the dimension stated for the leaf at `path`. The most specific statement applies."""
         if not self.stated:
             return 0
         path = plain(path)
@@ -65,13 +65,13 @@ class Dims:
         return None if False in within else bool(within)
 
     def below(self, path: str, what: str) -> Dims:
-        """The dimensions stated within the part of the structure at `path`, which is called `what` itself."""
+        """Return the dimensions stated within the part of the structure at `path`, which is called `what` itself."""
         path = plain(path)
         inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
         return Dims(what, (("", self.of(path)), *inner))
 
     def at(self, path: str, tensor: Any, where: str) -> int | None:
-        """The dimension of `tensor` to cut along, counted from the front; None if it is not cut.
+        """Return the dimension of `tensor` to cut along, counted from the front; None if it is not cut.
 
         Raises:
             ShapeError: the tensor has no such dimension.
@@ -83,7 +83,7 @@ class Dims:
         return checked(dim, tensor, where)
 
     def refuse_unknown(self, paths: Iterable[str]) -> None:
-        """Raises ArgumentError for a statement about something that is not among the leaves at `paths`."""
+        """Raise ArgumentError for a statement about something that is not among the leaves at `paths`."""
         known = [plain(path) for path in paths]
         for part, _ in self.stated:
             if part not in _ALL and not any(path.startswith(part) for path in known):
@@ -96,7 +96,7 @@ _ALL = ("", "[0]", "[1]")
 
 
 def checked(dim: int, tensor: Any, where: str) -> int:
-    """A dimension counted from the front. Raises ShapeError if the tensor has no such dimension."""
+    """Return a dimension counted from the front. Raise ShapeError if the tensor has no such dimension."""
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ShapeError(
             f"{where} has shape {list(tensor.shape)}, but batch_dims says that the batch is in its dimension {dim}; "
@@ -110,7 +110,7 @@ FIRST = Dims("input")
 
 
 def parse(given: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]:
-    """The dimensions of (args, kwargs), of the target and of the output, from what the user gave as `batch_dims`.
+    """Parse `batch_dims`: return the dimensions of (args, kwargs), of the target and of the output.
 
     Raises:
         ArgumentError: it is neither a dimension nor a dict of args, kwargs, target and output, or states something
@@ -173,7 +173,8 @@ def _dim(leaf: Any) -> Dim | _Wrong:
 
 
 def plain(path: str) -> str:
-    """A path that writes a dict's keys and an object's fields alike, so that one may mirror the other."""
+    """Normalize a path so that a dict's keys and an object's fields are written alike, since one may mirror the
+    other."""
     return re.sub(r"\.([^\W\d]\w*)", r"['\1']", path)
 
 
@@ -204,7 +205,8 @@ class Microbatches(Leaf):
 
 
 def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a batch, each with its path; those in `Microbatches` with their path in a piece, for each piece."""
+    """Yield the leaves of a batch, each with its path; those in `Microbatches` with their path in a piece, for each
+    piece."""
     flat = flatten(tree)
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if isinstance(leaf, Microbatches):
@@ -219,8 +221,8 @@ Sized = Callable[[int], Sequence[int]]
 
 
 def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, sized: Sized = lambda rows: ()) -> int:
-    """The number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of lists,
-    the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
+    """Return the number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of
+    lists, the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
 
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
@@ -245,7 +247,7 @@ def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, s
         f"{what}: tensors disagree on the number of rows: {', '.join(names.values())}; each tensor must have the batch "
         "in its first dimension (scalars and plain values are repeated). Where it lies elsewhere, say so with "
         f"batch_dims= (None: whole to each microbatch); where one has several rows for each of another, {ready} "
-        "what no dimension describes (graphs, packed sequences), cut with a function: split="
+        "what no dimension describes (graphs, packed sequences), cut with a function: split_fn="
     )
 
 
@@ -258,8 +260,7 @@ def _are_pictures(value: Any) -> bool:
 
 def _refuse_unsure(pairs: Sequence[tuple[Any, str]], tensors: int, what: str, dims: Dims) -> bool:
     """Whether all of so many tensors, whose first dimension is 3, are pictures, of which `batch_dims` says that each is
-    a row. Raises ShapeError if it does not say so, nor in which dimension Qwen2-VL's positions [3, 3, S] have rows.
-    """
+    a row. Raise ShapeError if it does not say so, nor in which dimension Qwen2-VL's positions [3, 3, S] have rows."""
     pictures = [pair for pair in pairs if _are_pictures(pair[0])]
     if sum(len(leaf) for leaf, _ in pictures) == tensors:
         for leaf, path in pictures:
@@ -277,19 +278,19 @@ def _refuse_unsure(pairs: Sequence[tuple[Any, str]], tensors: int, what: str, di
 
 
 def _check_stated(value: Any, path: str, where: str, dims: Dims) -> None:
-    """Raises ShapeError for a list that may have an entry per row or not, if `batch_dims` does not say so."""
+    """Raise ShapeError for a list that may have an entry per row or not, if `batch_dims` does not say so."""
     if not dims.states(path):
         first = value[0]
         kind = f"tensors like {[*first.shape]}" if isinstance(first, Tensor) else f"{type(first).__name__}s"
         raise ShapeError(
             f"{where} is a {type(value).__name__} of {len(value)} {kind}: is each one row of the batch? Pass "
             "batch_dims= with 0 for it to cut it between them, or None to give it whole to each microbatch"
-            f"{', or a list with the dimension of each' * isinstance(first, Tensor)}; or cut with a function: split="
+            f"{', or a list with the dimension of each' * isinstance(first, Tensor)}; or cut with a function: split_fn="
         )
 
 
 def ready_made(rows: int, sizes: Sequence[int], dim: int = 0) -> str:
-    """How to pass a tensor of `rows` rows, the same number for each row of microbatches of these sizes."""
+    """Describe how to pass a tensor of `rows` rows, the same number for each row of microbatches of these sizes."""
     total = sum(sizes)
     if not total or any(size * rows % total for size in sizes):
         return "pass its pieces, as penstock.Microbatches([...]);"
@@ -299,7 +300,7 @@ def ready_made(rows: int, sizes: Sequence[int], dim: int = 0) -> str:
 
 
 def counted_rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """The rows of each tensor to cut, and its name. `prefix`: the path of `flat` within what is stated."""
+    """Yield the rows of each tensor to cut, and its name. `prefix`: the path of `flat` within what is stated."""
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if isinstance(leaf, Tensor):
             dim = dims.at(prefix + path, leaf, f"{what}{path}")
@@ -308,7 +309,7 @@ def counted_rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterato
 
 
 def length(leaf: Any, path: str, dims: Dims) -> int | None:
-    """The rows of a tensor or array, the number of entries of a list; None for anything else."""
+    """Return the rows of a tensor or array, or the number of entries of a list; None for anything else."""
     if type(leaf) in LISTS:
         return len(leaf)
     numpy: Any = sys.modules.get("numpy")  # if it is not loaded, there are no arrays: saves an import

@@ -40,7 +40,7 @@ from penstock.schedule import MICROBATCHES
 
 
 class Microbatch(NamedTuple):
-    """One piece of a batch, as a `split=` function returns it.
+    """One piece of a batch, as a `split_fn=` function returns it.
 
     Attributes:
         args, kwargs: the model's inputs.
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
     """A batch as it was given.
 
     Attributes:
-        pieces: what a `split=` function made of it; None if there is no such function.
+        pieces: what a `split_fn=` function made of it; None if there is no such function.
     """
 
     args: tuple[Any, ...] = ()
@@ -103,21 +103,20 @@ class Cutting:
     def of(
         cls, batch_dims: BatchDims | Dim, split: SplitFunction | None = None, merge: MergeFunction | None = None
     ) -> Cutting:
-        """Makes the rule from the user's arguments. Raises ArgumentError if one is invalid."""
-        for name, function in {"split": split, "merge": merge}.items():
+        """Make the rule from the user's arguments. Raise ArgumentError if one is invalid."""
+        for name, function in {"split_fn": split, "merge_fn": merge}.items():
             if function is not None and not callable(function):
                 raise ArgumentError(f"{name}={function!r}: expected a function, or None")
         return cls(*parse(batch_dims), split, merge)
 
     def check(self, example: Example) -> None:
-        """Raises ArgumentError if dimensions are stated for inputs that the example does not have."""
+        """Raise ArgumentError if dimensions are stated for inputs that the example does not have."""
         if self.inputs.stated and self.split is None:
             self.inputs.refuse_unknown(_paths(example))
 
     def cut_like(self, example: Any, rows: int) -> Cutting:
-        """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
-        smaller batch may have as many rows as some list has entries by chance.
-        """
+        """Return this rule, with lists of plain values cut in later batches if they are in this example of `rows` rows:
+        a smaller batch may have as many rows as some list has entries by chance."""
         dims, stated, notes, unsure = self.inputs, list(self.inputs.stated), [], []
         flat = flatten(example, is_leaf=lambda value, path: is_list(value, path, dims))
         for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
@@ -134,7 +133,7 @@ class Cutting:
         return replace(self, inputs=inputs, notes=tuple(notes), unsure=tuple(unsure))
 
     def divide(self, batch: Batch, microbatches: int, what: str, pipelines: int) -> Batch:
-        """The batch with the pieces into which `split` cuts it, each with its rows.
+        """Return the batch with the pieces into which `split` cuts it, each with its rows.
 
         Raises:
             ArgumentError: it returned something other than microbatches, too many or too few, or rows that are not a
@@ -148,13 +147,13 @@ class Cutting:
             given = type(found).__name__
             if isinstance(found, Sequence):
                 given += " of " + ", ".join(sorted({type(piece).__name__ for piece in found}))
-            raise ArgumentError(f"split= returned a {given}; expected a list of penstock.Microbatch")
-        batches.check_count(len(found), microbatches, f"{what}, cut by split=", pipelines)
-        counted = (self._counted(piece, f"{what}, microbatch {k} of split=") for k, piece in enumerate(found))
+            raise ArgumentError(f"split_fn= returned a {given}; expected a list of penstock.Microbatch")
+        batches.check_count(len(found), microbatches, f"{what}, cut by split_fn=", pipelines)
+        counted = (self._counted(piece, f"{what}, microbatch {k} of split_fn=") for k, piece in enumerate(found))
         return batch._replace(pieces=tuple(counted))
 
     def cut(self, batch: Batch, microbatches: int, what: str, device: torch.device | None, pipelines: int) -> CutBatch:
-        """The inputs of a batch, which `divide` has returned, as microbatches on `device`."""
+        """Cut the inputs of a batch, which `divide` has returned, into microbatches on `device`."""
         if batch.pieces is None:
             inputs = batch.args, dict(batch.kwargs)
             return batches.cut(inputs, microbatches, what, device, pipelines=pipelines, dims=self.inputs)
@@ -164,8 +163,8 @@ class Cutting:
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
 
     def rotated(self, batch: Microbatch, microbatches: int) -> Microbatch:
-        """A batch with its rows in another order: each microbatch has those of another; a single one has its own, in
-        another order."""
+        """Return a batch with its rows in another order: each microbatch has those of another; a single one has its
+        own, in another order."""
         inputs = (batch.args, dict(batch.kwargs))
         leaves = flatten((*inputs, batch.target)).leaves
         if self.split is not None or any(isinstance(leaf, Microbatches) or is_block_mask(leaf) for leaf in leaves):
@@ -195,12 +194,12 @@ class Cutting:
         return Microbatch(args, kwargs, moved(batch.target, self.target), batch.rows)
 
     def batch(self, example: Example, count: int, what: str, pipelines: int) -> CutBatch:
-        """A batch without a target as at most `count` microbatches, where it is."""
+        """Cut a batch without a target into at most `count` microbatches, where it is."""
         return self.cut(self.divide(Batch(*example), count, what, pipelines), count, what, None, pipelines)
 
     def of_rows(self, example: Example, rows: int) -> CutBatch:
-        """One microbatch of exactly that many rows, whatever the number of microbatches: the first of the batch, or the
-        first one of that size that the user's own cut makes.
+        """Return one microbatch of exactly this many rows, whatever the number of microbatches: the first of the batch,
+        or the first one of that size that the user's own cut makes.
 
         Raises:
             ArgumentError: the batch is smaller, or is never cut into microbatches of this size.
@@ -223,13 +222,13 @@ class Cutting:
         cut = self.batch(example, count, "example", 1)
         if rows not in cut.sizes:
             found = ", ".join(map(str, sorted({*cut.sizes})))
-            how = "already cut into" if own else f"cut by split= into {counted(count, 'microbatch')} of"
+            how = "already cut into" if own else f"cut by split_fn= into {counted(count, 'microbatch')} of"
             raise ArgumentError(f"no microbatch has {counted(rows, 'row')}: the batch is {how} {found} rows")
         place = cut.sizes.index(rows)
         return CutBatch((cut.pieces[place],), (rows,), None)
 
     def usual(self, example: Example) -> int:
-        """How many microbatches a whole batch is cut into by default: `MICROBATCHES`, or as many as it yields (one per
+        """Return the default number of microbatches of a whole batch: `MICROBATCHES`, or as many as it yields (one per
         row, or the pieces that it is already cut into) if these are fewer.
 
         `penstock.pipeline` does not use this: it expects batches larger than its example.
@@ -243,7 +242,7 @@ class Cutting:
     def targets(
         self, batch: Batch, sizes: Sequence[int], device: torch.device | None, labels: bool = False
     ) -> list[Any]:
-        """Each microbatch's target on `device`; with `labels`, the model's own keyword input of that name.
+        """Return each microbatch's target on `device`. `labels`: the model's own keyword input of that name.
 
         Raises:
             ShapeError: the target's rows differ from the inputs'.
@@ -257,7 +256,7 @@ class Cutting:
         mine = [piece.rows for piece in batch.pieces]
         if mine != list(sizes):
             raise ShapeError(
-                f"split= gave microbatches of {mine} rows where the last stage runs, and of {list(sizes)} where the "
+                f"split_fn= gave microbatches of {mine} rows where the last stage runs, and of {list(sizes)} where the "
                 "first does; it must give the same on both, from what pipe.needs_inputs and pipe.needs_targets ask for"
             )
         wanted = [piece.kwargs.get("labels") if labels else piece.target for piece in batch.pieces]
@@ -299,12 +298,12 @@ _WHOLE = Dims("piece", (("", None),))
 
 
 def _paths(tree: Any) -> list[str]:
-    """The paths of all leaves, including those within pieces that are already cut."""
+    """Return the paths of all leaves, including those within pieces that are already cut."""
     return [*dict.fromkeys(path for path, _ in leaves_of(tree))]
 
 
 def refuse_aliases(overwritten: Collection[str], batch: Batch) -> None:
-    """Raises ArgumentError if an input that the forward updates in place shares memory with another input or a target.
+    """Raise ArgumentError if an input that the forward updates in place shares memory with another input or a target.
 
     On one device the others change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` made of x. In
     a pipeline each has its own memory, often in another process, and would not see the update.

@@ -57,7 +57,7 @@ class CutBatch:
 
 
 def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:
-    """How many rows each microbatch gets: as evenly as possible, larger ones first.
+    """Return how many rows each microbatch gets: as evenly as possible, larger ones first.
 
     With too few rows for `min_rows` in each of the microbatches there are fewer of these.
 
@@ -85,7 +85,7 @@ def cut(
     pipelines: int = 1,
     dims: Dims = FIRST,
 ) -> CutBatch:
-    """Cuts a batch into at most `microbatches` microbatches, each tensor in its own aligned allocation on `device`.
+    """Cut a batch into at most `microbatches` microbatches, each tensor in its own aligned allocation on `device`.
 
     Raises:
         ArgumentError: more pieces were given than microbatches, or fewer rows or pieces than pipelines.
@@ -108,7 +108,7 @@ def cut(
 def split(
     tree: Any, sizes: Sequence[int], what: str, device: torch.device | None = None, dims: Dims = FIRST
 ) -> list[Any]:
-    """The microbatches of a batch, each tensor in its own aligned allocation on `device` (default: its own device).
+    """Split a batch into microbatches, each tensor in its own aligned allocation on `device` (default: its own device).
 
     Raises:
         ShapeError: a tensor's rows are not the sum of `sizes`, a tensor requires a gradient, or something already cut
@@ -163,7 +163,7 @@ def _split_leaf(
 
 
 def _dense(part: Tensor) -> Tensor:
-    """Removes the gaps that cutting along a later dimension leaves: the result is laid out like `part.clone()`."""
+    """Remove the gaps that cutting along a later dimension leaves: the result is laid out like `part.clone()`."""
     return part if exact.is_dense(tuple(part.shape), part.stride()) else part.clone()
 
 
@@ -174,7 +174,7 @@ def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.d
 
 
 def on(tree: Any, device: torch.device | None) -> Any:
-    """Moves a microbatch's tensors, which it owns, to a device; None leaves them where they are.
+    """Move a microbatch's tensors, which it owns, to a device; None leaves them where they are.
 
     Copies from the host do not wait for the device.
     """
@@ -204,7 +204,7 @@ def _own(tensor: Tensor, where: str, device: torch.device | None, dims: Dims) ->
 
 
 def _sizes_given(raw: Flat, microbatches: int, what: str, pipelines: int, dims: Dims) -> tuple[int, ...]:
-    """The rows of each microbatch of a batch that is already cut: those of the first tensor in its piece, unless
+    """Return the rows of each microbatch of a batch that is already cut: those of the first tensor in its piece, unless
     tensors beside it have another number, and are cut evenly."""
     given = [pair for pair in zip(raw.leaves, raw.paths, strict=True) if isinstance(pair[0], Microbatches)]
     counts = sorted({len(one) for one, _ in given})
@@ -224,7 +224,7 @@ def _sizes_given(raw: Flat, microbatches: int, what: str, pipelines: int, dims: 
 
 
 def check_count(count: int, microbatches: int, what: str, pipelines: int) -> None:
-    """Raises ArgumentError if no schedule for `microbatches` can run this number of pieces."""
+    """Raise ArgumentError if no schedule for `microbatches` can run this number of pieces."""
     if not pipelines <= count <= microbatches:
         raise ArgumentError(
             f"{what}: {counted(count, 'microbatch')} were given, but the schedule is for {microbatches}"
@@ -234,12 +234,13 @@ def check_count(count: int, microbatches: int, what: str, pipelines: int) -> Non
 
 
 def kind_of(flat: Flat) -> Hashable:
-    """What a recording depends on, except tensors' values."""
+    """Return what a recording depends on, except tensors' values."""
     return flat.structure, tuple(map(_kind_of_leaf, flat.leaves))
 
 
 def _kind_of_leaf(leaf: Any) -> Hashable:
-    """A leaf as `describe` sees it, but without its device: microbatches are moved to the first stage's device."""
+    """Return a leaf as `describe` sees it, but without its device: microbatches are moved to the first stage's
+    device."""
     if isinstance(leaf, Microbatches):
         return tuple(kind_of(flatten(piece)) for piece in leaf.pieces)
     if is_block_mask(leaf):
@@ -275,7 +276,8 @@ def _cut_mask(mask: Any, sizes: Sequence[int], where: str, device: torch.device 
 
 
 def _shifted(mask_mod: Callable[..., Tensor], start: Tensor) -> Callable[..., Tensor]:
-    """A mask function for a microbatch that begins at a sample. As a tensor that needs no recording of its own."""
+    """Return a mask function for a microbatch that begins at a sample. `start` is a tensor, so that no other start
+    needs a recording of its own."""
 
     def shifted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return mask_mod(b + start.to(b.dtype), h, q, kv)
@@ -287,7 +289,7 @@ _FIRST = Dims("output")
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> Any:
-    """The output of the whole batch: the outputs of its microbatches, of `sizes` rows, put together.
+    """Join the outputs of the microbatches, of `sizes` rows, into the output of the whole batch.
 
     Raises:
         ArgumentError: some outputs are on another rank.
@@ -309,7 +311,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> A
 
 
 def refuse_missing(outputs: Sequence[Any]) -> None:
-    """Raises ArgumentError if some outputs are on another rank."""
+    """Raise ArgumentError if some outputs are on another rank."""
     if any(output is None for output in outputs):
         raise ArgumentError(
             "outputs=True: the schedule has two copies of the model, and this rank one's outputs alone; pass "
@@ -319,7 +321,7 @@ def refuse_missing(outputs: Sequence[Any]) -> None:
 
 _INSTEAD = (
     "state batch_dims for it ('output': its dimension; None where it is the same in all; 'mean' or 'sum'), pass "
-    "merge=, or take each microbatch's own, from evaluate(..., outputs=True).outputs"
+    "merge_fn=, or take each microbatch's own, from evaluate(..., outputs=True).outputs"
 )
 
 

@@ -58,7 +58,7 @@ class Receive(torch.autograd.Function):
 
 
 def receive(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A value to compute with, on `buffer`'s memory, and the slot in which its gradient appears after backward.
+    """Return a value to compute with, on `buffer`'s memory, and the slot in which its gradient appears after backward.
 
     `anchor` is any tensor that requires a gradient: it makes autograd record the value.
     """
@@ -71,7 +71,7 @@ _receive: Callable[[Tensor, list[Tensor], list[Tensor]], Tensor] = super(torch.a
 
 
 def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """One backward from all of a stage's roots: its loss or outputs, and the inputs that later stages use too.
+    """Run one backward from all of a stage's roots: its loss or outputs, and the inputs that later stages use too.
 
     An input that is a root gets its later consumers' gradient before this stage's own terms are added, which is the
     order in which autograd adds them in the unsplit model.
@@ -84,7 +84,7 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
 
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Turns autocast off for part of a backward, in a step that runs under it."""
+    """Turn autocast off for part of a backward, in a step that runs under it."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOTHING
 
 
@@ -105,13 +105,13 @@ def computes_apart(device: torch.device) -> bool:
 
 
 def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
-    """The factor for each microbatch's loss: its weight over the sum of all weights, ascending by microbatch."""
+    """Return the factor for each microbatch's loss: its weight over the sum of all weights, ascending by microbatch."""
     total = sum(weights) if total is None else total
     return [weight / total for weight in weights]
 
 
 def own(tensor: Tensor) -> Tensor:
-    """A copy in its own aligned allocation, with the same strides (a slice of a batch has neither)."""
+    """Copy a tensor into its own aligned allocation, with the same strides (a slice of a batch has neither)."""
     if is_dense(tensor.shape, tensor.stride()):
         return tensor.detach().clone()
     return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
@@ -150,7 +150,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        """The layout of `tensor`."""
+        """Return the layout of `tensor`."""
         return cls(
             tuple(tensor.shape),
             tensor.stride(),
@@ -187,7 +187,7 @@ def handed_on(values: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def pack(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it if it is dense."""
+    """Return the elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it if it is dense."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if is_dense(shape, stride):
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -219,14 +219,15 @@ def allocate(layout: Layout, device: torch.device, *, pinned: bool = False) -> B
 
 
 def on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A tensor on another's memory, yet not a view of it: autograd refuses to update views that `Receive` returns."""
+    """Return a tensor on another's memory, yet not a view of it: autograd refuses to update views that `Receive`
+    returns."""
     return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
         memory.untyped_storage(), offset, shape, stride
     )
 
 
 def flat_bytes(layout: Layout) -> int:
-    """The bytes sent for a tensor of this layout: the size of what `pack` returns."""
+    """Return the bytes sent for a tensor of this layout: the size of what `pack` returns."""
     shape, stride = layout.shape, layout.stride
     if not is_dense(shape, stride):
         narrow = _narrow(shape, stride)
@@ -235,7 +236,7 @@ def flat_bytes(layout: Layout) -> int:
 
 
 def unpack(buffer: Buffer) -> Tensor:
-    """The tensor in a buffer whose `flat` has been filled."""
+    """Return the tensor in a buffer whose `flat` has been filled."""
     if buffer.packed:
         target = _unexpanded(buffer.tensor)
         target.copy_(buffer.flat.view(target.shape))
@@ -245,7 +246,7 @@ def unpack(buffer: Buffer) -> Tensor:
 def copy_as(
     layout: Layout, tensor: Tensor, device: torch.device | None = None, *, non_blocking: bool = False
 ) -> Tensor:
-    """A copy of `tensor` in fresh memory with this layout, on `device` (default: where it is)."""
+    """Copy `tensor` into fresh memory with this layout, on `device` (default: where it is)."""
     device = tensor.device if device is None else device
     shape, stride, dtype, misalignment, _ = layout
     if not misalignment and tensor.stride() == stride and tensor.shape == shape and is_dense(shape, stride):
@@ -307,7 +308,7 @@ class Saved(Protocol):
     """A tensor that waits for backward, wherever it is."""
 
     def get(self) -> Tensor:
-        """The tensor, on its device. Raises RuntimeError, as autograd does, if it was updated in place since."""
+        """Return the tensor, on its device. Raise RuntimeError, as autograd does, if it was updated in place since."""
 
 
 class Keeper(Protocol):
@@ -318,7 +319,7 @@ class Keeper(Protocol):
         """The hook that is given what autograd saves."""
 
     def save(self, tensor: Tensor) -> Saved:
-        """Keeps what W needs."""
+        """Keep what W needs."""
 
 
 class SavedTensor(NamedTuple):
@@ -333,17 +334,17 @@ class SavedTensor(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> SavedTensor:
-        """The tensor as it is now."""
+        """Save the tensor as it is now."""
         return cls(tensor.detach(), tensor._version)
 
     def get(self) -> Tensor:
-        """The tensor. Raises RuntimeError, as autograd does, if it was updated in place since."""
+        """Return the tensor. Raise RuntimeError, as autograd does, if it was updated in place since."""
         check_unchanged(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
 
 def check_unchanged(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
-    """Raises RuntimeError, as autograd does, if a tensor that backward needs has another version than it had."""
+    """Raise RuntimeError, as autograd does, if a tensor that backward needs has another version than it had."""
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor of shape {list(shape)} that is needed for a gradient has been modified by an inplace operation: "

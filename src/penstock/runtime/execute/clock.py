@@ -43,17 +43,17 @@ class Clock(Protocol):
         """Called before the first mark of a step."""
 
     def mark(self) -> Any:
-        """Marks the moment at which the work given so far is done, without waiting for it."""
+        """Mark the moment at which the work given so far is done, without waiting for it."""
 
     def read(self, row: Sequence[Marks]) -> list[Moment]:
-        """What the marks of a step say. Called once, at its end, and waits until the work is done."""
+        """Convert the marks of a step to times. Call this once, at its end; it waits until the work is done."""
 
 
 class HostClock:
     """The clock of a rank that computes on the CPU: its work is done when the call returns."""
 
     def start(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def mark(self) -> int:
         return now_ns()
@@ -94,7 +94,7 @@ class StreamClock:
         return event
 
     def message(self, action: Action, way: tuple[int, int]) -> Begun:
-        """Marks the time from which a message can travel. Once it has begun, call the result: it marks the arrival."""
+        """Mark the time from which a message can travel. Once it has begun, call the result: it marks the arrival."""
         if way not in self._streams:
             self._streams[way] = self._module.Stream(self._device)
         stream = self._streams[way]
@@ -127,7 +127,7 @@ class StreamClock:
         return moments
 
     def _anchor(self) -> tuple[Any, int]:
-        """A mark after all others, and when it was on the host's clock.
+        """Return a mark after all others, and when it was on the host's clock.
 
         The first waits for the step's work. The host may lose its processor between a mark and its own clock, so this
         is the mark of which the host can tell best.
@@ -152,7 +152,7 @@ def has_events(device: torch.device) -> bool:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for a rank's work on this device."""
+    """Return the clock for a rank's work on this device."""
     return StreamClock(device) if has_events(device) else HostClock()
 
 
@@ -164,7 +164,7 @@ of an action is what that action leaves, however far the device is behind. Askin
 
 
 def counter(device: torch.device) -> Counter | None:
-    """The counter of a device; None if nothing tells, as on the CPU."""
+    """Return the memory counter of a device; None if there is none, as on the CPU."""
     if device.type in ("cpu", "meta"):
         return None
     count: Callable[[torch.device], int] | None = getattr(torch.get_device_module(device), "memory_allocated", None)
@@ -172,7 +172,7 @@ def counter(device: torch.device) -> Counter | None:
 
 
 def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
-    """The same moments on another clock, which is ahead by so much."""
+    """Return the same moments on another clock, which is ahead by this much."""
     if not nanoseconds:
         return row
     return [(action, *(at + nanoseconds for at in times)) for action, *times in row]  # type: ignore[misc]
@@ -180,7 +180,7 @@ def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
 
 @contextmanager
 def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Clock]) -> Iterator[None]:
-    """Wraps a timed step: clocks that can tell when messages traveled are told of each.
+    """Wrap a timed step: clocks that can tell when messages traveled are told of each.
 
     Where torch is told to block in every wait, that would wait for the message itself.
 
@@ -237,7 +237,7 @@ class Progress:
         self._watchdog.position = position
 
     def behind(self) -> Behind | None:
-        """Where the device is, if it has not passed the last mark. Never waits for it.
+        """Return where the device is, if it has not passed the last mark. Never wait for it.
 
         If the device has failed, as all calls then say, the answer is the last one from before.
         """

@@ -47,7 +47,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> Moments:
-        """The moments of each channel of `values` (dimension 1), computed in `dtype`."""
+        """Compute the moments of each channel of `values` (dimension 1), in `dtype`."""
         with torch.no_grad():
             values = values.detach().to(dtype)
             others = [dim for dim in range(values.dim()) if dim != 1]
@@ -56,7 +56,7 @@ class Moments(NamedTuple):
             return cls(count, mean, variance * count)
 
     def merged(self, other: Moments) -> Moments:
-        """The moments of both sets of values together."""
+        """Return the moments of both sets of values together."""
         count = self.values + other.values
         step = other.mean - self.mean
         mean = self.mean + step * (other.values / count)
@@ -79,18 +79,18 @@ class DeferredNorms(BatchNorms):
         self._seen: dict[nn.Module, dict[int, list[Moments]]] = {}
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def buffers(self) -> list[Tensor]:
-        """The running statistics that this process holds."""
+        """Return the running statistics that this process holds."""
         return [b for norm in self._norms if not _is_elsewhere(norm) for b in norm.buffers(recurse=False)]
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Wraps a forward: notes what enters the modules in this microbatch's first run, but not in backward."""
+        """Wrap a forward: notes what enters the modules in this microbatch's first run, but not in backward."""
         self._microbatch = microbatch
         try:
             yield
@@ -99,7 +99,7 @@ class DeferredNorms(BatchNorms):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Wraps a training step: buffers do not change until its end, and not at all if it raises."""
+        """Wrap a training step: buffers do not change until its end, and not at all if it raises."""
         self._seen = defaultdict(lambda: defaultdict(list))
         before = {norm: _copies(norm) for norm in self._norms if _tracks(norm) and not _is_elsewhere(norm)}
         ended = False
@@ -125,7 +125,7 @@ class DeferredNorms(BatchNorms):
             )
 
     def _note(self, norm: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Notes the values that enter a module."""
+        """Note the values that enter a module."""
         values = args[0] if args else kwargs["input"]
         if self._microbatch is not None and _tracks(norm):
             mean = norm.get_buffer("running_mean")
@@ -147,7 +147,7 @@ def _is_elsewhere(norm: nn.Module) -> bool:
 
 
 def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
-    """Updates the buffers once for each call of the module in the forward; usually there is one."""
+    """Update the buffers once for each call of the module in the forward; usually there is one."""
     assert isinstance(norm, _BatchNorm)
     by_call = zip(*(seen[microbatch] for microbatch in sorted(seen)), strict=True)
     for first, *others in by_call:
@@ -170,7 +170,7 @@ def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
 
 
 def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
-    """Raises ArgumentError for running statistics that no hook sees."""
+    """Raise ArgumentError for running statistics that no hook sees."""
     owners = {id(b): (name, m) for name, m in model.named_modules() for b in m.buffers(recurse=False)}
     compiled = {id(part) for m in model.modules() if compiled_as(m) for part in m.modules()}
     for stage in (stage for partition in distinct(partitions) for stage in partition.stages):
@@ -195,7 +195,7 @@ def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
 
 
 def notes(stages: Iterable[Stage]) -> tuple[str, ...]:
-    """What the user should know who asks to defer running statistics: if there are none at all."""
+    """Return the notes for users of deferred running statistics: whether there are none at all."""
     updated = (name for stage in stages for name in (*stage.meta.updated, *stage.may_update))
     if any(name.rpartition(".")[2] == "running_mean" for name in updated):
         return ()
@@ -219,7 +219,7 @@ class CheckpointedNorms(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> CheckpointedNorms | None:
-        """In training, if a forward updates buffers; deferred batch norms handle their own."""
+        """Build the feature in training, if a forward updates buffers; deferred batch norms handle their own."""
         one, deferred = stage.stage, stage.deferred
         updated = {id(buffer): name for name, buffer in one.buffers.items() if name in one.meta.updated}
         names = {key: name for key, name in updated.items() if key not in deferred}
@@ -246,11 +246,11 @@ class CheckpointedNorms(Feature):
         self._called: dict[int, set[nn.Module]] = {}  # by microbatch, of those within a checkpoint that the stage runs
 
     def begin_step(self, start: Start) -> None:
-        """Drops what the last step learned: the model's checkpoints may have been switched on or off since."""
+        """Drop what the last step learned: the model's checkpoints may have been switched on or off since."""
         self._norms = {module: True if module in self._around else None for module in self._all}
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
-        """Wraps a forward of the stage."""
+        """Wrap a forward of the stage."""
         return self._updating(microbatch) if self._norms else NOTHING
 
     @contextmanager
@@ -283,14 +283,14 @@ class CheckpointedNorms(Feature):
             module.forward(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
     def autograd(self, microbatch: int) -> Context:
-        """Wraps a backward of the stage, but not a forward that the pipeline itself runs again: what runs there updates
+        """Wrap a backward of the stage, but not a forward that the pipeline itself runs again: what runs there updates
         copies."""
         own = [module for module in self._norms if module not in self._around]
         return self._copying(own, self._called.pop(microbatch, set())) if own else NOTHING
 
     @contextmanager
     def _copying(self, own: Sequence[nn.Module], called: set[nn.Module]) -> Iterator[None]:
-        """Raises PartitionError if it does not run what the forward assumed: frozen layers do not run again."""
+        """Raise PartitionError if it does not run what the forward assumed: frozen layers do not run again."""
         ran = set[nn.Module]()
 
         def note(module: nn.Module, _args: Any) -> None:

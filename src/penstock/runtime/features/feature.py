@@ -47,7 +47,7 @@ class Start(NamedTuple):
 
 
 def recorded_code(stage: Stage, option: str) -> fx.GraphModule:
-    """The code of a recorded stage.
+    """Return the code of a recorded stage.
 
     Raises:
         ArgumentError: the stage is ready-made, so what it calls is unknown.
@@ -64,14 +64,14 @@ class Rerun(Protocol):
     """What it takes to run a forward again in backward, kept instead of its graph."""
 
     def args(self) -> list[Any]:
-        """The forward's arguments as they were.
+        """Return the forward's arguments as they were.
 
         Raises:
             RuntimeError: one was updated in place since.
         """
 
     def as_before(self) -> Context:
-        """Wraps the second run: gives the stage the state that the first run found, and restores it afterwards."""
+        """Wrap the second run: gives the stage the state that the first run found, and restore it afterwards."""
 
 
 class Feature:
@@ -80,13 +80,12 @@ class Feature:
     """
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """Replaces a stage's code before anything else looks at it. Takes and returns one stage per microbatch; they
-        differ in shapes, and those of different kinds in everything but what `any_use` joins.
-        """
+        """Replace a stage's code before anything else looks at it. Takes and returns one stage per microbatch; they
+        differ in shapes, and those of different kinds in everything but what `any_use` joins."""
         return stages
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """The function that runs the stage's code instead of `run`."""
+        """Return the function that runs the stage's code instead of `run`."""
         return run
 
     def applies(self, hook: str, at: int | Action) -> bool:
@@ -97,7 +96,7 @@ class Feature:
         """Called before a step's first action. Drops anything left by a step that raised."""
 
     def around(self, action: Action) -> Context:
-        """Wraps each computation: a forward, a backward, or a part of one."""
+        """Wrap each computation: a forward, a backward, or a part of one."""
         return NOTHING
 
     def upcoming(self, action: Action) -> None:
@@ -107,31 +106,31 @@ class Feature:
         """Called when the rank's computation after one of this stage's has ended, on whatever stage that is."""
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
-        """Called before a forward. Returns how to run it again in backward if it should; its graph is then dropped."""
+        """Called before a forward. Return how to run it again in backward if it should; its graph is then dropped."""
         return None
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
-        """Wraps the first run of a forward. `runs_again`: whether backward starts from a later run of it."""
+        """Wrap the first run of a forward. `runs_again`: whether backward starts from a later run of it."""
         return NOTHING
 
     def code(self, microbatch: int) -> Context:
-        """Wraps every run of the stage's code."""
+        """Wrap every run of the stage's code."""
         return NOTHING
 
     def backward(self, microbatch: int) -> Context:
-        """Wraps a full backward, or the part that gives input gradients, including a forward that runs again."""
+        """Wrap a full backward, or the part that gives input gradients, including a forward that runs again."""
         return NOTHING
 
     def again(self, microbatch: int) -> Context:
-        """Wraps a forward that runs again."""
+        """Wrap a forward that runs again."""
         return NOTHING
 
     def autograd(self, microbatch: int) -> Context:
-        """Wraps autograd's own part of a backward."""
+        """Wrap autograd's own part of a backward."""
         return NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Wraps the weight gradients that a split backward put off."""
+        """Wrap the weight gradients that a split backward put off."""
         return NOTHING
 
 
@@ -152,13 +151,13 @@ def overrides_a_hook(feature: Feature) -> bool:
 
 
 def calls(features: Iterable[Feature], hook: str, at: int | Action, **options: bool) -> list[Callable[..., Any]]:
-    """A hook of the features that have it, for one microbatch or action, the outermost first."""
+    """Return a hook of the features that have it, for one microbatch or action, the outermost first."""
     having = (feature for feature in features if _has(feature, hook) and feature.applies(hook, at))
     return [partial(getattr(feature, hook), at, **options) for feature in having]
 
 
 def contexts(features: Iterable[Feature], hook: str, at: int | Action, **options: bool) -> Callable[[], Context] | None:
-    """Makes what a hook wraps one action in, each time that it runs; None if no feature has the hook."""
+    """Make what a hook wraps one action in, each time that it runs; None if no feature has the hook."""
     made = calls(features, hook, at, **options)
     if len(made) < 2:
         return made[0] if made else None
@@ -275,11 +274,11 @@ class StageContext:
         return set() if norms is None else {id(buffer) for buffer in norms.buffers()}
 
     def modules(self) -> list[nn.Module]:
-        """Every module in the stage's code, for any microbatch."""
+        """Return every module in the stage's code, for any microbatch."""
         return list(dict.fromkeys(module for each in distinct(self.stages) for module in each.module.modules()))
 
     def draw_offsets(self, microbatch: int) -> Mapping[str, int]:
-        """How often each drawing module is called on earlier stages, for a microbatch."""
+        """Return how often each drawing module is called on earlier stages, for a microbatch."""
         return self.binding.partitions[microbatch].draw_offsets[self.index]
 
     @property
@@ -308,15 +307,15 @@ class StageContext:
         return self.binding.sharded.get(self.index)
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the stage's forward uses now. Sharded ones are new after each gathering."""
+        """Return the parameters that the stage's forward uses now. Sharded ones are new after each gathering."""
         return self.recorded.parameters if self.sharded is None else self.sharded.parameters()
 
     def held(self) -> tuple[Tensor, ...]:
-        """The parameters and buffers that live on the stage now and stay there."""
+        """Return the parameters and buffers that live on the stage now and stay there."""
         return (*self.parameters().values(), *self.recorded.buffers.values())
 
     def microbatches(self, *ops: Op) -> list[int]:
-        """The microbatches of this stage's actions of some kinds, in the row's order."""
+        """Return the microbatches of this stage's actions of some kinds, in the row's order."""
         own = (action for action in self.row if action.stage == self.index and action.op in ops)
         return [action.microbatch for action in own if action.microbatch is not None]
 
@@ -327,8 +326,8 @@ class StageContext:
 
 
 def check_forward_order(stage: StageContext) -> None:
-    """Raises PartitionError if a user's own schedule runs forwards out of order on a stage that keeps something from
-    one to the next, as batch norm does. `kinds.py` checks schedules with two copies of a stage.
+    """Raise PartitionError if a user's own schedule runs forwards out of order on a stage that keeps something from one
+    to the next, as batch norm does. `kinds.py` checks schedules with two copies of a stage.
 
     The statistics of deferred batch norms are merged in order at the end of the step.
     """

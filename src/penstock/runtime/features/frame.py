@@ -40,7 +40,7 @@ class Frame(nn.Module):
         return [_not_a_view(output) for output in outputs] if is_sharded(self) else outputs
 
     def adopt(self, module: nn.Module) -> None:
-        """Makes the code of another recording of this stage use the frame's parameters."""
+        """Make the code of another recording of this stage use the frame's parameters."""
         assert isinstance(module, fx.GraphModule)
         for node in module.graph.nodes:
             if node.op != "get_attr":
@@ -124,7 +124,7 @@ class Frames:
 
 
 def _replace(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
-    """Replaces parameters, by identity, even in containers that belong to no stage."""
+    """Replace parameters, by identity, even in containers that belong to no stage."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if id(parameter) in new:
@@ -149,11 +149,11 @@ class Framed(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Framed | None:
-        """If `parallelize=` was given."""
+        """Build the feature if `parallelize=` was passed."""
         return cls() if any(each.frame is not None for each in stage.stages) else None
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """The frame's forward."""
+        """Return the frame's forward."""
         return run if stage.frame is None else partial(stage.frame, run)
 
 
@@ -166,7 +166,7 @@ class Reduced(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Reduced | None:
-        """In training, if `fully_shard` was applied."""
+        """Build the feature in training, if `fully_shard` was applied."""
         if not stage.training or stage.sharded is None:
             return None
         backwards = stage.microbatches(Op.B, Op.I)
@@ -178,16 +178,15 @@ class Reduced(Feature):
         self._reduces = True
 
     def begin_step(self, start: Start) -> None:
-        """Notes whether this step reduces. Not every step does; see `Pipeline.no_sync`."""
+        """Note whether this step reduces. Not every step does; see `Pipeline.no_sync`."""
         self._reduces = start.reduces
 
     def code(self, microbatch: int) -> Context:
-        """Clears autocast's cache: a weight that was cast for an earlier microbatch would get its gradient after the
-        reduction, since in backward what was made first comes last.
-        """
+        """Clear autocast's cache: a weight that was cast for an earlier microbatch would get its gradient after the
+        reduction, since in backward what was made first comes last."""
         torch.clear_autocast_cache()
         return NOTHING
 
     def autograd(self, microbatch: int) -> Context:
-        """Reduces within the last backward."""
+        """Reduce within the last backward."""
         return self._sharded.reducing() if self._reduces and microbatch == self._last else NOTHING

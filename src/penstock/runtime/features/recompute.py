@@ -46,7 +46,7 @@ KEPT_FORWARDS: Mapping[str, Keeping] = {
 
 
 def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
-    """Notes on which forwards run again: one line for all stages that do the same.
+    """Note on which forwards run again: one line for all stages that do the same.
 
     Args:
         policies: one per stage of the model.
@@ -108,7 +108,7 @@ class Buffers:
         ]
 
     def copy(self) -> BufferCopies:
-        """Copies the current buffers. A buffer in several places has one copy."""
+        """Copy the current buffers. A buffer in several places has one copy."""
         found = [part._buffers[name] for part, name in self._places]
         copies = {id(b): exact.copy_as(exact.Layout.of(b), b) for b in found if b is not None}
         return BufferCopies(self._places, [copies[id(buffer)] for buffer in found])
@@ -126,8 +126,8 @@ class RecomputedStage(Feature):
 
     @classmethod
     def keeping(cls, kept: Keeping) -> MakeFeature:
-        """A kind of recomputation, for `recompute=`: runs all forwards again but those that `kept` chooses, and those
-        that their backward follows at once."""
+        """Build a kind of recomputation, for `recompute=`: run all forwards again but those that `kept` chooses, and
+        those that their backward follows at once."""
 
         def of(stage: StageContext) -> Feature | None:
             return cls.rerunning(stage, run_again(kept, stage.row, stage.index))
@@ -137,7 +137,7 @@ class RecomputedStage(Feature):
 
     @classmethod
     def rerunning(cls, stage: StageContext, microbatches: Collection[int]) -> Self | None:
-        """Runs these microbatches' forwards again; None if there are none."""
+        """Run these microbatches' forwards again; None if there are none."""
         if not microbatches:
             return None
         changed = [
@@ -167,7 +167,7 @@ class RecomputedStage(Feature):
         return hook != "keep" or at in self._microbatches
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
-        """Keeps the arguments, and the buffers that the forward updates."""
+        """Keep the arguments, and the buffers that the forward updates."""
         kept = [self._keep(microbatch, *arg) for arg in enumerate(args)]
         return _Again(kept, self._buffers.copy())
 
@@ -195,7 +195,7 @@ class _Again(NamedTuple):
 
 
 def _given(arg: Any) -> Any:
-    """A kept argument, in the form that the forward takes."""
+    """Return a kept argument, in the form that the forward takes."""
     if not isinstance(arg, (Away, SavedTensor)):
         return arg
     tensor = arg.get()
@@ -205,7 +205,7 @@ def _given(arg: Any) -> Any:
 
 
 def updated_buffers(stage: Stage) -> list[Tensor]:
-    """The buffers that a stage's forward updates, or may update.
+    """Return the buffers that a stage's forward updates, or may update.
 
     Raises:
         PartitionError: it updates a parameter.
@@ -220,7 +220,8 @@ def updated_buffers(stage: Stage) -> list[Tensor]:
 
 
 def overwritten(meta: StageMeta, stages: Sequence[StageMeta]) -> list[int]:
-    """The positions of a stage's inputs that any stage updates in place: stages of one rank share their memory."""
+    """Return the positions of a stage's inputs that any stage updates in place: stages of one rank share their
+    memory."""
     names = {i.name for stage in stages for i in stage.inputs if i.mutated}
     return [position for position, i in enumerate(meta.inputs) if i.name in names]
 
@@ -234,7 +235,7 @@ class RecomputedLayers(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> RecomputedLayers | None:
-        """If `recompute=` is a number. Raises ArgumentError if another choice excludes it."""
+        """Build the feature if `recompute=` is a number. Raise ArgumentError if another choice excludes it."""
         if not stage.training or not isinstance(stage.recompute, int):
             return None
         if stage.binding.compile is not None:
@@ -248,7 +249,7 @@ class RecomputedLayers(Feature):
         self._every = every
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """The stages with such layers; stages that are recorded alike share one."""
+        """Return the stages with such layers; stages that are recorded alike share one."""
         again = {id(stage): replace(stage, module=with_recomputed_layers(stage, self._every)) for stage in stages}
         for stage in again.values():
             if stage.frame is not None:
@@ -257,7 +258,7 @@ class RecomputedLayers(Feature):
 
 
 def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
-    """The stage's code, with layers 0, n, 2n, ... run again in backward.
+    """Return the stage's code, with layers 0, n, 2n, ... recomputed in backward.
 
     A layer is a module with parameters that the code calls as a whole, in the order of the calls.
 
@@ -331,7 +332,7 @@ class _Call:
         self._runs_again = False
 
     def checkpointed(self, kept: Sequence[Any]) -> Any:
-        """Makes the first run, and prepares for running again on what is kept.
+        """Make the first run, and prepares for running again on what is kept.
 
         The second run continues to its end, although it has the last activation earlier: then whatever the layer does
         after that in Python (`self.busy = False`, `handle.remove()`) is done before the next microbatch.
@@ -356,7 +357,7 @@ def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:
 
 
 def received(value: Tensor, takes_gradient: bool) -> Tensor:
-    """Makes a kept copy a value of a graph again, which may be updated in place."""
+    """Make a kept copy a value of a graph again, which may be updated in place."""
     if not takes_gradient:
         return value
     anchor = torch.empty(0, device=value.device, requires_grad=True)

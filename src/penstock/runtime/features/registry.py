@@ -63,7 +63,7 @@ FEATURES: tuple[MakeFeature, ...] = (
 
 
 def own_feature(argument: str, make: MakeFeature, stage: StageContext) -> Feature | None:
-    """What the user's function makes for a stage.
+    """Return what the user's function makes for a stage.
 
     Raises:
         ArgumentError: it is not a feature, or one that would do nothing.
@@ -96,7 +96,7 @@ OffloadChoice = bool | Sequence[bool] | Mapping[int, bool]
 
 
 def recompute_by_stage(choice: RecomputeChoice, stages: int, policies: Iterable[str]) -> tuple[Recompute, ...]:
-    """Each stage's choice.
+    """Return each stage's recomputation.
 
     Args:
         choice: in any of the three forms.
@@ -113,7 +113,7 @@ def recompute_by_stage(choice: RecomputeChoice, stages: int, policies: Iterable[
 
 
 def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
-    """Each stage's choice. Raises ArgumentError if the argument does not fit these stages."""
+    """Return whether each stage offloads. Raise ArgumentError if the argument does not fit these stages."""
     found = _per_stage("offload", choice, stages, False)
     for each in found:
         if not isinstance(each, bool):
@@ -122,13 +122,13 @@ def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
 
 
 def refuse_class(argument: str, given: object) -> None:
-    """Raises ArgumentError for a feature's class, where the function that makes one is expected."""
+    """Raise ArgumentError for a feature's class, where the function that makes one is expected."""
     if isinstance(given, type) and issubclass(given, Feature):
         raise ArgumentError(f"{argument}: {given.__name__} is a class; pass what makes a stage's: {given.__name__}.of")
 
 
 def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
-    """Each stage's choice. `given` has one of the three forms."""
+    """Return each stage's choice. `given` has one of the three forms."""
     if isinstance(given, Mapping):
         unknown = [stage for stage in given if stage not in range(stages)]
         if unknown:

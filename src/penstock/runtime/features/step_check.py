@@ -31,7 +31,7 @@ class StepCheck(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> StepCheck | None:
-        """In training."""
+        """Build the feature in training."""
         return cls(stage) if stage.training else None
 
     def __init__(self, stage: StageContext) -> None:
@@ -58,20 +58,21 @@ class StepCheck(Feature):
         self._states: list[tuple[int, bytes]] = []
 
     def begin_step(self, start: Start) -> None:
-        """Notes the versions of what nothing may update until the last backward has ended."""
+        """Note the versions of what nothing may update until the last backward has ended."""
         self._done, self._before = 0, _versions(self._steady)
 
     def applies(self, hook: str, at: int | Action) -> bool:
-        """To the first and the last of the stage's backwards, or to all, if those may not come."""
+        """Whether the hook applies: to the first and the last of the stage's backwards, or to all, if those may not
+        come."""
         return (hook == "weights", at) in self._looks_at
 
     def autograd(self, microbatch: int) -> Context:
-        """Wraps autograd's backward."""
+        """Wrap autograd's backward."""
         self._done += 1
         return self if self._done in (1, self._last) else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Wraps the work that a split backward put off."""
+        """Wrap the work that a split backward put off."""
         return self.autograd(microbatch)
 
     def __enter__(self) -> None:
@@ -82,7 +83,7 @@ class StepCheck(Feature):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises PartitionError also where autograd finds by itself that its tensors have changed."""
+        """Raise PartitionError also where autograd finds by itself that its tensors have changed."""
         if kind is not None and not (isinstance(error, RuntimeError) and "inplace operation" in str(error)):
             return
         for name, tensor in (self._held if self._done == 1 else self._steady).items():

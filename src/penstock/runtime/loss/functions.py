@@ -30,7 +30,7 @@ class OutputLoss:
 
 
 def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
-    """The user's loss as a function of output and target.
+    """Return the user's loss as a function of output and target.
 
     Raises:
         ArgumentError: it cannot be called with either one or two arguments.
@@ -56,7 +56,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
 
 
 def saying_what_is_missing(loss: Loss | None) -> Loss | None:
-    """The loss, with a clear message if it raises because a step has no target, or none of tensors."""
+    """Wrap the loss with a clear message if it raises because a step has no target, or none of tensors."""
     if loss is None or isinstance(loss, OutputLoss):
         return loss
 
@@ -104,7 +104,8 @@ class _Reduces(NamedTuple):
 
 
 def advice(loss: Callable[..., Any] | None, reduction: object) -> str | None:
-    """What to pass as `reduction` if the given one is not that of torch's loss; None if it is, or for other losses."""
+    """Return what to pass as `reduction` if the given one is not that of torch's loss; None if it is, or for other
+    losses."""
     how = None if callable(reduction) else _reduces(loss)
     if how is None:
         return None
@@ -125,7 +126,8 @@ def advice(loss: Callable[..., Any] | None, reduction: object) -> str | None:
 
 
 def padding(loss: Callable[..., Any] | None, targets: Sequence[Any], sizes: Sequence[int]) -> str | None:
-    """What to pass as `reduction` if microbatches differ in how many targets are not ignored, as padding is; or None.
+    """Return what to pass as `reduction` if microbatches differ in how many targets are not ignored, as padding is; or
+    None.
 
     A mean over no target is NaN. Any integer target of -100 counts as ignored: for a model's own loss and for functions
     that call torch's, as most do.
@@ -148,14 +150,14 @@ def padding(loss: Callable[..., Any] | None, targets: Sequence[Any], sizes: Sequ
 
 
 def _remedy(how: _Reduces) -> str:
-    """What to pass, in words."""
+    """Describe what to pass."""
     counted = f"target != {how.ignored}"
     weight = f"({counted}).sum()" if how.weight is None else f"weight[target[{counted}]].sum()"
     return f"pass reduction=lambda target: {weight} to penstock.pipeline"
 
 
 def _reduces(loss: Callable[..., Any] | None) -> _Reduces | None:
-    """How a loss of torch's reduces; None for others."""
+    """Return how a loss of torch's reduces; None for others."""
     if loss is None or may_draw(loss):
         return None
     function, given = _plain_function(loss)
@@ -192,9 +194,8 @@ def may_draw(loss: Callable[..., Any] | None) -> bool:
 
 
 def _plain_function(loss: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
-    """The function or module that a loss is made of (None for a module with parts or hooks, which are the user's), and
-    the keyword arguments that partials give it.
-    """
+    """Return the function or module that a loss is made of (None for a module with parts or hooks, which are the
+    user's), and the keyword arguments that partials set."""
     function: Any = None if loss is None else inspect.unwrap(loss)
     given: dict[str, Any] = {}
     while isinstance(function, partial):

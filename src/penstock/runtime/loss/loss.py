@@ -30,7 +30,7 @@ def weights(
     replicas: int = 1,
     mean: Callable[[float], float] = float,
 ) -> list[float]:
-    """The factor for each microbatch's loss, such that the weighted losses add up to the whole batch's loss.
+    """Return the factor for each microbatch's loss, such that the weighted losses add up to the whole batch's loss.
 
     If several replicas each have part of the batch, the mean of their sums is the batch's loss.
 
@@ -62,7 +62,7 @@ def weights(
 
 
 def no_loss(output: object) -> ArgumentError:
-    """The error if there is neither a loss function nor a model that computes its own loss."""
+    """Build the error for a model without a loss function that does not compute its own loss."""
     return ArgumentError(
         f"loss_fn=None, but the model's output ({type(output).__name__}) contains no scalar loss; "
         "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
@@ -70,7 +70,7 @@ def no_loss(output: object) -> ArgumentError:
 
 
 def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
-    """Checks the result of a loss function, or, without one, the model's own loss.
+    """Check the result of a loss function, or, without one, the model's own loss.
 
     Raises:
         ArgumentError: it is not a scalar.
@@ -90,7 +90,7 @@ def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
 
 
 def no_gradient() -> ArgumentError:
-    """The error if a loss has no graph although parameters should be trained."""
+    """Build the error for a loss without a graph although parameters should be trained."""
     return ArgumentError(
         "the loss takes no gradient, so nothing would be trained; return a loss that is computed from the model's "
         "output, without detach() or no_grad"
@@ -98,7 +98,7 @@ def no_gradient() -> ArgumentError:
 
 
 def check_grad_enabled(call: str) -> None:
-    """Raises ArgumentError if gradients are switched off where they are to be computed."""
+    """Raise ArgumentError if gradients are switched off where they are to be computed."""
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise ArgumentError(
@@ -157,7 +157,7 @@ class LossHead:
     def start(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
     ) -> None:
-        """Begins a step. Without targets (in evaluation) only a model that computes its own loss has one.
+        """Begin a step. Without targets (in evaluation) only a model that computes its own loss has one.
 
         All gradients are `scale` times those of the loss; the reported loss is not scaled.
         """
@@ -170,7 +170,7 @@ class LossHead:
         self.outputs = [None] * len(weights)
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
-        """Computes a microbatch's loss. Returns what backward starts from, with its graph; None if there is no loss."""
+        """Compute a microbatch's loss. Return what backward starts from, with its graph; None if there is no loss."""
         partition = self._partitions[microbatch]
         returned = output = partition.build_output(leaves)
         loss: Any = None
@@ -213,13 +213,13 @@ class LossHead:
         return returned
 
     def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
-        """Keeps a microbatch's output, if the step is to. Empties `leaves`."""
+        """Keep a microbatch's output, if the step is to. Empties `leaves`."""
         if self._keep_outputs:
             kept = [leaf for leaf in exact.handed_on(leaves) if leaf is not None]
             self.outputs[microbatch] = self._partitions[microbatch].build_output(kept)
 
     def seed(self, microbatch: int) -> Tensor | None:
-        """The gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
+        """Return the gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
         loss = self.losses[microbatch]
         assert loss is not None
         key = (self._weights[microbatch], loss.dtype)
@@ -233,14 +233,14 @@ class LossHead:
         return self._weights[microbatch] != 0
 
     def terms(self, microbatches: range) -> Sequence[Tensor | None]:
-        """What some microbatches add to the batch's loss, in order, each followed by what it adds to the parts; None
-        for a loss that is elsewhere."""
+        """Return what some microbatches add to the batch's loss, in order, each followed by what it adds to the parts;
+        None for a loss that is elsewhere."""
         if not self.losses:
             return [None] * len(microbatches) * (1 + len(self.names))
         return [weighted_sum([row[k]], [self._weights[k]]) for k in microbatches for row in self._rows()]
 
     def totals(self) -> list[Tensor | None]:
-        """The batch's loss, and its parts: each the weighted sum, ascending by microbatch."""
+        """Return the batch's loss, and its parts: each the weighted sum, ascending by microbatch."""
         return [weighted_sum(row, self._weights) for row in self._rows()]
 
     def _rows(self) -> list[Sequence[Tensor | None]]:
@@ -256,7 +256,7 @@ def _updates(name: str) -> ArgumentError:
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
-    """The sum of the losses times their weights, ascending by microbatch; None if there are no losses.
+    """Return the sum of the losses times their weights, ascending by microbatch; None if there are no losses.
 
     A loss of weight 0 is left out: a mean over no tokens is NaN.
     """
@@ -272,7 +272,7 @@ def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> T
 
 
 def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
-    """What a microbatch's backward starts from: its loss.
+    """Return what a microbatch's backward starts from: its loss.
 
     If its weight is 0, the loss may be NaN, and 0 * NaN is NaN; so it is then a zero made from the model's output.
     """
@@ -286,7 +286,7 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def checked_scale(scale: float) -> float:
-    """Checks the factor for a step's loss. Raises ArgumentError unless it is a positive, finite number."""
+    """Check the factor for a step's loss. Raise ArgumentError unless it is a positive, finite number."""
     if not (is_number(scale) and 0 < scale < math.inf):
         raise ArgumentError(
             f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "
@@ -296,8 +296,8 @@ def checked_scale(scale: float) -> float:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The loss that a model computed itself: `output.loss`, `output["loss"]`, an output that is a scalar, or the one
-    scalar of a tuple or list that requires a gradient (the only scalar, if nothing requires one)."""
+    """Return the loss that a model computed itself: `output.loss`, `output["loss"]`, an output that is a scalar, or the
+    one scalar of a tuple or list that requires a gradient (the only scalar, if nothing requires one)."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if loss is output and isinstance(output, (tuple, list)):
         scalars = [value for value in output if _is_scalar(value)]
@@ -312,7 +312,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def loss_in(returned: Any) -> Any:
-    """The loss in what a loss function returned: the entry "loss", or else the first."""
+    """Return the loss in what a loss function returned: the entry "loss", or else the first."""
     if isinstance(returned, Tensor):
         return returned
     entries = dict(_entries(returned))
@@ -320,7 +320,8 @@ def loss_in(returned: Any) -> Any:
 
 
 def _scalars(value: Any, loss: Any, path: tuple[str, ...] = (), depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    """All other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss, ce)`."""
+    """Yield all other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss,
+    ce)`."""
     if value is loss and depth:  # deeper it is a part, too: `loss, {"ce": loss}`
         return
     if is_number(value):
@@ -335,7 +336,7 @@ def _scalars(value: Any, loss: Any, path: tuple[str, ...] = (), depth: int = 2) 
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """The entries of a container, and the fields of an object, by name."""
+    """Yield the entries of a container, and the fields of an object, by name."""
     if isinstance(value, Mapping):
         yield from ((str(key), part) for key, part in value.items())
     elif isinstance(value, (tuple, list)):

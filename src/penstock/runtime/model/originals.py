@@ -42,7 +42,8 @@ class Originals:
         self._buffers = self._current_buffers()
 
     def refuse_others(self) -> None:
-        """Before a step: raises ArgumentError if the model no longer holds these parameters and buffers."""
+        """Check, before a step, that the model still holds these parameters and buffers. Raise ArgumentError if it does
+        not."""
         for (name, _, _), before, buffer in zip(self._places, self._buffers, self._current_buffers(), strict=True):
             if buffer is not before:
                 raise ArgumentError(_replaced(name, before, buffer))
@@ -66,7 +67,8 @@ class Originals:
             )
 
     def settle(self) -> None:
-        """After a step: raises PartitionError if its forwards replaced a buffer that state dicts hold."""
+        """Check, after a step, that its forwards replaced no buffer that state dicts hold. Raise PartitionError if they
+        did."""
         now = self._current_buffers()
         for (name, module, key), before, buffer in zip(self._places, self._buffers, now, strict=True):
             if buffer is not before and before is not None and key not in module._non_persistent_buffers_set:
@@ -78,8 +80,8 @@ class Originals:
         self._buffers = now  # a forward may replace a buffer of constants that it computes
 
     def _now(self) -> list[object]:
-        """The parameters and modules that each module holds. If they are the same, so are the model's parameters, which
-        take longer to find."""
+        """Return the parameters and modules that each module holds. If they are the same, so are the model's
+        parameters, which take longer to find."""
         return [
             *chain.from_iterable(map(dict.values, map(_parameters, self._modules))),
             *chain.from_iterable(map(dict.values, map(_parts, self._modules))),
@@ -113,7 +115,7 @@ _UNDONE = ("_buffers", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_ho
 def undone_if_it_raises(
     modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], updated: Set[Tensor] | None, *, local: bool
 ) -> Iterator[None]:
-    """Wraps a step: undoes what one that raises has done to the model.
+    """Wrap a step: undoes what one that raises has done to the model.
 
     In several processes, where the run then ends, only gradients that were None are so again.
 

@@ -94,14 +94,14 @@ class SplitBackward:
         return whole and bool(self._hidden) and any(p.dim() > 1 for p in self._parameters)
 
     def begin_step(self) -> None:
-        """Drops anything left by a step that raised."""
+        """Drop anything left by a step that raised."""
         self._learning = False
         self._waiting.clear()
         self._put.clear()
         self._early.clear()
 
     def forward(self, microbatch: int, *, runs_again: bool = False) -> AbstractContextManager[None]:
-        """Wraps a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
+        """Wrap a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
         if not self._looked:
             self._look()
         if not self._uses.decided:
@@ -114,7 +114,7 @@ class SplitBackward:
         return self._uses.putting_off(waiting, put, self._anchor)
 
     def _look(self) -> None:
-        """Reads the parameters. Sharded ones are whole only now, and distributed ones never wait."""
+        """Read the parameters. Sharded ones are whole only now, and distributed ones never wait."""
         self._looked = True
         parameters = self._given()
         self._parameters = [p for p in parameters.values() if p.requires_grad]
@@ -132,7 +132,7 @@ class SplitBackward:
             self._deferred = [p for p in self._parameters if id(p) in self._uses.can_wait]
 
     def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wraps the backward of a microbatch, at I: keeps until W what is added to a `.grad`.
+        """Wrap the backward of a microbatch, at I: keeps until W what is added to a `.grad`.
 
         Where I keeps the order of microbatches, this is only for parameters of which its forward put off no gradient,
         unlike that of the first microbatch: a linear layer's operators depend on its input's strides, as where padding
@@ -147,7 +147,7 @@ class SplitBackward:
         return exact.NOTHING if put is None or not missed else self._kept_until_w(early, missed)
 
     def weight_gradients(self, microbatch: int) -> None:
-        """Runs W: sums each parameter's terms of a microbatch in autograd's order, and adds them to `.grad` once."""
+        """Run W: sums each parameter's terms of a microbatch in autograd's order, and add them to `.grad` once."""
         waiting = self._waiting.pop(microbatch, [])
         left: dict[int, int] = {}  # a `Counter` takes longer to make
         for call in waiting:
@@ -172,7 +172,7 @@ class SplitBackward:
     def _kept_until_w(
         self, early: list[tuple[nn.Parameter, Tensor]], parameters: Sequence[nn.Parameter]
     ) -> Iterator[None]:
-        """Diverts whatever is added to the `.grad` of these parameters to `early`."""
+        """Divert whatever is added to the `.grad` of these parameters to `early`."""
 
         def keep(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
@@ -194,7 +194,7 @@ class SplitBackward:
 
 
 def _adds_in_place(weight: Tensor, term: Term) -> bool:
-    """Adds a parameter's only term of a microbatch to its `.grad` as it is computed. False if that cannot be."""
+    """Add a parameter's only term of a microbatch to its `.grad` as it is computed. False if that cannot be."""
     if exact.computes_apart(weight.device) or not isinstance(term, Product) or _needs_autograd(weight):
         return False
     grad = weight.grad
@@ -213,7 +213,7 @@ def _needs_autograd(weight: Tensor) -> bool:
 
 
 def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Adds a parameter's terms to its `.grad`. All are of the parameter itself, or all of views of it."""
+    """Add a parameter's terms to its `.grad`. All are of the parameter itself, or all of views of it."""
     (weight, total), *more = terms
     if _needs_autograd(weight):
         grads = [grad.to(weight.dtype) for weight, grad in terms]  # autocast's are in its lower precision
@@ -223,7 +223,7 @@ def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
-    """Does what autograd's AccumulateGrad does: takes over the first gradient if it has the parameter's layout."""
+    """Do what autograd's AccumulateGrad does: takes over the first gradient if it has the parameter's layout."""
     if parameter.grad is None:
         grad = grad.to(gradient_dtype(parameter))
         parameter.grad = grad if _lies_as(grad, parameter) else _copy_as(parameter, grad)

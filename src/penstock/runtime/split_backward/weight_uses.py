@@ -41,7 +41,7 @@ class Waiting:
     grad: Tensor
 
     def terms(self) -> Sequence[Term]:
-        """The gradients of the weights."""
+        """Return the gradients of the weights."""
         return self.gradients(self.grad, *[saved.get() for saved in self.kept])
 
 
@@ -87,7 +87,7 @@ class WeightUses(AbstractContextManager[None]):
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Wraps an ordinary forward: notes the calls whose weight gradient could wait."""
+        """Wrap an ordinary forward: notes the calls whose weight gradient could wait."""
         self._seen, self._went_back = [], False
         self._casts.clear()
         self._cached.clear()
@@ -96,8 +96,8 @@ class WeightUses(AbstractContextManager[None]):
         self._learned, self._seen = self._seen, None
 
     def putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> AbstractContextManager[None]:
-        """Wraps a forward: puts off weight gradients. Fills `put` with the parameters that have one, by id; its
-        backward fills `waiting`, in its own order."""
+        """Wrap a forward: puts off weight gradients. Fills `put` with the parameters that have one, by id; its backward
+        fills `waiting`, in its own order."""
         self._waiting, self._put, self._anchor = waiting, put, anchor
         self._cached.clear()
         return self
@@ -113,7 +113,7 @@ class WeightUses(AbstractContextManager[None]):
         self._waiting = self._anchor = None
 
     def begin_compiled(self, groups: Iterable[tuple[Tensor, ...]]) -> list[Waiting] | None:
-        """Called by compiled code before it runs. Returns what takes the weight gradients that wait; None: none does.
+        """Called by compiled code before it runs. Return what takes the weight gradients that wait; None: none does.
 
         Args:
             groups: the weights whose gradients it can put off, each once; those in one group wait together or not.
@@ -127,7 +127,7 @@ class WeightUses(AbstractContextManager[None]):
         self._went_back = self._went_back or self._seen is not None
 
     def decide(self, roots: Sequence[Node]) -> None:
-        """Decides from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
+        """Decide from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
 
         None can wait if that forward ran a backward of its own: the graph of gradients leads to weights on other paths,
         through the same nodes.
@@ -166,7 +166,7 @@ class WeightUses(AbstractContextManager[None]):
             parameter.__class__ = kind  # type: ignore[assignment]
 
     def _leave(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Runs a call with tensors of a foreign class, which must not be mixed with ours."""
+        """Run a call with tensors of a foreign class, which must not be mixed with ours."""
         for arg in (*args, *kwargs.values()):
             if type(arg) is self._of_views:
                 arg.__class__ = Tensor
@@ -206,7 +206,7 @@ class WeightUses(AbstractContextManager[None]):
         return self._lowered_once(func, plan, args, kwargs) is not None
 
     def _lowered_once(self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
-        """The call as autocast runs it, if it ran such calls that way in the noted forward.
+        """Return the call as autocast runs it, if it ran such calls that way in the noted forward.
 
         None for a parameter's second use in a forward if its cast may be cached: gradients of uses that share a cast
         are summed in the cast's precision.
@@ -238,7 +238,7 @@ class WeightUses(AbstractContextManager[None]):
         return result
 
     def _put_off(self, plan: DeferredCall, waiting: list[Waiting]) -> Tensor | None:
-        """The call's result; None if autograd did not record what was expected."""
+        """Defer a call's weight gradients; return its result, or None if autograd did not record what was expected."""
         save = SavedTensor.of if self._keeper is None else self._keeper.save
         kept = [save(tensor) for tensor in plan.kept]
         result = plan.run(*[weight.detach() for weight in plan.weights])
@@ -261,7 +261,7 @@ class WeightUses(AbstractContextManager[None]):
 
 
 def base_of(weight: Tensor) -> Tensor:
-    """The parameter of which a weight is a view, or the weight itself."""
+    """Return the parameter of which a weight is a view, or the weight itself."""
     return weight if weight._base is None else weight._base
 
 
@@ -295,7 +295,7 @@ def _is_lowered(func: Any, call: DeferredCall) -> bool:
 
 
 def _casts_below(node: Node) -> Iterator[Node]:
-    """The casts that produced a call's weights, some of them below a transpose."""
+    """Yield the casts that produced a call's weights, some of them below a transpose."""
     for child, _ in node.next_functions:
         if child is not None and child.name() in ("TBackward0", "TransposeBackward0"):
             child = child.next_functions[0][0]
@@ -312,7 +312,7 @@ def _node_of(result: Tensor, plan: DeferredCall) -> Node | None:
 
 
 def _view_nodes(weight: Tensor) -> Iterator[Node]:
-    """The nodes between a view and its parameter."""
+    """Yield the nodes between a view and its parameter."""
     node = weight.grad_fn
     while node is not None and not _is_accumulator(node):
         yield node
@@ -320,7 +320,8 @@ def _view_nodes(weight: Tensor) -> Iterator[Node]:
 
 
 def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
-    """For each parameter in a graph, by id, the number of paths to it, counted up to the first node not in `views`."""
+    """Return, for each parameter in a graph, by id, the number of paths to it, counted up to the first node not in
+    `views`."""
     into: defaultdict[Node, list[Node]] = defaultdict(list)
     known, stack = set(roots), list(dict.fromkeys(roots))
     while stack:

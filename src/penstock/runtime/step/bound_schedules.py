@@ -32,7 +32,7 @@ from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import Kinds, distinct
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.results import words
-from penstock.schedule import Schedule, first_microbatches
+from penstock.schedule import Schedule, truncate_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 
 CACHED_SCHEDULES = 32
@@ -101,11 +101,11 @@ class BoundSchedules:
         self._digest: tuple[Hashable, int] = (None, 0)
 
     def __iter__(self) -> Iterator[BoundSchedule]:
-        """The bound schedules, the most recently used one last."""
+        """Iterate over the bound schedules, the most recently used one last."""
         return iter([cached.bound for cached in self._cached.values()])
 
     def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
-        """Records microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
+        """Record microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
         partitions = self._split.partitions(training=training, outline=outline)
         stages = [stage for partition in distinct(partitions) for stage in partition.stages]
         refuse_samples([each for stage in stages for each in stage.remembered], outline.sizes)
@@ -131,7 +131,7 @@ class BoundSchedules:
         return cached
 
     def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
-        order, split = first_microbatches(self._order, len(partitions)), self._split
+        order, split = truncate_microbatches(self._order, len(partitions)), self._split
         kinds, norms = Kinds.among(partitions).metas, self._norms if training else None
         like = self._order if self._engine.world.data_parallel > 1 else None
         with self._engine.agreed_at_first():
@@ -154,7 +154,7 @@ class BoundSchedules:
         return self._engine.bind(binding)
 
     def next(self, cut: CutBatch | None, call: Call) -> Cached:
-        """The bound schedule for this step.
+        """Return the bound schedule for this step.
 
         Args:
             cut: the batch; None on ranks that do not look at inputs.
@@ -183,11 +183,11 @@ class BoundSchedules:
         return cached
 
     def settings(self) -> int:
-        """A number that stands for this process's modes, requires_grad flags and autocast."""
+        """Return a number that stands for this process's modes, requires_grad flags and autocast."""
         return self._digest_of(self._split.signature()[:-1])
 
     def inputs(self, cached: Cached, cut: CutBatch) -> list[list[Tensor]]:
-        """The tensors that the first stage receives for each microbatch, in its order.
+        """Return the tensors that the first stage receives for each microbatch, in its order.
 
         Raises:
             ShapeError: another rank, which also has inputs, announced a batch of another kind.
@@ -203,7 +203,7 @@ class BoundSchedules:
         return [partition.arrange(piece.leaves) for partition, piece in pairs]
 
     def backward_to_batch(self, cached: Cached, cut: CutBatch | None) -> None:
-        """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
+        """Give the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
         stages = [stage for program in cached.bound.programs for stage in program.stages.values()]
         found = dict(ChainMap(*(stage.batch_gradients for stage in stages)))
         firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
@@ -224,7 +224,7 @@ class BoundSchedules:
         return None
 
     def _announced(self, number: int, call: Call, settings: Hashable) -> int:
-        """The announced number. Raises ArgumentError unless this rank asks for the same."""
+        """Return the announced number. Raise ArgumentError unless this rank asks for the same."""
         mine = [*map(int, call), self._digest_of(settings)]
         number, *said = self._engine.announce([number, *mine], self._source)
         if said == mine:
@@ -238,7 +238,7 @@ class BoundSchedules:
         )
 
     def _digest_of(self, settings: Hashable) -> int:
-        """A number for the settings that all processes must share, small enough for exact sums in float64."""
+        """Return a number for the settings that all processes must share, small enough for exact sums in float64."""
         if self._digest[0] != settings:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
             self._digest = settings, int.from_bytes(digest, "little")

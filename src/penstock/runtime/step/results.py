@@ -40,7 +40,8 @@ _ALL = 1
 
 
 def code_of(wanted: Wanted, ranks: int) -> int:
-    """The choice, on which all ranks must agree, as a number: 0 for True and False, since outputs then stay in place.
+    """Encode the choice, on which all ranks must agree, as a number: 0 for True and False, since outputs then stay in
+    place.
 
     Raises:
         ArgumentError: this is not a valid choice.
@@ -55,12 +56,13 @@ def code_of(wanted: Wanted, ranks: int) -> int:
 
 
 def words(code: int) -> str:
-    """The argument that a code stands for."""
+    """Return the argument that a code stands for."""
     return {0: "outputs=True or False", _ALL: "outputs='all'"}.get(code, f"outputs={code - _ALL - 1}")
 
 
 def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, code: int) -> tuple[Any, ...] | None:
-    """Each microbatch's output, in order, on the ranks that want it; None on the others. Every rank calls it.
+    """Bring each microbatch's output, in order, to the ranks that want it; return None on the others. Every rank calls
+    it.
 
     Args:
         outputs: the outputs by microbatch, on the ranks of last stages; None for those that are elsewhere.
@@ -83,7 +85,7 @@ def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, cod
 
 
 def _owners(schedule: Schedule) -> dict[int, int]:
-    """The rank that has each microbatch's output, ascending by microbatch."""
+    """Return the rank that has each microbatch's output, ascending by microbatch."""
     placement = schedule.placement
     lasts = [stage for stage in range(placement.stages) if placement.is_last(stage)]
     found = {k: placement.rank_of[stage] for stage in lasts for k in schedule.numbers_on(stage)}
@@ -121,7 +123,7 @@ class SharedLoss:
         self._arriving: list[Pending] = []
 
     def fill(self, terms: Message) -> Tensor:
-        """Makes what travels: a row per term, of its value and 1 + the number of its dtype. All zero on ranks without
+        """Make what travels: a row per term, of its value and 1 + the number of its dtype. All zero on ranks without
         the term, so that a sum over ranks gives the term.
 
         Args:
@@ -146,11 +148,11 @@ class SharedLoss:
         return not self.waits and (self._rows is not None or on_host)
 
     def read(self) -> Tensor | None:
-        """The loss, a scalar on the CPU; None if there is none."""
+        """Return the loss, a scalar on the CPU; None if there is none."""
         return self._all()[0]
 
     def read_parts(self) -> dict[str, Tensor]:
-        """The parts of the loss, by name; those that there are."""
+        """Return the parts of the loss, by name; those that there are."""
         named = zip(self._names, self._all()[1:], strict=True)
         return {name: total for name, total in named if total is not None}
 
@@ -162,8 +164,8 @@ class SharedLoss:
         return self._totals()
 
     def read_quietly(self) -> Tensor | None:
-        """What `read` returns, for a thread of a run that has failed: no watchdog hears of its waits. They may raise,
-        or never end."""
+        """Return what `read` returns, for a thread of a run that has failed: the watchdog is not told of its waits.
+        They may raise, or never end."""
         for one in [*self._arriving]:
             one.wait()
         return self._totals()[0]
@@ -193,7 +195,7 @@ class LossParts:
         self._names: dict[bool, Sequence[str]] = {}
 
     def agree(self, bound: BoundSchedule) -> None:
-        """Names the parts of a step's loss. Raises ArgumentError for one that the first step had not."""
+        """Agree on the names of the parts of a step's loss. Raise ArgumentError for one that the first step had not."""
         found = [*dict.fromkeys(name for parts in bound.head.parts for name in parts)]
         if self._shared and bound.training not in self._names:
             has_loss = any(loss is not None for loss in bound.head.losses)
@@ -210,7 +212,7 @@ class LossParts:
 
 
 def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wanted: bool) -> SharedLoss:
-    """The loss of a step that has run. Every rank calls it.
+    """Share the loss of a step that has run. Every rank calls it.
 
     Args:
         microbatches: of each replica.
@@ -252,7 +254,7 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wante
 def share_timeline(
     engine: Engine, schedule: Schedule, moments: Mapping[int, Sequence[Moment]], *, wanted: bool
 ) -> Timeline | None:
-    """The timeline of a step, on every rank; None if it is not wanted. Every rank calls it.
+    """Return the timeline of a step, on every rank; None if it is not wanted. Every rank calls it.
 
     Args:
         moments: by rank of this process, in the order of its row.
@@ -261,8 +263,8 @@ def share_timeline(
         return None
     times = {rank: [(began, ready, ended) for _, began, ready, ended in row] for rank, row in moments.items()}
     if engine.world.is_local:
-        return Timeline.of_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
+        return Timeline.from_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
     on_cpu, here = engine.devices[engine.ranks[0]].type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     crowded = on_cpu and here * torch.get_num_threads() > cores()
     everyone = engine.control.gather_line(np.array(times[engine.ranks[0]], dtype=np.int64), "the timeline")
-    return Timeline.of_rows(schedule.rows, [one.tolist() for one in everyone], crowded=crowded)
+    return Timeline.from_rows(schedule.rows, [one.tolist() for one in everyone], crowded=crowded)

@@ -32,15 +32,16 @@ class Agreement:
         return self._layouts[microbatch]
 
     def all(self) -> Iterable[Layouts]:
-        """The layouts of every message."""
+        """Return the layouts of every message."""
         return self._layouts.values()
 
     def learn(self, microbatch: int, layouts: Layouts) -> None:
-        """Records the layouts of a message as agreed."""
+        """Record the layouts of a message as agreed."""
         self._layouts[microbatch] = layouts
 
     def check(self, microbatch: int, message: Message) -> Layouts:
-        """The layouts of a message to send. They are learned in the first step, and compared with those in later ones.
+        """Return the layouts of a message to send. They are learned in the first step, and compared with those in later
+        ones.
 
         Raises:
             ShapeError: a layout is not as agreed.
@@ -70,12 +71,12 @@ class Agreement:
         return agreed
 
     def drop_step(self) -> None:
-        """Discards what was agreed in a first step that raised."""
+        """Discard what was agreed in a first step that raised."""
         if self.learning:
             self._layouts.clear()
 
     def end_step(self) -> bool:
-        """Ends a step. Returns whether it was the first step with messages."""
+        """End a step. Return whether it was the first step with messages."""
         ended = self.learning and bool(self._layouts) and not self._link.varies
         self.learning = self.learning and not ended
         return ended
@@ -135,7 +136,7 @@ def _without_idle_strides(layout: Layout) -> Layout:
 
 
 def describe(layout: Layout | None) -> str:
-    """A layout in words."""
+    """Describe a layout in words."""
     if layout is None:
         return "absent"
     dtype = str(layout.dtype).removeprefix("torch.")
@@ -143,12 +144,12 @@ def describe(layout: Layout | None) -> str:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """The elements of a tensor, on any device, in storage order."""
+    """Return the elements of a tensor, on any device, in storage order."""
     return exact.pack(tensor).cpu().view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(data: bytes, layout: Layout, device: torch.device) -> Tensor:
-    """A tensor made from these bytes, in its own memory, with the layout that it had when `to_bytes` was called."""
+    """Make a tensor from these bytes, in its own memory, with the layout that it had when `to_bytes` was called."""
     buffer = exact.allocate(layout, device)
     if data:
         buffer.flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -80,7 +80,7 @@ class DistributedTransport:
         return channel
 
     def _observation(self, link: Link, way: tuple[int, int], *, backward: bool) -> Callable[[int], Begun | None]:
-        """What a channel calls before each of its messages: tells the observer, if there is one."""
+        """Return what a channel calls before each of its messages, to notify the observer, if there is one."""
         if way[0] == self.rank:
             stage, op, peer = link.source, Op.SEND_B if backward else Op.SEND_F, link.target
         else:
@@ -105,7 +105,7 @@ class DistributedTransport:
             channel.drain()
 
     def drop_step(self) -> None:
-        """Nothing to do: between processes no step follows one that raised."""
+        """Do nothing: between processes no step follows one that raised."""
 
     def end_step(self) -> None:
         for channels in self._channels.values():
@@ -176,7 +176,7 @@ class DistributedChannel:
         return microbatch in self._posted
 
     def start(self, microbatch: int) -> None:
-        """Starts a receive. Called in the order in which the other rank sends."""
+        """Start a receive. Called in the order in which the other rank sends."""
         if self.agreement.learning:
             self.agreement.learn(microbatch, self._receive_header())
         begun = self._observe(microbatch)
@@ -189,7 +189,7 @@ class DistributedChannel:
             self.drain()
 
     def drain(self) -> None:
-        """Waits until every send has arrived."""
+        """Wait until every send has arrived."""
         while self._sends:
             self._finish_send()
 
@@ -231,12 +231,12 @@ class DistributedChannel:
 
 
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
-    """Starts to sum each tensor, in place, over a group."""
+    """Start to sum each tensor, in place, over a group."""
     return _Works([dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors])
 
 
 def broadcast_from(sources: Sequence[int], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
-    """Starts to copy each tensor, in place, from a process of the group, by its rank there, to the others."""
+    """Start to copy each tensor, in place, from a process of the group, by its rank there, to the others."""
     pairs = zip(tensors, sources, strict=True)
     return _Works([dist.broadcast(tensor, group=group, group_src=rank, async_op=True) for tensor, rank in pairs])
 
@@ -261,13 +261,13 @@ class ReceiveOrder:
         self._due: deque[tuple[DistributedChannel, int]] = deque()
 
     def post(self, receiver: DistributedChannel, microbatch: int) -> None:
-        """Queues a receive, and starts those that can start without waiting. Never blocks."""
+        """Queue a receive, and start those that can start without waiting. Never blocks."""
         self._due.append((receiver, microbatch))
         while self._due and self._due[0][0].can_start:
             self._start_next()
 
     def start_until(self, receiver: DistributedChannel, microbatch: int) -> None:
-        """Starts receives in order until this one has started.
+        """Start receives in order until this one has started.
 
         This waits no longer than necessary: what was posted earlier was sent earlier.
         """

@@ -34,7 +34,7 @@ class Mailbox:
         self._mail[microbatch] = list(message)
 
     def post(self, microbatch: int) -> None:
-        """Nothing to do: what was sent is already there."""
+        """Do nothing: what was sent is already there."""
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
         return self._mail.pop(microbatch)
@@ -100,7 +100,7 @@ class RouteBuilder:
         self._channels: dict[tuple[Link, bool], Channel] = {}
 
     def roots(self, stage: int, kind: int) -> dict[Value, Root]:
-        """Where gradients come in: first all outputs that take one, then inputs that later stages use too."""
+        """Return where gradients come in: first all outputs that take one, then inputs that later stages use too."""
         if not self._training:
             return {}
         inputs, outputs = _ends(self._kinds[kind][stage])
@@ -109,7 +109,7 @@ class RouteBuilder:
         return made | {value: Root(False, inputs[value]) for value, on in routes.items() if stage in on[1:-1]}
 
     def routes(self, stage: int, kind: int) -> Routes:
-        """The links that begin or end on a stage."""
+        """Return the links that begin or end on a stage."""
         metas = self._kinds[kind]
         inputs, outputs = _ends(metas[stage])
         roots = {value: place for place, value in enumerate(self.roots(stage, kind))}
@@ -143,20 +143,20 @@ _WAYS = (forward_links, backward_links)
 
 
 def _ends(meta: StageMeta) -> tuple[dict[Value, int], dict[Value, int]]:
-    """The positions of a stage's inputs and of its outputs."""
+    """Return the positions of a stage's inputs and of its outputs."""
     inputs = {(i.source, i.name): position for position, i in enumerate(meta.inputs)}
     return inputs, {(meta.index, o.name): position for position, o in enumerate(meta.outputs)}
 
 
 def between_ranks(kinds: Sequence[Sequence[StageMeta]], placement: Placement) -> set[tuple[int, int]]:
-    """Which rank may send to which."""
+    """Return which rank may send to which."""
     links = (*links_of(kinds, forward_links), *links_of(kinds, backward_links))
     found = {(placement.rank_of[link.source], placement.rank_of[link.target]) for link in links}
     return {(source, target) for source, target in found if source != target}
 
 
 def route_of(action: Action, routes: Sequence[Route]) -> Route:
-    """The route that a communication action uses."""
+    """Return the route that a communication action uses."""
     return next(route for route in routes if route.stage == action.peer)
 
 
@@ -197,7 +197,7 @@ class LocalTransport:
         self._hub = hub
 
     def connect(self, source_rank: int, target_rank: int) -> None:
-        """Nothing to do: no rank waits."""
+        """Do nothing: no rank waits."""
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> LocalChannel:
         key = (program, link, backward)

@@ -56,7 +56,7 @@ class Causes:
     def first(
         self, wrong: Sequence[Comparison], misfed: Finding | None, differ: Finding | None, update: Finding | None
     ) -> Finding | None:
-        """The first."""
+        """Return the first finding."""
         gradients, buffers = ([row for row in wrong if row.kind == kind] for kind in ("gradient", "buffer"))
         causes: tuple[Callable[[], Finding | None], ...] = (
             *(self._structure, lambda: misfed, self._counts, self._value, self._weights, lambda: differ),
@@ -75,7 +75,7 @@ class Causes:
     # -- what stages hold, and how often they run ---------------------------------------------------------------------
 
     def _structure(self) -> Finding | None:
-        """A layer that no stage has, or several have."""
+        """Find a layer that no stage has, or several have."""
         names, tensors = [name for name, _ in self.replay.model.named_parameters()], self.replay.tensors
         held = [(id(tensors[n]), part.stage) for part in self.noted.parts for n in {*part.tensors.values()}]
         holders = {name: [stage for key, stage in held if key == id(tensors[name])] for name in names}
@@ -89,7 +89,7 @@ class Causes:
         return None
 
     def _counts(self) -> Finding | None:
-        """A stage that runs another number of forwards than the first."""
+        """Find a stage that runs another number of forwards than the first."""
         number = self._own(self.noted.parts[0]).count
         for part in self.noted.parts:
             if (count := self._own(part).count) != number:
@@ -100,7 +100,7 @@ class Causes:
     # -- the first value that differs ---------------------------------------------------------------------------------
 
     def _value(self) -> Finding | None:
-        """The first value on the way that differs."""
+        """Find the first value on the way that differs."""
         self.mine.order = self.right.trail.order
         if (first := first_value(self.mine, self.right.trail, exact=False)) is None:
             return None
@@ -135,7 +135,7 @@ class Causes:
         return part.found(kind, text, action, row, microbatch=k, module=module)
 
     def _moved(self, k: int) -> Finding | None:
-        """A module that takes what another one should."""
+        """Find a module that takes what another one should."""
         entered = {p: v for p, v in self.right.trail.values.items() if p[0] == FORWARD[0] and p[2:] == (0, 0, k)}
         for place in filter(entered.__contains__, self.mine.values):
             value, part = self.mine.values[place], self.noted.parts[self.mine.stages[place]]
@@ -169,13 +169,13 @@ class Causes:
     # -- between stages -----------------------------------------------------------------------------------------------
 
     def _beside(self, part: Part, *, back: bool) -> Part:
-        """What sends to a part; itself, if nothing does."""
+        """Return what sends to a part; itself, if nothing does."""
         near = part.place + (1 if back else -1)
         sender = self.noted.parts[near] if 0 <= near < len(self.noted.parts) else part
         return part if sender.stage == part.stage else sender
 
     def _message(self, part: Part, k: int, *, back: bool) -> str:
-        """What a stage received, or got back, if it is not what the one beside it computed; empty if it is."""
+        """Describe what a stage received, or got back, if it is not what the one beside it computed; empty if it is."""
         sender = self._beside(part, back=back)
         took, gave = (BACKWARD, SENT) if back else FORWARD[:2]
         came, sent, before = part.outside(self.step, took), *(sender.outside(self.step - i, gave) for i in (0, 1))
@@ -219,7 +219,7 @@ class Causes:
         return "loss", f"the gradient of the loss at {place.module!r} differs, and not by a factor"
 
     def _labels(self, value: Tensor, k: int) -> str:
-        """Which other labels give a microbatch's loss this gradient; empty if none do."""
+        """Describe which other labels give a microbatch's loss this gradient; empty if none do."""
         at, own = self.at, self.at.rows[k].tolist()
         for other, batch in ((0, ""), (-1, " of the batch before"), (1, " of the batch after")):
             if self.step + other < 0 or (batch and "batches" not in self.given.training):
@@ -299,7 +299,7 @@ class Causes:
         return first.found(kind, what + why, "gradients", rows[0], module=rows[0].name.rpartition(".")[0])
 
     def _shape(self, row: Comparison) -> tuple[str, str]:
-        """A kind and words for a wrong gradient."""
+        """Return a kind and words for a wrong gradient."""
         part, aliases = self.noted.parts[row.stages[0]], self.replay.aliases(row.name)
         local = next(name for name, other in part.tensors.items() if other == row.name)
         value, expected = self.grads[part.place].get(local), self.right.expected.get(row.name)
@@ -336,7 +336,7 @@ def is_scaled(value: Tensor, right: Tensor) -> bool:
 
 
 def _outermost(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The largest modules all of whose parameters are among these."""
+    """Return the largest modules all of whose parameters are among these."""
     found = dict[str, None]()
     for name in names:
         above = name.rpartition(".")[0]
@@ -354,7 +354,7 @@ def _overwritten(part: Part, k: int, row: Comparison | None = None) -> Finding:
 
 
 def _weighed(value: Tensor, terms: Mapping[int, Tensor]) -> str:
-    """Which microbatches' terms do not count once in a gradient, if that explains it."""
+    """Describe which microbatches' terms do not count once in a gradient, if that explains it."""
     columns, wide = torch.stack([term.flatten() for term in terms.values()], 1), value.double().flatten()[:, None]
     weights = torch.linalg.lstsq(columns, wide).solution
     if len(columns) < 2 * len(terms) or (columns @ weights - wide).abs().max() > SCALE * wide.abs().max():
@@ -369,6 +369,6 @@ def _weighed(value: Tensor, terms: Mapping[int, Tensor]) -> str:
 
 
 def _counted(target: Any) -> int:
-    """How many labels count for `torch.nn.functional.cross_entropy`."""
+    """Return how many labels count for `torch.nn.functional.cross_entropy`."""
     labels = [t for t in leaf_tensors(target) if not t.is_floating_point()]
     return int((labels[0] != -100).sum()) if labels else 0

@@ -31,17 +31,17 @@ class Data:
         return sum(map(len, self.rows))
 
     def inputs(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of one microbatch."""
+        """Return the inputs of one microbatch."""
         args, kwargs = self.cut((self.args, dict(self.kwargs)), self.rows[microbatch])
         return args, kwargs
 
     def cut(self, tree: Any, rows: Tensor) -> Any:
-        """The same with some rows of each tensor that has all."""
+        """Return the same with some rows of each tensor that has all."""
         return map_tensors(lambda x: x[rows.to(x.device)] if x.dim() and len(x) == self.count else x, tree)
 
 
 def batch_of(given: Target, step: int) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
-    """Args, kwargs and target of a step. Raises ArgumentError: it is something else."""
+    """Args, kwargs and target of a step. Raise ArgumentError: it is something else."""
     batches = given.training.get("batches")
     if batches is None:
         return given.args, given.kwargs, given.target
@@ -56,7 +56,7 @@ def batch_of(given: Target, step: int) -> tuple[tuple[Any, ...], Mapping[str, An
 
 
 def data_of(given: Target, first: Part, step: int) -> tuple[Data, Finding | None]:
-    """A step's data, cut as the pipeline cut them; and, if it took others, what is wrong with them."""
+    """Return a step's data, cut as the pipeline cut them; and, if it took others, what is wrong with them."""
     args, kwargs, target = batch_of(given, step)
     taken: dict[int, list[Tensor]] = {}
     for (k, _), value in first.outside(step, FORWARD[0]).items():
@@ -105,7 +105,8 @@ def _misfed(
 
 
 def _rows(parts: Sequence[Tensor | None], whole: Tensor) -> list[list[int]]:
-    """Which rows of a batch each microbatch has: -1 for one that is not there. Of rows that are alike, each once."""
+    """Return which rows of a batch each microbatch has: -1 for one that is not there. Of rows that are alike, each
+    once."""
     known, used = dict[str, list[int]](), set[int]()
     for number, row in enumerate(whole):
         known.setdefault(digest(row), []).append(number)

@@ -73,14 +73,14 @@ class Blame:
         return self.finding is None
 
     def summary(self) -> str:
-        """In words."""
+        """Summarize in words."""
         if self.finding is not None:
             return str(self.finding)
         steps = counted(self.steps, "step")
         return f"{self.compared} gradients, updates and buffers of {steps} are those of the unsplit model"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values for JSON."""
         told = asdict(replace(self, timeline=None))
         del told["timeline"]
         return {**told, "ok": self.ok, "summary": self.summary()}
@@ -112,7 +112,7 @@ def _row(name: str, value: object) -> str:
 
 
 def _computation(timeline: Timeline, named: str) -> Action | None:
-    """The computation that an action is, or whose message; None if it is neither: an update, say."""
+    """Return the computation that an action is, or whose message; None if it is neither: an update, say."""
     for span in timeline:
         action = span.action
         messages = (f"{action.stage}{op.value}{action.microbatch}" for op in _MESSAGES.get(action.op, ()))

@@ -33,7 +33,7 @@ from penstock.verification.trail import Trail
 
 
 def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
-    """Raises ArgumentError: there is nothing to compare."""
+    """Raise ArgumentError: there is nothing to compare."""
     torch.set_num_threads(int(noted.files[min(noted.files)][0]["threads"]))
     ranks = len(noted.files)
     noted, unlike = merged(noted, model)
@@ -62,7 +62,7 @@ def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
 
 
 def _order_parts(parts: list[Part], replay: Replay, batch: tuple[Any, ...]) -> None:
-    """Sorts and numbers parts by the order of dataflow."""
+    """Sort and numbers parts by the order of dataflow."""
     order = [*dict.fromkeys(place.module for place in replay.left(*batch[:2]))]
     first = {name: number for number, name in enumerate(order)}
     parts.sort(key=lambda p: (min([first[m] for m in p.modules.values() if m in first] or [len(order)]), p.rank))
@@ -73,7 +73,7 @@ def _order_parts(parts: list[Part], replay: Replay, batch: tuple[Any, ...]) -> N
 
 
 def _timeline(noted: Noted, step: int) -> Timeline:
-    """What ranks did in a step, on the clock of their hosts."""
+    """Build the timeline of what ranks did in a step, on the clock of their hosts."""
     last = max(one.rank for part in noted.parts for one in (part, *part.replicas))
     rows: list[list[tuple[Action, Times]]] = [[] for _ in range(1 + last)]
     for part in noted.parts:
@@ -82,7 +82,7 @@ def _timeline(noted: Noted, step: int) -> Timeline:
                 action = Action(part.stage, Op(op), microbatch + number * part.each(step))
                 rows[one.rank].append((action, (start, start, end)))
     ordered = [sorted(row, key=lambda each: each[1][0]) for row in rows]
-    return Timeline.of_rows([Row([a for a, _ in row]) for row in ordered], [[t for _, t in row] for row in ordered])
+    return Timeline.from_rows([Row([a for a, _ in row]) for row in ordered], [[t for _, t in row] for row in ordered])
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class _Judge:
     compared: int = 0
 
     def step(self, step: int) -> Finding | None:
-        """The first wrong action of a step."""
+        """Return the first wrong action of a step."""
         parts = self.noted.parts
         steps = [part.steps[step] for part in parts]
         data, misfed = data_of(self.given, parts[0], step)
@@ -152,8 +152,8 @@ class _Judge:
                 yield compare("gradient", other, (part.place,), value, expected, False, "rounding", sizes, noise=noise)
 
     def _gradients(self, part: Part, step: int, right: Replayed) -> Mapping[str, Tensor]:
-        """By the part's own names, before they are clipped. Where clipping was not noted, as it is the script's own
-        code, its factor is taken from most of them."""
+        """Return the gradients by the part's own names, before they are clipped. Where clipping was not noted, as it is
+        the script's own code, its factor is taken from most of them."""
         own, clips = part.steps[step], self.noted.files[part.rank][step]["clips"]
         if own.unclipped or "clip_grad_norm" not in self.given.training or clips:
             return own.unclipped or own.grads

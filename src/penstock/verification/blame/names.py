@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._base.errors import ArgumentError, PipelineFailure
+from penstock._base.errors import ArgumentError, RankFailedError
 from penstock.verification.blame.finding import Finding
 from penstock.verification.blame.watch import Step
 from penstock.verification.comparison import Comparison
@@ -51,7 +51,7 @@ class Part:
     replicas: Sequence[Part] = ()
 
     def each(self, step: int) -> int:
-        """The microbatches of one replica in a step."""
+        """Return the number of microbatches of one replica in a step."""
         return self.steps[step].count // (1 + len(self.replicas))
 
     def found(self, kind: str, text: str, action: str, row: Comparison | None = None, **more: Any) -> Finding:
@@ -90,11 +90,11 @@ class Noted:
 
 
 def read(folder: Path, failure: str = "") -> Noted:
-    """What ranks left. Of a job with a `failure`, only steps that all of them took.
+    """Read what ranks left. Of a job with a `failure`, only steps that all of them took.
 
     Raises:
         ArgumentError: no rank left anything.
-        PipelineFailure: the job failed in its first step.
+        RankFailedError: the job failed in its first step.
     """
     processes: dict[tuple[int, str], list[Any]] = defaultdict(list)
     for file in sorted(folder.glob("step-*.pt"), key=lambda file: int(file.stem.split("-")[1])):
@@ -104,7 +104,7 @@ def read(folder: Path, failure: str = "") -> Noted:
     files = {rank: found for (rank, _), found in processes.items() if found[0]["world"] == world}
     steps = min((sum(_is_whole(step, failure) for step in found) for found in files.values()), default=0)
     if failure and (not steps or len(files) < world):
-        raise PipelineFailure(
+        raise RankFailedError(
             f"the job {failure} before all ranks had taken a step: see what it printed, and run it without penstock "
             "blame first"
         )
@@ -135,7 +135,7 @@ def _is_whole(step: Mapping[str, Any], failure: str) -> bool:
 
 
 def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
-    """Finds the unsplit model's names. Raises ArgumentError: it has no such weights, or in another dtype."""
+    """Find the unsplit model's names. Raise ArgumentError: it has no such weights, or in another dtype."""
     reference: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     reference |= dict(model.named_buffers(remove_duplicate=False))
     classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
@@ -240,7 +240,7 @@ def _prefixes(part: Part) -> dict[str, str]:
 
 
 def _through(pairs: Mapping[str, str], name: str) -> str | None:
-    """A name below the longest module that is known."""
+    """Return a name below the longest module that is known."""
     if name in pairs:
         return pairs[name]
     above, _, last = name.rpartition(".")

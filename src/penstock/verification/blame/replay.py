@@ -130,14 +130,14 @@ class Replay:
         return found
 
     def left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
-        """What modules leave, in the order in which they end."""
+        """Return what modules leave, in the order in which they end."""
         trail = Trail(0, [name for name, _ in self.model.named_modules()])
         with torch.no_grad(), trail.following(self.model, {}):
             self.model(*args, **kwargs)
         return {place: value for place, value in trail.values.items() if place.what == FORWARD[1]}
 
     def aliases(self, name: str) -> list[str]:
-        """All names of a tensor."""
+        """Return all names of a tensor."""
         tensors = self.tensors
         return [other for other, tensor in tensors.items() if tensor is tensors[name]]
 
@@ -156,7 +156,7 @@ class Replay:
 
 
 def scale_of(given: Tensor, right: Tensor) -> float | None:
-    """By what one is the other's multiple, but for rounding; None if it is not."""
+    """Return the factor by which one is the other's multiple, but for rounding; None if it is not."""
     given, right = given.detach().cpu(), right.detach().cpu()
     if given.shape != right.shape or not right.any():
         return 1.0 if given.shape == right.shape and not given.any() else None

@@ -22,7 +22,7 @@ _AFTER = "weights after the step differ, as if their optimizers had other option
 
 
 def merged(noted: Noted, model: nn.Module) -> tuple[Noted, Finding | None]:
-    """The same with one part for all replicas of it, if there are any; and whether they begin with other weights.
+    """Merge all replicas of each part into one, if there are any; also return whether they begin with other weights.
 
     Stages that were all drawn from one seed look like replicas, but their parameters are not too many for one model.
     """
@@ -47,7 +47,7 @@ def merged(noted: Noted, model: nn.Module) -> tuple[Noted, Finding | None]:
 
 
 def apart(part: Part, step: int) -> Finding | None:
-    """What ranks of several replicas should have in common, and have not."""
+    """Find what ranks of several replicas should have in common, and have not."""
     first = part.steps[step]
     for other, own in ((other, other.steps[step]) for other in part.replicas):
         for mine, theirs, text, action in (
@@ -69,7 +69,7 @@ def _joined(parts: Sequence[Part]) -> Part:
 
 
 def _step(steps: Sequence[Step]) -> Step:
-    """One step of all. Batch norm's statistics are each replica's own, so are left out."""
+    """Merge one step of all replicas. Batch norm's statistics are each replica's own, so are left out."""
     first, count = steps[0], 0
     found = replace(first, values={}, random={}, overwritten=[])
     for own in steps:

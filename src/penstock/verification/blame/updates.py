@@ -41,7 +41,7 @@ class Updates:
     _made: dict[tuple[int, int], tuple[Any, list[tuple[Part, str, Tensor]]]] = field(default_factory=dict)
 
     def step(self, step: int, expected: Mapping[str, Tensor]) -> Finding | None:
-        """The first that is wrong."""
+        """Return the first wrong update."""
         taken: list[Taken] = [
             (part, name, group["options"])
             for rank, files in self.noted.files.items()
@@ -105,7 +105,7 @@ class Updates:
         return None
 
     def _rates(self, taken: Sequence[Taken]) -> Finding | None:
-        """Options of optimizers that differ from the unsplit model's; or, if these are unknown, by rank."""
+        """Find options of optimizers that differ from the unsplit model's; or, if these are unknown, by rank."""
         mine = {part.tensors[name]: (options, part) for part, name, options in taken if name in part.tensors}
         if "optimizer" in self.given.training:
             of = {id(tensor): name for name, tensor in self.replay.tensors.items()}
@@ -132,7 +132,7 @@ class Updates:
         return None
 
     def _updates(self, step: int, taken: Sequence[Taken]) -> Finding | None:
-        """Weights after the step, against the same optimizer's from the same gradients."""
+        """Compare weights after the step with the same optimizer's from the same gradients."""
         counts = Counter((part.place, name) for part, name, _ in taken)
         for part, name, _ in taken:
             if counts[part.place, name] > 1:
@@ -148,7 +148,7 @@ class Updates:
         return None
 
     def _follow(self, rank: int, number: int, update: Mapping[str, Any], step: int) -> list[tuple[Part, str, Tensor]]:
-        """The weights after the step of a like optimizer."""
+        """Return the weights after the step of a like optimizer."""
         module, name = update["kind"]
         if not module.startswith("torch.optim."):
             self.notes.append(f"updates of {module}.{name} were not compared")

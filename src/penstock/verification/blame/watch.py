@@ -94,7 +94,7 @@ class Root:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.trail.forget()
         self.now = Step(self.stage, self.names, self._values())
 
@@ -113,7 +113,7 @@ class Root:
         return not any(t.grad is not None and t.grad.any() for name, t in trained if name in self.now.grads)
 
     def call(self, microbatch: int, run: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
-        """Notes a forward."""
+        """Note a forward."""
         now = self.now
         self.trail.begin(microbatch, self.stage or 0)
         now.count += 1
@@ -142,7 +142,7 @@ class Root:
         return found
 
     def _runs(self, op: str, microbatch: int) -> None:
-        """Notes that it does so now: from when it first did, without another in between, until now."""
+        """Note that it does so now: from when it first did, without another in between, until now."""
         ran, now = self.now.ran, time.time_ns()
         last = ran.pop() if ran and ran[-1][:2] == (op, microbatch) else (op, microbatch, now, now)
         ran.append((*last[:3], now))
@@ -190,7 +190,7 @@ class Watch:
         atexit.register(self.flush)
 
     def root(self, module: nn.Module, stage: int | None = None, names: Mapping[str, str] | None = None) -> Root | None:
-        """The root that a module is; None if it is a part of one, or has no parameters."""
+        """Return the root that a module is; None if it is a part of one, or has no parameters."""
         own = [part for part in module.modules() if [*part.parameters(recurse=False)]]
         around = next((r for r in self.roots.values() if own and all(id(part) in r.ids for part in own)), None)
         if around is not None and around.module is not module and (stage is not None or not around.now.grads):
@@ -202,7 +202,7 @@ class Watch:
         return self.roots.get(id(module))
 
     def enter_step(self) -> None:
-        """Forwards begin: if the weights have changed since the last ones, so does a step."""
+        """Note that forwards begin: if the weights have changed since the last ones, so does a step."""
         if self._has_ended():
             self.flush()
             self.step += 1
@@ -217,7 +217,7 @@ class Watch:
         return self._updated or any(root.now.grads and root.has_ended() for root in self.roots.values())
 
     def aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls something that trains nothing."""
+        """Call something that trains nothing."""
         before, self.paused = self.paused, True
         try:
             return call(*args, **kwargs)
@@ -225,7 +225,7 @@ class Watch:
             self.paused = before
 
     def flush(self) -> None:
-        """Leaves the present step in a file."""
+        """Leave the present step in a file."""
         if distributed.is_initialized():  # torch.multiprocessing sets no environment
             self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         if any(root.now.count for root in self.roots.values()) and self.step < self.steps:
@@ -268,7 +268,7 @@ class Watch:
         return clip(parameters, max_norm, *args, **kwargs)
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Notes the gradients that an optimizer takes, and how it updates which parameters."""
+        """Note the gradients that an optimizer takes, and how it updates which parameters."""
         roots = [*self.roots.values()]
         holders = {id(tensor): (i, name) for i, root in enumerate(roots) for name, tensor in root.tensors.items()}
         for root in [] if self._updated else roots:
@@ -291,7 +291,7 @@ WATCH: list[Watch] = []
 
 
 def watching() -> Watch | None:
-    """Notes what this process computes from now on, if the environment says where; None if it does not."""
+    """Note what this process computes from now on, if the environment says where; None if it does not."""
     if not WATCH and (folder := os.environ.get(FOLDER)):
         WATCH.append(Watch(Path(folder), int(os.environ.get(STEPS, "3"))))
     return WATCH[0] if WATCH else None
@@ -305,7 +305,7 @@ def capture(
     names: Mapping[str, str] | None = None,
     microbatch: Callable[[], int | None] | None = None,
 ) -> Iterator[None]:
-    """Wraps the training loop of a stage, for `penstock blame`; without that, does nothing. Only needed where calls of
+    """Wrap the training loop of a stage, for `penstock blame`; without that, does nothing. Only needed where calls of
     the stage's module alone do not tell what it is.
 
     Args:

@@ -30,18 +30,18 @@ Cost = Callable[[int], Terms]
 
 
 def _fold(n: int) -> tuple[int, int]:
-    """Returns p, and the number of ranks beyond it."""
+    """Return p, and the number of ranks beyond it."""
     p = 1 << (n.bit_length() - 1)
     return p, n - p
 
 
 def _log(n: int) -> int:
-    """Returns log2 n, rounded up."""
+    """Return log2 n, rounded up."""
     return (n - 1).bit_length()
 
 
 def _around(n: int) -> Terms:
-    """Rings and pairwise exchange: n-1 rounds of one part each (Patarasuk and Yuan, 2009)."""
+    """Return the terms of rings and pairwise exchange: n-1 rounds of one part each (Patarasuk and Yuan, 2009)."""
     return Terms(n - 1, (n - 1) / n)
 
 
@@ -83,7 +83,8 @@ def _halving(n: int) -> Terms:
 
 
 def _tree(n: int) -> Terms:
-    """The double binary tree (Sanders, Speck and Träff, 2009), with k pieces per half: 2h + k - 1 rounds.
+    """Return the terms of the double binary tree (Sanders, Speck and Träff, 2009), with k pieces per half: 2h + k - 1
+    rounds.
 
     h is floor(log2 n), the height. With four or more ranks and enough pieces, a port carries four of the 2k pieces in
     most rounds, but fewer in the first and last ones, so the busiest port of each round is counted. On an edge at depth
@@ -163,7 +164,7 @@ _ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., make.Steps], Cost]]]
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
-    """Returns the names of the algorithms for a collective, the default first. Raises ArgumentError: the collective is
+    """Return the names of the algorithms for a collective, the default first. Raise ArgumentError: the collective is
     unknown."""
     if collective not in _ALGORITHMS:
         known = get_args(Collective)
@@ -172,13 +173,13 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def or_default(collective: str, algorithm: str) -> str:
-    """Returns an algorithm, or a collective's default if it does not have this one."""
+    """Return an algorithm, or a collective's default if it does not have this one."""
     known = algorithms(collective)
     return algorithm if algorithm in known else known[0]
 
 
 def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
-    """Generates the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
+    """Generate the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
     Raises ArgumentError: there is no such algorithm, or there are fewer than 2 ranks."""
     made = _found(collective, algorithm, ranks)[0](ranks, **options)
     return StepList(cast("Collective", collective), algorithm, ranks, *made._replace(slots=made.slots or made.chunks))
@@ -186,7 +187,7 @@ def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> Ste
 
 @lru_cache(maxsize=4096)
 def closed_form(collective: str, algorithm: str, ranks: int) -> Terms:
-    """Returns the cost of an algorithm among two or more ranks. Raises ArgumentError as `generate` does."""
+    """Return the cost of an algorithm among two or more ranks. Raise ArgumentError as `generate` does."""
     return _found(collective, algorithm, ranks)[1](ranks)
 
 
@@ -204,7 +205,7 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 
 
 def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:
-    """Returns the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
+    """Return the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
 
     For an uneven all_to_all (see `Transfer`) it is the busiest port's factor, just as for an even one.
     """

@@ -32,28 +32,29 @@ def _at_distance(ranks: int, distance: int) -> list[tuple[int, int]]:
 
 
 def send(ranks: int) -> Steps:
-    """From rank 0 to rank 1; other ranks do nothing."""
+    """Send from rank 0 to rank 1; other ranks do nothing."""
     return Steps(1, ((Move(0, 1, 0, 1, 0),),))
 
 
 def sendrecv(ranks: int) -> Steps:
-    """To the next rank and from the previous one: one round, with the whole size out of every port and into it."""
+    """Send to the next rank and receive from the previous one: one round, with the whole size out of every port and
+    into it."""
     return Steps(1, (tuple(Move(rank, target, 0, 1, 1) for rank, target in _at_distance(ranks, 1)),), 2, 1)
 
 
 def scatter_direct(ranks: int) -> Steps:
-    """From the root to all at once: one round, (n-1)/n of the size out of one port."""
+    """Send from the root to all at once: one round, (n-1)/n of the size out of one port."""
     return Steps(ranks, (tuple(Move(0, rank, rank, 1, rank) for rank in range(1, ranks)),))
 
 
 def gather_direct(ranks: int) -> Steps:
-    """From all to the root at once: one round, (n-1)/n of the size into one port (incast)."""
+    """Send from all to the root at once: one round, (n-1)/n of the size into one port (incast)."""
     return Steps(ranks, (tuple(Move(rank, 0, rank, 1, rank) for rank in range(1, ranks)),))
 
 
 def all_to_all_direct(ranks: int, shares: tuple[int, ...] = ()) -> Steps:
-    """All exchanges at once: one round, (n-1)/n of the size. `shares`: how many pieces each rank gets from every rank,
-    as in a mixture of experts; empty for one each."""
+    """Exchange everything at once: one round, (n-1)/n of the size. `shares`: how many pieces each rank gets from every
+    rank, as in a mixture of experts; empty for one each."""
     pairwise = all_to_all_pairwise(ranks, shares)
     return pairwise._replace(rounds=(tuple(chain.from_iterable(pairwise.rounds)),))
 
@@ -77,7 +78,7 @@ def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> Steps:
 
 
 def reduce_scatter_pairwise(ranks: int) -> Steps:
-    """Sends each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
+    """Send each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
     pairs = (_at_distance(ranks, distance) for distance in range(1, ranks))
     return Steps(ranks, tuple(tuple(Move(rank, to, to, 1, to, adds=True) for rank, to in each) for each in pairs))
 
@@ -101,7 +102,7 @@ def all_gather_bruck(ranks: int) -> Steps:
 
 
 def all_to_all_bruck(ranks: int) -> Steps:
-    """A part with i ranks to go moves by one set bit of i at a time, lowest first: about half of the size per round.
+    """Move a part with i ranks to go by one set bit of i at a time, lowest first: about half of the size per round.
 
     On its way, a part waits in slot i of the area after input and output.
     """
@@ -135,12 +136,12 @@ def all_reduce_ring(ranks: int, ways: int = 1) -> Steps:
 
 
 def reduce_scatter_ring(ranks: int, ways: int = 1) -> Steps:
-    """One trip around the ring: n-1 rounds, (n-1)/n of the size."""
+    """Go around the ring once: n-1 rounds, (n-1)/n of the size."""
     return Steps(ways * ranks, _reduced(ranks, ways))
 
 
 def all_gather_ring(ranks: int, ways: int = 1) -> Steps:
-    """One trip around the ring: n-1 rounds, (n-1)/n of the size."""
+    """Go around the ring once: n-1 rounds, (n-1)/n of the size."""
     return Steps(ways * ranks, _gathered(ranks, ways))
 
 
@@ -155,7 +156,7 @@ def _gathered(ranks: int, ways: int = 1) -> Rounds:
 
 
 def _shift(ranks: int, ways: int, behind: int, adds: bool) -> tuple[Move, ...]:
-    """Each rank passes on the part of the rank `behind` places before it in the ring's direction."""
+    """Pass on, at each rank, the part of the rank `behind` places before it in the ring's direction."""
     moves = []
     for way, step in enumerate((1, -1)[:ways]):
         for rank, target in _at_distance(ranks, step):
@@ -168,12 +169,12 @@ def _shift(ranks: int, ways: int, behind: int, adds: bool) -> tuple[Move, ...]:
 
 
 def broadcast_binomial(ranks: int) -> Steps:
-    """Every rank that has the data passes it on: ceil(log2 n) rounds of the whole size each."""
+    """Pass the data on at every rank that has them: ceil(log2 n) rounds of the whole size each."""
     return Steps(1, tuple(tuple(replace(one, first=0, count=1, into=0) for one in moves) for moves in _spread(ranks)))
 
 
 def broadcast_scattered(ranks: int) -> Steps:
-    """A binomial scatter, then a ring all-gather: ceil(log2 n) + n-1 rounds, about twice the size.
+    """Scatter by a binomial tree, then gather by a ring: ceil(log2 n) + n-1 rounds, about twice the size.
 
     (Barnett, Shuler, Gupta, Payne, van de Geijn and Watts, "Building a high-performance collective communication
     library", 1994.)
@@ -182,7 +183,7 @@ def broadcast_scattered(ranks: int) -> Steps:
 
 
 def broadcast_chain(ranks: int) -> Steps:
-    """From rank to rank, piece by piece: n-2 + k rounds of 1/k of the size each, for k pieces."""
+    """Send from rank to rank, piece by piece: n-2 + k rounds of 1/k of the size each, for k pieces."""
     rounds = tuple(
         tuple(Move(hop, hop + 1, n - hop, 1, n - hop) for hop in range(ranks - 1) if 0 <= n - hop < PIECES)
         for n in range(ranks - 2 + PIECES)
@@ -191,22 +192,23 @@ def broadcast_chain(ranks: int) -> Steps:
 
 
 def reduce_binomial(ranks: int) -> Steps:
-    """A binomial broadcast in reverse, adding: ceil(log2 n) rounds of the whole size each."""
+    """Reverse a binomial broadcast, adding: ceil(log2 n) rounds of the whole size each."""
     return Steps(1, mirrored(broadcast_binomial(ranks).rounds, adds=True))
 
 
 def reduce_chain(ranks: int) -> Steps:
-    """From the last rank to the root, piece by piece, each rank adding its own: n-2 + k rounds of 1/k of the size."""
+    """Send from the last rank to the root, piece by piece, each rank adding its own: n-2 + k rounds of 1/k of the
+    size."""
     return Steps(PIECES, mirrored(broadcast_chain(ranks).rounds, adds=True))
 
 
 def scatter_binomial(ranks: int) -> Steps:
-    """Each round passes on half of what a rank holds: ceil(log2 n) rounds, (n-1)/n of the size out of the root."""
+    """Pass on half of what a rank holds in each round: ceil(log2 n) rounds, (n-1)/n of the size out of the root."""
     return Steps(ranks, _spread(ranks))
 
 
 def gather_binomial(ranks: int) -> Steps:
-    """Each rank passes on what it has gathered: ceil(log2 n) rounds, (n-1)/n of the size into the root."""
+    """Pass on what each rank has gathered: ceil(log2 n) rounds, (n-1)/n of the size into the root."""
     return Steps(ranks, mirrored(_spread(ranks)))
 
 
@@ -237,16 +239,16 @@ class _Fold:
         self.core = (*(odd for _, odd in self.pairs), *range(2 * extra, ranks))
 
     def bounds(self) -> tuple[int, ...]:
-        """Returns where each core member's parts begin, and where the last ends; a member of a pair has two parts."""
+        """Return where each core member's parts begin, and where the last ends; a member of a pair has two parts."""
         extra = len(self.pairs)
         return tuple(2 * place if place < extra else place + extra for place in range(len(self.core) + 1))
 
     def enter(self, chunks: int) -> Rounds:
-        """Returns the round that adds the data of the ranks outside the core to that of their partners."""
+        """Return the round that adds the data of the ranks outside the core to that of their partners."""
         return _round(Move(out, core, 0, chunks, 0, adds=True) for out, core in self.pairs)
 
     def leave(self, chunks: int) -> Rounds:
-        """Returns the round that sends the whole result to the ranks outside the core."""
+        """Return the round that sends the whole result to the ranks outside the core."""
         return _round(Move(core, out, 0, chunks, 0) for out, core in self.pairs)
 
 
@@ -268,7 +270,8 @@ def all_reduce_halving_doubling(ranks: int) -> Steps:
 
 
 def all_reduce_doubling(ranks: int) -> Steps:
-    """Partners exchange all their data: log2 n rounds of the whole size each, for sizes at which latency dominates."""
+    """Exchange all data between partners: log2 n rounds of the whole size each, for sizes at which latency
+    dominates."""
     fold = _Fold(ranks)
     rounds, distance = fold.enter(1), 1
     while distance < len(fold.core):
@@ -289,14 +292,14 @@ def reduce_scatter_halving(ranks: int) -> Steps:
 
 
 def all_gather_doubling(ranks: int) -> Steps:
-    """The reverse of halving."""
+    """Reverse the halving."""
     fold = _Fold(ranks)
     first = _round(Move(out, core, out, 1, out) for out, core in fold.pairs)
     return Steps(ranks, first + mirrored(_halved(fold.core, fold.bounds())) + fold.leave(ranks))
 
 
 def _halved(core: Sequence[int], bounds: Sequence[int]) -> Rounds:
-    """Each core member ends with the sums of its own parts: [bounds[place], bounds[place + 1])."""
+    """Halve: each core member ends with the sums of its own parts, [bounds[place], bounds[place + 1])."""
     rounds, distance = [], len(core) // 2
     while distance:
         moves = []
@@ -324,7 +327,8 @@ def _halved(core: Sequence[int], bounds: Sequence[int]) -> Rounds:
 
 
 def all_reduce_tree(ranks: int) -> Steps:
-    """Sums go up and results come down, piece by piece: 2h + k - 1 rounds for trees of height h, k pieces per half."""
+    """Send sums up the trees and results down, piece by piece: 2h + k - 1 rounds for trees of height h, k pieces per
+    half."""
     height = ranks.bit_length() - 1
     rounds: list[list[Move]] = [[] for _ in range(2 * height + PIECES - 1)]
     for half, tree in enumerate(double_tree(ranks)):
@@ -337,7 +341,7 @@ def all_reduce_tree(ranks: int) -> Steps:
 
 
 def double_tree(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns both trees: the parent of each rank; the root is its own parent."""
+    """Return both trees: the parent of each rank; the root is its own parent."""
     tree = tuple(_parent(place + 1, ranks) - 1 for place in range(ranks))
     if ranks % 2:
         return tree, tuple((tree[(rank - 1) % ranks] + 1) % ranks for rank in range(ranks))
@@ -345,7 +349,7 @@ def double_tree(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _parent(place: int, places: int) -> int:
-    """Returns the parent in the in-order tree of 1..places, where a number's lowest set bit is its height.
+    """Return the parent in the in-order tree of 1..places, where a number's lowest set bit is its height.
 
     All odd numbers are therefore leaves.
     """
@@ -355,7 +359,7 @@ def _parent(place: int, places: int) -> int:
 
 
 def edges(tree: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yields each rank but the root, its parent, and its depth."""
+    """Yield each rank but the root, its parent, and its depth."""
     for rank, parent in enumerate(tree):
         depth, above = 0, rank
         while tree[above] != above:

@@ -42,7 +42,7 @@ def emulate(
     watch: Watch | None = None,
     events: Sequence[Event] = (),
 ) -> None:
-    """Runs a spec on hosts started here, and waits for it to end.
+    """Run a spec on hosts started here, and wait for it to end.
 
     Args:
         folder: the run's folder; anything left there by an earlier run is replaced.
@@ -94,7 +94,7 @@ def emulate(
 
 
 def _add(folder: Path, missing: str = "", **found: Any) -> None:
-    """Adds to run.json what host 0 could not write, or does not know."""
+    """Add to run.json what host 0 could not write, or does not know."""
     path = folder / RUN
     with contextlib.suppress(OSError, ValueError):
         record = read_json(path)
@@ -105,7 +105,7 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
 
 
 def _saved(folder: Path) -> str:
-    """Says how many trials are in the file."""
+    """Say how many trials are in the file."""
     with contextlib.suppress(ArgumentError):
         if trials := len(Run.read(folder).start_ns):
             return f"{counted(trials, 'trial')} saved in {folder}"

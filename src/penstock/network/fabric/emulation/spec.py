@@ -24,7 +24,7 @@ CHECKED = 3
 
 
 def usual_algorithm(workload: Workload) -> str:
-    """Returns the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
+    """Return the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
     kinds = [transfer.collective for transfer in workload.transfers]
     return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
 
@@ -124,20 +124,20 @@ class Spec:
         return by_hand and not _computes(self.workload)
 
     def algorithm_of(self, place: int) -> str:
-        """Returns the algorithm of the transfer at index `place`."""
+        """Return the algorithm of the transfer at index `place`."""
         if self.algorithm == ENGINE:
             return ENGINE
         return or_default(self.workload.transfers[place].collective, self.algorithm)
 
     def write(self, folder: Path) -> Path:
-        """Writes the spec into the run's folder and returns its path."""
+        """Write the spec into the run's folder and return its path."""
         path = folder / SPEC
         write_json(path, asdict(self))
         return path
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads what `write` wrote."""
+        """Read what `write` wrote."""
         return validate(cls, read_json(path), str(path))
 
 

@@ -64,13 +64,13 @@ class StartBoard:
             self._numbers[4] = os.getpid()
 
     def announce(self, sent_ns: int, due_ns: int, flags: int) -> None:
-        """Announces a trial. Called on host 0, once every host has heard the previous announcement."""
+        """Announce a trial. Called on host 0, once every host has heard the previous announcement."""
         self._seen += 1
         self._numbers[1], self._numbers[2], self._numbers[3] = sent_ns, due_ns, flags
         self._numbers[0] = self._seen  # last, because readers poll it
 
     def wait(self) -> tuple[int, int, int]:
-        """Waits for the next announcement, and returns what `announce` was given. Called on the other hosts. Raises
+        """Wait for the next announcement, and return what `announce` was given. Called on the other hosts. Raise
         FabricError: host 0 has ended, or made no announcement in time."""
         began = looked = time.monotonic()
         while self._numbers[0] == self._seen:
@@ -97,7 +97,7 @@ class Signals:
     """One host's side of the signaling; all hosts make the same calls."""
 
     def __init__(self, members: Members, board: StartBoard | None = None) -> None:
-        """Creates this host's side. `board`: what all hosts share; if None, announcements go over the network."""
+        """Create this host's side. `board`: what all hosts share; if None, announcements go over the network."""
         self._members = members
         self._board = board
         self._others = range(1, members.size) if members.rank == 0 else ()
@@ -105,7 +105,7 @@ class Signals:
         """How long recent announcements took to reach this host; on host 0, to reach the last host."""
 
     def report(self, stamps: Tensor) -> Tensor:
-        """Sends stamps to host 0, which gets every host's, one row per host; other hosts get their own row only."""
+        """Send stamps to host 0, which gets every host's, one row per host; other hosts get their own row only."""
         mine = torch.cat([torch.tensor([self._heard_after_ns[-1]]), stamps.flatten()])
         group = self._members.control
         if self._members.rank != 0:
@@ -118,7 +118,7 @@ class Signals:
         return everyone[:, 1:].view(-1, *stamps.shape)
 
     def word(self, flags: int, offset_ns: int) -> Word:
-        """Returns host 0's announcement, with host 0's flags, on every host; `offset_ns` is what to add to this host's
+        """Return host 0's announcement, with host 0's flags, on every host; `offset_ns` is what to add to this host's
         clock to get host 0's."""
         group = self._members.control
         if self._members.rank != 0:
@@ -140,7 +140,7 @@ class Signals:
 
 
 def enough(heard_after_ns: Sequence[int]) -> int:
-    """Returns the nanoseconds in which nearly all announcements reached all hosts; the minimum is usually too short."""
+    """Return the nanoseconds in which nearly all announcements reached all hosts; the minimum is usually too short."""
     return sorted(heard_after_ns)[math.ceil(_IN_TIME * len(heard_after_ns)) - 1]
 
 
@@ -168,7 +168,7 @@ class Trial:
     counts: bool = True
 
     def rows(self, number: int) -> Iterable[tuple[int, ...]]:
-        """Yields rows of samples.csv."""
+        """Yield rows of samples.csv."""
         for rank, transfers in enumerate(self.stamps.tolist()):
             for transfer, (start, end) in enumerate(transfers):
                 if start >= 0:
@@ -201,8 +201,8 @@ class Trials:
         """Whether the last trial's steps are worth keeping; host 0 decides."""
 
     def one(self, *, counts: bool = True) -> Trial:
-        """Runs the next trial; on hosts other than 0, its stamps are only this host's. Host 0 says whether it counts,
-        or belongs to the warm-up."""
+        """Run the next trial; on hosts other than 0, its stamps are only this host's. Host 0 says whether it counts, or
+        belongs to the warm-up."""
         for part in self._parts:
             if part is not None:
                 part.reset()
@@ -221,11 +221,11 @@ class Trials:
         return Trial(whole, kept, counts)
 
     def last_steps(self) -> Sequence[tuple[int, ...]]:
-        """Returns the step rows of the last trial, if they are kept."""
+        """Return the step rows of the last trial, if they are kept."""
         return self._agree()[1]
 
     def _agree(self, counts: bool = True) -> tuple[int, Sequence[tuple[int, ...]], bool]:
-        """Agrees on the next trial: its start on this host's clock, the last one's step rows, whether it counts."""
+        """Agree on the next trial: its start on this host's clock, the last one's step rows, whether it counts."""
         kept: Sequence[tuple[int, ...]] = ()
         while True:
             stale = not self._one_clock and time.monotonic() - self._estimated_at > clock.CLOCK_SECONDS
@@ -240,7 +240,7 @@ class Trials:
                 self._estimated_at = time.monotonic()
 
     def _run(self, due_ns: int) -> Tensor:
-        """Returns the start and end of every transfer, on this host's clock."""
+        """Return the start and end of every transfer, on this host's clock."""
         stamps = torch.full((len(self._parts), 2), -1, dtype=torch.int64)
         ready_ns, done_ns = due_ns, due_ns
         for number, part in enumerate(self._parts):
@@ -265,7 +265,7 @@ class Trials:
         return stamps
 
     def _gather_steps(self) -> Sequence[tuple[int, ...]]:
-        """Gathers the rounds of the last trial, as rows of steps.csv."""
+        """Gather the rounds of the last trial, as rows of steps.csv."""
         mine = [
             (self._number, number, self._members.rank, at, start + self._offset_ns, end + self._offset_ns)
             for number, part in enumerate(self._parts)

@@ -32,7 +32,7 @@ _BLANK = _RIGHT.format("N/A", "N/A", "N/A", "N/A")
 
 
 def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
-    """Returns what nccl-tests would have printed: a table per collective, with transfers in order of execution.
+    """Return what nccl-tests would have printed: a table per collective, with transfers in order of execution.
 
     No element can be wrong: the warm-up checks results, and no trial begins after a wrong one.
     """
@@ -75,7 +75,7 @@ def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
 
 
 def _mean(times: TransferTimes, collective: str, average: Average) -> float | None:
-    """Returns the mean time over the trials, in seconds; a message's counts from when both of its ranks are there."""
+    """Return the mean time over the trials, in seconds; a message's counts from when both of its ranks are there."""
     if not len(times.durations):
         return None
     if rate_key(collective) == "transfer_s":
@@ -86,7 +86,7 @@ def _mean(times: TransferTimes, collective: str, average: Average) -> float | No
 
 
 def _number(value: float | None, width: int) -> str:
-    """Formats with as many decimals, at most two, as the digits before the decimal point leave room for."""
+    """Format with as many decimals, at most two, as the digits before the decimal point leave room for."""
     if value is None:
         return f"{'N/A':>{width}}"
     digits = len(str(int(value))) if value >= 1 else 0
@@ -97,7 +97,7 @@ def _number(value: float | None, width: int) -> str:
 
 
 def _bandwidth(value: float | None, width: int = 6) -> str:
-    """Formats as `_number` does, but with two significant digits where that gives 0.00 (slow links): 0.0012, 1.2e-4."""
+    """Format as `_number` does, but with two significant digits where that gives 0.00 (slow links): 0.0012, 1.2e-4."""
     if value is None or not 0 < value < 0.005:
         return _number(value, width)
     if value >= 0.00095:
