@@ -81,7 +81,7 @@ def by_label(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> 
         if label.startswith("optimizer") or not (hasattr(item, "load_state_dict") or isinstance(item, Mapping)):
             raise ArgumentError(
                 f"{label} is {type(item).__name__}: expected an optimizer, or in stateful= an object with state_dict "
-                "and                 "load_state_dict or a dict of tensors by parameter name; or lists and dicts of these"
+                "and load_state_dict or a dict of tensors by parameter name; or lists and dicts of these"
             )
     return optimizers, rest
 

@@ -102,11 +102,11 @@ class SplitOptions:
 
         return {
             "schedule": self.schedule,
-            "chunks": self.stages_per_rank,
+            "stages_per_rank": self.stages_per_rank,
             "balance": self.balance,
             "cuts": names(self.cuts),
-            "leaves": names(self.leaf_modules),
-            "opens": names(self.split_inside),
+            "leaf_modules": names(self.leaf_modules),
+            "split_inside": names(self.split_inside),
             "memory_limit": None if self.memory_limit is None else size_of(self.memory_limit),
             "link": link_of(self.link),
             "recompute": int(self.recompute) if self.recompute.isdecimal() else self.recompute,

@@ -143,8 +143,8 @@ def _check_numbers(case: Case, entry: ScheduleSpec) -> None:
 
 
 def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the report of each schedule, as `VerificationReport.to_dict` returns it. If there are several, skip those that
-    do not work with these numbers and this model. Until the last one, output goes to stderr."""
+    """Yield the report of each schedule, as `VerificationReport.to_dict` returns it. If there are several, skip those
+    that do not work with these numbers and this model. Until the last one, output goes to stderr."""
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.verification.twins import twins
     from penstock.verification.verify import Verification

@@ -177,16 +177,17 @@ def pipeline(
         grad_dtype: torch.float32 or torch.float64: gradients of parameters in lower precision accumulate, and are
             summed over ranks, in that dtype, and so is their `.grad`: sets `Tensor.grad_dtype`, which stays after
             `close`. None: in the parameter's own dtype, or whatever you set there.
-        heartbeat_timeout: seconds of silence after which a rank that another waits for counts as lost, and the run ends;
-            give more than the longest time that the network may be silent. None: 60 for a rank on another machine. On the
-            same machine its process is checked after 5 seconds, and the rank is lost if the process is stopped.
+        heartbeat_timeout: seconds of silence after which a rank that another waits for counts as lost, and the run
+            ends; pass more than the longest time that the network may be silent. None: 60 for a rank on another
+            machine. On the same machine its process is checked after 5 seconds, and the rank is lost if the process is
+            stopped.
         pg_timeout: seconds that an operation of the process groups may take: the last resort, for example if a
             device hangs. None: an hour. Give more than the longest time that a first step takes to compile.
         pg_options: a `torch.distributed.ProcessGroupNCCL.Options` for the process groups that exchange tensors, as for
             `torch.distributed.new_group`. Each group gets a copy, with `pg_timeout`.
         plan: what `penstock plan` wrote, or `penstock.plan.make_plans` found: decides schedule, stages_per_rank,
-            microbatches, cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh` as well:
-            `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
+            microbatches, cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh`
+            as well: `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
         run_dir: a folder, such as "runs/gpt", in which to record the run: each step's loss and time, some timelines,
             memory, and the current state of each rank; see `penstock.trace.runs`. Or a `RunConfig` of there, which also
             says how often, and how many steps there will be.

@@ -70,7 +70,7 @@ class Followed:
             return {}
         return {
             "schedule": self.plan.schedule,
-            "chunks": self.plan.choice.chunks,
+            "stages_per_rank": self.plan.choice.chunks,
             "microbatches": self.plan.choice.microbatches,
             "cuts": list(self.plan.cuts),
             "recompute": dict.fromkeys(self.plan.recompute, "always") or "never",

@@ -32,8 +32,7 @@ from penstock.partition.values.objects import OfNode
 
 REMEDY = (
     "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaf_modules=[...] names, or "
-    "switch 
-    "it off"
+    "switch it off"
 )
 COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
 CALCULATING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")

@@ -301,8 +301,8 @@ class Opening:
         if name := self.cut_inside(scope):
             raise PartitionError(
                 f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "
-                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass split_inside=[{name!r}] "
-                "for                 "any number of stages"
+                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass "
+                f"split_inside=[{name!r}] for any number of stages"
             )
 
 
