@@ -108,9 +108,9 @@ class SplitOptions:
             "leaf_modules": names(self.leaf_modules),
             "split_inside": names(self.split_inside),
             "memory_limit": None if self.memory_limit is None else size_of(self.memory_limit),
-            "link": link_of(self.link),
+            "link_cost": link_of(self.link),
             "recompute": int(self.recompute) if self.recompute.isdecimal() else self.recompute,
-            "gradient_dtype": dtype_named(self.gradient_dtype),
+            "grad_dtype": dtype_named(self.gradient_dtype),
         }
 
 
