@@ -499,10 +499,6 @@ def test_arguments_of_another_kind_are_refused() -> None:
     for wrong, text in ((3, "an int"), ({"x": X}, "a dict"), ("x", "a str")):
         with pytest.raises(ArgumentError, match=rf"args is {text}; expected a tuple .* kwargs={{'x': x}}"):
             pipeline(mlp(), wrong, loss_fn=squared_error)  # type: ignore[arg-type]
-    for pair in (((), {"input": X}), ((X,), {}), [[X], {"input": X}]):
-        for verb in (pipeline, penstock.inspect, penstock.profile, verify):
-            with pytest.raises(ArgumentError, match=r"args is a pair .*: pipeline\(model, \*args"):
-                verb(mlp(), pair)
     refused(ArgumentError, "broadcast_loss='no': expected True or False", share_loss="no")
     refused(ArgumentError, "deferred_batch_norm=1: expected True or False", deferred_batch_norm=1)
     refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
@@ -517,6 +513,13 @@ def test_a_tuple_and_a_dict_may_be_what_a_model_takes_by_position() -> None:
 
     with pipeline(Picks(WIDTH), ((Y, X), {"first": 1}), loss_fn=squared_error, microbatches=2) as pipe:
         assert pipe.predict((Y, X), {"first": 1}).shape == X.shape
+
+
+def test_a_pair_of_args_and_kwargs_in_args_is_explained() -> None:
+    """As a script's make() may return one."""
+    with pytest.raises(TypeError) as caught:
+        pipeline(mlp(), ((X,), {}), loss_fn=squared_error)
+    assert any("a pair of positional and keyword inputs, pass them" in note for note in caught.value.__notes__)
 
 
 # -- random losses, and errors in the middle of a step ----------------------------------------------------------------

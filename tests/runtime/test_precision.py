@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,8 @@ def test_bilinear_layers_under_autocast_give_the_bits_of_one_device() -> None:
     options = {"ranks": 2, "microbatches": 4, "schedule": "zb-h1", "balance": "flops", "exact": True}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         penstock.verify(TwoInputs, (x,), target=y, loss_fn=nn.functional.mse_loss, **options).raise_if_failed()
+
+
+def test_torchs_unscale_calls_the_method_that_the_scaler_overrides() -> None:
+    parameters = inspect.signature(torch.amp.GradScaler._unscale_grads_).parameters
+    assert [*parameters] == ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]

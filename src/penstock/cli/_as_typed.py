@@ -13,7 +13,12 @@ from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
 from penstock.cli._old_names import old_options
 
-_ARGUMENT_OPTIONS = {"join-seconds": "join-timeout", "stall-seconds": "stall-timeout"}
+_ARGUMENT_OPTIONS = {
+    "grad-dtype": "gradient-dtype",
+    "join-seconds": "join-timeout",
+    "link-cost": "link",
+    "stall-seconds": "stall-timeout",
+}
 """Library arguments whose options have another name, besides former names of options."""
 
 _VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"

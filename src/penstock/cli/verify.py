@@ -73,7 +73,7 @@ def verify(
     tuple of the model's inputs, or a pair of that and a dict of keyword inputs;
     loss(output, target) returns a scalar; target and loss may be None if the
     model computes its own loss. If the batch is not in the first dimension, add
-    a dict with batch_dims, split or merge at the end; one with reduction if the
+    a dict with batch_dims, split_fn or merge_fn at the end; one with reduction if the
     batch's loss is another function of the microbatches'. TARGET is called twice,
     with all generators at seed 0, to get two models that share nothing.
 
@@ -209,7 +209,7 @@ def _part(target: Target, replicas: int, replica: int) -> Microbatch:
     from penstock._base.trees import unflatten
     from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
 
-    cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split"))
+    cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn"))
     batch = cutting.divide(Batch(target.args, target.kwargs, target.target), replicas, "batch", 1)
     cut = cutting.cut(batch, replicas, "batch", None, 1)
     if len(cut.sizes) != replicas or len(set(cut.sizes)) > 1:

@@ -5,7 +5,6 @@ process has the example batch; the others may give its shapes, or nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
-def checked_inputs(model: object, args: Any, kwargs: Any) -> Example:
+def checked_inputs(args: Any, kwargs: Any) -> Example:
     """Return one batch, from the user's arguments.
 
     Raises:
@@ -98,24 +97,4 @@ def checked_inputs(model: object, args: Any, kwargs: Any) -> Example:
             f"kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "
             "pass it by position in args, or wrap the model in a module that names it otherwise"
         )
-    args = tuple(args)
-    if not kwargs and _is_pair(model, args):
-        raise ArgumentError(
-            "args is a pair of positional and keyword inputs, as a script's make() may return them; pass them as args "
-            "and kwargs: pipeline(model, *args, ...)"
-        )
-    return args, dict(kwargs or {})
-
-
-def _is_pair(model: object, args: tuple[Any, ...]) -> bool:
-    """Whether a tuple and a dict are two kinds of inputs, rather than what the model takes by position."""
-    if not (len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], Mapping)):
-        return False
-    if not args[0] or not isinstance(model, nn.Module):
-        return not args[0]
-    takes = signature(model.forward)
-    try:
-        takes.bind(*args)
-    except TypeError:
-        return True
-    return bool(args[1]) and args[1].keys() <= takes.parameters.keys()
+    return tuple(args), dict(kwargs or {})

@@ -206,7 +206,7 @@ def pipeline(
     check_counts(required=False, microbatches=given["microbatches"], stages_per_rank=given["stages_per_rank"])
     model = as_module(model)
     check_plain(model)
-    example = checked_inputs(model, args, kwargs)
+    example = checked_inputs(args, kwargs)
     options = Options.of(given)
     kind = (
         device_named(devices).type if isinstance(devices, (str, torch.device)) else device_of_run(model, example).type

@@ -216,7 +216,7 @@ def inspect(
         ScheduleError: the schedule is not legal.
     """
     given = locals()  # the arguments by name: most are fields of Options
-    example = checked_inputs(model, args, kwargs)
+    example = checked_inputs(args, kwargs)
     order = _order(schedule, stages, stages_per_rank, microbatches, example, Cutting.of(batch_dims, split_fn, merge_fn))
     asked = checked_dtype(grad_dtype)
     on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())

@@ -104,7 +104,7 @@ def profile(
     """
     check_seconds(budget_seconds=budget_seconds, most=math.inf)
     check_counts(required=False, microbatches=microbatches)
-    example, cutting, kind = checked_inputs(model, args, kwargs), Cutting.of(batch_dims, split_fn), specified(device)
+    example, cutting, kind = checked_inputs(args, kwargs), Cutting.of(batch_dims, split_fn), specified(device)
     if kind is None and calibrate:
         raise ArgumentError(
             f"calibrate= is for estimates: name what to estimate for (device='h100'); device={device!r} is measured"

@@ -110,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         return value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale if a step was skipped, and raise it after `growth_interval` steps without a skip.
+        """Lower the scale if a step was skipped, and raise it after exactly `growth_interval` steps without a skip.
 
         Raises:
             RuntimeError: there was neither `unscale_` nor `step` since the last call.

@@ -113,7 +113,7 @@ def verify(
     for name in options.keys() - known.keys():
         raise TypeError(f"verify() has no argument {name}={nearest(name, known)}")
     check_grad_enabled("penstock.verify")
-    args, kwargs = checked_inputs(model, args, kwargs)
+    args, kwargs = checked_inputs(args, kwargs)
     first = Microbatch(tuple(args), kwargs, target)
     return Verification(*twins(model, loss_fn), first, options, reduction, exact, full_batch, batches).report(schedule)
 

@@ -82,6 +82,15 @@ def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> No
             pipe.step(x[:1], target=y[:1])
 
 
+def test_an_evaluated_batch_is_cut_otherwise_once_a_norm_needed_two_rows() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+    x = torch.randn(9, 4)
+    with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        before = pipe.predict(x[:3])
+        pipe.step(x[:5], target=x[:5])
+        assert pipe.predict(x[:3]).shape == before.shape
+
+
 def test_trap_4_batch_norm_counts_each_microbatch_of_each_size_once() -> None:
     torch.manual_seed(0)
     model = ConvNet()

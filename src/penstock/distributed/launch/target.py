@@ -44,7 +44,7 @@ class Target:
         kwargs: its inputs by keyword.
         target: what the loss takes besides the model's output; None where the model computes its own loss.
         loss: `loss(output, target)`, a scalar; None where the model computes its own.
-        cutting: of `batch_dims`, `split` and `merge` those that are given, as `penstock.pipeline` takes them.
+        cutting: of `batch_dims`, `split_fn` and `merge_fn` those that are given, as `penstock.pipeline` takes them.
         again: calls the function once more, as it was called.
         reduction: how the microbatches' losses make the batch's, as `penstock.pipeline` takes it; None: not given.
         training: of `batches`, `optimizer` and `clip_grad_norm` those that are given, for `penstock blame`.
@@ -62,8 +62,8 @@ class Target:
 
     @property
     def dividing(self) -> dict[str, Any]:
-        """How a batch becomes microbatches: `cutting` without `merge`, as `penstock.profile` takes it."""
-        return {name: value for name, value in self.cutting.items() if name != "merge"}
+        """How a batch becomes microbatches: `cutting` without `merge_fn`, as `penstock.profile` takes it."""
+        return {name: value for name, value in self.cutting.items() if name != "merge_fn"}
 
 
 def load(text: str, *, weights: bool = True) -> Target:
@@ -71,7 +71,7 @@ def load(text: str, *, weights: bool = True) -> Target:
 
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
     of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
-    `batch_dims`, `split` and `merge`; and `reduction`. Modules are looked up in the current folder too; a file finds
+    `batch_dims`, `split_fn` and `merge_fn`; and `reduction`. Modules are looked up in the current folder too; a file finds
     the modules next to it. Without a colon, the function is `make`. `hf:path/to/config.json` is a model of transformers
     by its configuration; with weights=False it is built on the meta device.
 
@@ -190,6 +190,8 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
         raise ArgumentError(f"TARGET {text!r} returned {given}; {_RETURNS}")
     model, args, target, loss, *rest = returned
     more = rest[0] if rest else {}
+    if isinstance(more, dict):
+        more = {_OLD_CUTTING.get(key, key): value for key, value in more.items()}
     if not isinstance(more, dict) or not more.keys() <= _CUTTING | _TRAINING | {"reduction"}:
         given = f"a dict with {', '.join(map(str, more))}" if isinstance(more, dict) else a(type(more).__name__)
         raise ArgumentError(
@@ -222,7 +224,9 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
     return Target(model, args, kwargs, target, loss, cutting, again, training, reduction)
 
 
-_CUTTING = {"batch_dims", "split", "merge"}
+_CUTTING = {"batch_dims", "split_fn", "merge_fn"}
+_OLD_CUTTING = {"split": "split_fn", "merge": "merge_fn"}
+"""Former names, until 0.2."""
 _TRAINING = {"batches", "optimizer", "clip_grad_norm"}
 
 

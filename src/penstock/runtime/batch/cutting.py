@@ -101,13 +101,13 @@ class Cutting:
 
     @classmethod
     def of(
-        cls, batch_dims: BatchDims | Dim, split: SplitFunction | None = None, merge: MergeFunction | None = None
+        cls, batch_dims: BatchDims | Dim, split_fn: SplitFunction | None = None, merge_fn: MergeFunction | None = None
     ) -> Cutting:
         """Make the rule from the user's arguments. Raise ArgumentError if one is invalid."""
-        for name, function in {"split_fn": split, "merge_fn": merge}.items():
+        for name, function in {"split_fn": split_fn, "merge_fn": merge_fn}.items():
             if function is not None and not callable(function):
                 raise ArgumentError(f"{name}={function!r}: expected a function, or None")
-        return cls(*parse(batch_dims), split, merge)
+        return cls(*parse(batch_dims), split_fn, merge_fn)
 
     def check(self, example: Example) -> None:
         """Raise ArgumentError if dimensions are stated for inputs that the example does not have."""

@@ -7,7 +7,7 @@ For floating-point tensors only shape, strides and dtype are.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +106,9 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         cause = error.__cause__ or error
         if isinstance(cause, PenstockError) or not sizes:
             raise
+        args, _ = outline.examples[0]
+        if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], Mapping):
+            error.add_note("penstock: if args is a pair of positional and keyword inputs, pass them as args and kwargs")
         error.add_note(
             f"penstock: recorded for a batch of {counted(rows, 'row')} in {pieces}; the first got "
             f"{outline.text or 'no tensor'}. Inputs are cut along their first dimension: state another one in "

@@ -219,7 +219,8 @@ class BoundSchedules:
 
     def _find(self, cut: CutBatch, mode: Hashable) -> Cached | None:
         for cached in reversed(self._cached.values()):
-            if cached.kind == cut.kind and cached.mode == mode and _holds(cached.bound, cut):
+            made_for = cached.sizes, cached.kind, cached.mode
+            if made_for == (cut.sizes, cut.kind, mode) and _holds(cached.bound, cut):
                 return cached
         return None
 
