@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import TypeVar
 
 from penstock._base.errors import ArgumentError
@@ -87,7 +88,7 @@ def count(text: str) -> int:
 
 def check_host(host: object, hosts: int, where: str = "") -> None:
     """Raise ArgumentError unless there is a host of this number among so many. `where` begins the message."""
-    if type(host) is not int or host not in range(hosts):
+    if isinstance(host, bool) or not isinstance(host, Integral) or host not in range(hosts):
         there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
         raise ArgumentError(f"{where}host {host!r} does not exist: {there}")
 

@@ -72,8 +72,8 @@ def load(text: str, *, weights: bool = True) -> Target:
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
     of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
     `batch_dims`, `split_fn` and `merge_fn`; and `reduction`. Modules are looked up in the current folder too; a file
-    finds the modules next to it. Without a colon, the function is `make`. `hf:path/to/config.json` is a model of transformers
-    by its configuration; with weights=False it is built on the meta device.
+    finds the modules next to it. Without a colon, the function is `make`. `hf:path/to/config.json` is a model of
+    transformers by its configuration; with weights=False it is built on the meta device.
 
     Raises:
         ArgumentError: there is no such module, file or function, it raises, or it returns something else.

@@ -16,17 +16,18 @@ from typing import Any
 
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
-from penstock._base.files import read_json, write_json
+from penstock._base.files import read_bytes, read_json, write_json
 from penstock._base.words import counted
 from penstock.distributed.launch.processes import Patience, memory
 from penstock.network import nodes
 from penstock.network.fabric.emulation.spec import BOARD, Spec, Watch
-from penstock.network.fabric.samples import RUN, SAMPLES, STEPS, Run
+from penstock.network.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event
 
 EMULATION = "penstock.network.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
+_END_BYTES = 64 << 10
 _PATIENCE = Patience(failed_seconds=10.0, ends_others=False, signal_seconds=0.0, interrupt_seconds=0.0)
 """How long to wait for hosts to end.
 
@@ -105,8 +106,11 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
 
 
 def _saved(folder: Path) -> str:
-    """Say how many trials are in the file."""
-    with contextlib.suppress(ArgumentError):
-        if trials := len(Run.read(folder).start_ns):
-            return f"{counted(trials, 'trial')} saved in {folder}"
+    """Say how many trials are in the file, the end of which may be long from its beginning."""
+    path = folder / SAMPLES
+    with contextlib.suppress(OSError, IndexError, ArgumentError):
+        end = read_bytes(path, start=max(0, path.stat().st_size - _END_BYTES))
+        trial = end.rsplit(b"\n", 2)[-2].split(b",")[0]
+        if trial.isdigit():
+            return f"{counted(int(trial) + 1, 'trial')} saved in {folder}"
     return "no trial had finished"
