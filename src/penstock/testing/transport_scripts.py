@@ -335,7 +335,7 @@ def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
             def start(rank: Rank, source: int = source, r: int = r, turn: int = turn) -> None:
                 if source == 0:
                     rank.tensors, rank.pending = [], []
-                values = [10.0 * turn + source, 2.0, 3.0] if r == source else [0.0] * 3
+                values = [10.0 * turn + source, 2.0, 3.0] if r == source else [7.0] * 3
                 rank.tensors.append(torch.tensor(values, dtype=torch.float64))
                 rank.pending.append(rank.transport.broadcast(rank.tensors[-1], source))
 

@@ -77,7 +77,7 @@ class Trail:
     def following(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """Wrap the step."""
         handles: list[Any] = []
-        for name in {*self.order}:
+        for name in {*self.order, *(name for name, *_ in self.random)}:
             module = model.get_submodule(name)
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
@@ -120,6 +120,8 @@ class Trail:
 
     def _note(self, what: str, name: str, value: Any) -> list[tuple[Place, Tensor]]:
         call, tensors = self._call(name)[1], enumerate(leaf_tensors(value))
+        if name not in self.order:  # it is only followed to set the generator's state
+            return []
         found = [(Place(what, name, call, leaf, self.microbatch), tensor) for leaf, tensor in tensors]
         for place, tensor in found:
             self._keep(place, tensor)

@@ -6,6 +6,7 @@ that reach the generators in any other way show in the generators' states.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -102,5 +103,4 @@ def enclosing_function() -> FunctionType | None:
 
 def states() -> tuple[Any, ...]:
     """Return the states of Python's and numpy's generators, for comparison."""
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
-    return random.getstate(), kind, numpy.asarray(keys).tobytes(), *rest
+    return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))

@@ -116,7 +116,7 @@ def generators() -> Callable[[], None]:
         partial(torch.set_rng_state, torch.get_rng_state()),
         partial(random.setstate, random.getstate()),
         *([partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())] if cuda else []),
-        partial(numpy.random.set_state, numpy.random.get_state()),
+        partial(numpy.random.set_state, numpy.random.get_state(legacy=False)),
     ]
 
     def put() -> None:

@@ -290,13 +290,15 @@ class CutRecording:
     def _check_views(self) -> None:
         """Refuse cuts between views of memory that is updated in place: an update must reach every later use of it."""
         ordinary = dict.fromkeys(s for writer in self.writers for s in writer.writes if s not in self.recording.memory)
-        for storage in ordinary:
-            views = [n for n, f in self.facts.items() if storage in f.storages and f.kind != "constant"]
-            for writer, fact in self.facts.items():
-                if storage in fact.writes:
-                    stage = self.stage_of(fact.index)
-                    for view in views:
-                        self._check_view(writer, view, storage, stage)
+        views: dict[int, list[fx.Node]] = {storage: [] for storage in ordinary}
+        for node, fact in self.facts.items():
+            if fact.kind != "constant":
+                for storage in fact.storages & views.keys():
+                    views[storage].append(node)
+        for writer, fact in self.facts.items():
+            for storage in fact.writes & views.keys():
+                for view in views[storage]:
+                    self._check_view(writer, view, storage, self.stage_of(fact.index))
 
     def _check_view(self, writer: fx.Node, view: fx.Node, storage: int, stage: int) -> None:
         index = self.facts[writer].index

@@ -174,15 +174,16 @@ def handed_on(values: list[Tensor | None]) -> list[Tensor | None]:
     carried out. Whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=`
     or scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
     """
-    for place in range(len(values)):  # `enumerate` would hold on to the tensor, and so would `detach`
-        value = values[place]
-        if value is None:
+    nodes = [None if value is None else value.grad_fn for value in values]
+    for index in range(len(values)):  # all first: a view that still has its graph holds its base's memory
+        if values[index] is not None:  # `enumerate` would hold on to the tensor, and so would `detach`
+            values[index] = values[index].data.resolve_conj().resolve_neg()  # type: ignore[union-attr]
+    for index, node in enumerate(nodes):
+        value = values[index]
+        if value is None or (held := holders(value, node)) == 1:
             continue
-        node = value.grad_fn
-        values[place] = value = value.data.resolve_conj().resolve_neg()
-        held = holders(value, node)
-        if held > 1 and held > sum(other is not None and storage_of(other) == storage_of(value) for other in values):
-            values[place] = copy_as(Layout.of(value), value)
+        if held > sum(other is not None and storage_of(other) == storage_of(value) for other in values):
+            values[index] = copy_as(Layout.of(value), value)
     return values
 
 

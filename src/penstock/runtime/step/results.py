@@ -11,8 +11,8 @@ pickled took longer than noting the times, and a tensor takes longer than an arr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from operator import methodcaller
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -76,11 +76,11 @@ def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, cod
     mine = {} if outputs is None else {k: outputs[k] for k, owner in owners.items() if owner == here}
     found = dict(mine)
     for k, owner in owners.items():
-        if here == owner:
-            engine.control.bring(map_tensors(_on_host, mine[k]), owner, wanted)
-        elif here in wanted:
-            device = engine.devices[engine.ranks[0]]
-            found[k] = map_tensors(methodcaller("to", device), engine.control.bring(None, owner, wanted))
+        if here == owner and any(rank != owner for rank in wanted):
+            engine.control.bring(_packed(mine[k]), owner, wanted)
+        elif here in wanted and here != owner:
+            packed, layouts = engine.control.bring(_NOTHING, owner, wanted)
+            found[k] = map_tensors(partial(_unpacked, iter(layouts), engine.devices[engine.ranks[0]]), packed)
     return tuple(found[k] for k in owners) if here in wanted else None
 
 
@@ -92,9 +92,26 @@ def _owners(schedule: Schedule) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy that can travel: in memory of its own, with the same strides."""
-    return exact.copy_as(Layout.of(tensor)._replace(misalignment=0), tensor, torch.device("cpu"))
+_Packed = tuple[Any, list[Layout]]
+_NOTHING: _Packed = None, []
+
+
+def _packed(output: Any) -> _Packed:
+    """Return an output with its tensors as bytes on the host, and their layouts in order: not every dtype can be
+    pickled, and a slice would travel with the memory between its elements."""
+    layouts = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        layouts.append(Layout.of(tensor)._replace(misalignment=0, requires_grad=False))
+        return exact.pack(tensor).cpu().view(torch.uint8).clone()
+
+    return map_tensors(pack, output), layouts
+
+
+def _unpacked(layouts: Iterator[Layout], device: torch.device, data: Tensor) -> Tensor:
+    buffer = exact.allocate(next(layouts), device)
+    buffer.flat.view(torch.uint8).copy_(data)
+    return exact.unpack(buffer)
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -203,7 +203,14 @@ class Causes:
         every = part.outside(self.step, SENT)
         shape = "" if every else "none was seen: is what it received detached?"
         if (k, 0) in every:
-            shape = describe_difference(every[k, 0], expected, {})
+            late = "is still in it, as its receive buffer's is not set to zero"
+            sums = {
+                f"the gradient of microbatch {j}{when} {late}": expected.double() + sent
+                for back, when in ((0, ""), (1, " of the step before"))
+                for (j, leaf), sent in part.outside(self.step - back, SENT).items()
+                if leaf == 0 and sent.shape == expected.shape and (back or j != k)
+            }
+            shape = describe_difference(every[k, 0], expected, {}, sums)
         text = f"the gradient that stage {part.stage} sends back for microbatch {k} differs{shape and ': '}{shape}"
         return part.found("backward", text, f"{part.stage}B{k}", row, microbatch=k)
 
