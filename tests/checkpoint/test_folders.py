@@ -127,7 +127,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_then_the_name_i
 @pytest.mark.parametrize(("keep", "left"), [(1, [9]), (2, [3, 9]), (None, [1, 3, 9])])
 def test_the_last_ones_are_kept(tmp_path: Path, keep: int | None, left: list[int]) -> None:
     for step in (3, 1, 9):
-        save(tmp_path, step, str(step), keep_last=None)
+        save(tmp_path, step, str(step), keep=None)
     save(tmp_path, 9, "9", keep)
     assert sorted(path.name for path in tmp_path.iterdir()) == [folders.name_of(step) for step in left]
 

@@ -84,7 +84,7 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     found = as_json("inspect", f"{targets}:gpt", "-n", "3")
     case = models.gpt(dropout=0.1)
     pipe = penstock.pipeline(case.model, case.args, case.kwargs, loss=case.loss, ranks=3, microbatches=1)
-    assert tuple(stage["begins"] for stage in found["stages"]) == ("", *pipe.cuts)
+    assert tuple(stage["first_module"] for stage in found["stages"]) == ("", *pipe.cuts)
     pipe.close()
     own = dict(case.model.named_parameters())
     assert found["parameters"] == sum(p.numel() for p in own.values())
@@ -93,12 +93,12 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     assert tie["stages"] == [0, 2]
     assert tie["parameters"] == own[tie["name"]].numel()
     assert sum(stage["parameters"] for stage in found["stages"]) == found["parameters"] + tie["parameters"]
-    shares = [stage["parameter_share"] for stage in found["stages"]]
+    shares = [stage["parameter_fraction"] for stage in found["stages"]]
     assert sum(shares) == pytest.approx(1), "a tied parameter counts on the first of its stages alone"
     first = {name: p.numel() for name, p in own.items() if name in pipe.stages[0].parameters}
     assert shares[0] == pytest.approx(sum(first.values()) / found["parameters"])
-    assert sum(stage["work_share"] for stage in found["stages"]) == pytest.approx(1)
-    assert all(stage["draws"] for stage in found["stages"])
+    assert sum(stage["work_fraction"] for stage in found["stages"]) == pytest.approx(1)
+    assert all(stage["random_modules"] for stage in found["stages"])
     assert all(stage["modules"] and stage["activation_bytes"] > 0 for stage in found["stages"])
 
 
@@ -159,7 +159,7 @@ def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:
     width = one["shape"][-1]
     assert one["shape"] == [batch, length, width]
     assert one["bytes"] == 4 * batch * length * width
-    assert one["takes_gradient"]
+    assert one["requires_grad"]
     assert isinstance(models.gpt().model.get_submodule(one["module"]), nn.Module)
     assert one["source_line"] == ""
 

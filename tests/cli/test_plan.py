@@ -84,7 +84,7 @@ def test_a_plan_that_is_as_good_as_equal_is_not_called_faster_than_the_best(seco
     alone, piped = (ParallelConfig(4 // ranks, ranks, 1, "1f1b", 1, 1) for ranks in (1, 2))
     best = SimpleNamespace(choice=alone, step_seconds=1.0, lacking_bytes=0.0, bubble=0.0)
     lost = SimpleNamespace(choice=piped, step_seconds=seconds, lacking_bytes=0.0, bubble=0.1)
-    found: Any = SimpleNamespace(best=[best], lost=[lost], equal=0.005)
+    found: Any = SimpleNamespace(best=[best], rejected=[lost], equal=0.005)
     assert _pipeline_note(found, found.best[0]).endswith(f", {said}.")
 
 

@@ -96,7 +96,7 @@ def test_a_table_and_a_file_to_cut_by() -> None:
     profile = Profile.from_dict(json.loads(Path("profile.json").read_text()))
     assert [unit.name for unit in profile.units] == list("012345")
     found = json.loads(output("inspect", "cases.py:make", "--balance", "profile.json", "--json"))
-    assert found["stages"][1]["begins"] in tuple("12345")
+    assert found["stages"][1]["first_module"] in tuple("12345")
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
@@ -211,7 +211,7 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
         done = output(command, "cases.py:make", "--balance", "profile.json", "--microbatches", "2", "--json", *options)
         report = json.loads(done)
         if command == "inspect":
-            return str(report["stages"][1]["begins"])
+            return str(report["stages"][1]["first_module"])
         return min(row["name"][0] for row in report["rows"] if row["kind"] == "gradient" and row["stages"] == [1])
 
     for command in ("inspect", "verify"):

@@ -188,7 +188,7 @@ def test_the_timeline_is_gathered(looks: list[dict[str, Any]]) -> None:
     assert any(action.op is Op.REDUCE_GRAD for action in schedule.rows[0])
     for seen in looks:
         timeline = seen["timeline"]
-        assert not timeline.in_turns
+        assert not timeline.serialized
         assert 0 <= timeline.bubble_rate < 1
         assert [list(track.actions) for track in timeline.tracks] == [list(row) for row in schedule.rows]
         for rank in range(3):

@@ -86,7 +86,7 @@ def shows_link() -> None:
     fast, slow = LinkCost(0.0, 1e9), LinkCost(0.0, 1.0)
     assert made(model=model, balance=even, link=fast).cuts == ("2",)
     assert made(model=model, balance=even, link=slow).cuts == ("1",)  # where two numbers a row cross
-    refused(ArgumentError, "link='fast': expected a penstock.simulate.LinkCost", link="fast")
+    refused(ArgumentError, "link_cost='fast': expected a penstock.simulate.LinkCost", link="fast")
     refused(ArgumentError, "it is for cuts by time, but balance='flops' asks for others", link=fast, balance="flops")
     refused(ArgumentError, "it is for cuts by time, but cuts= says where they are", link=fast, cuts=["2"])
 
@@ -271,27 +271,27 @@ def assert_equal(one: Any, other: Any) -> None:
 
 SHOWN: dict[str, Callable[[], None]] = {
     "batch_dims": shows_batch_dims,
-    "split": shows_cutting,
-    "merge": shows_cutting,
+    "split_fn": shows_cutting,
+    "merge_fn": shows_cutting,
     "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
     "args": lambda: refused(ShapeError, "example: no tensor with rows", args=()),
     "kwargs": shows_kwargs,
     "ranks": lambda: assert_equal(made(ranks=3).world.ranks, 3),
-    "chunks": lambda: assert_equal(len(made(chunks=3, schedule="gpipe").stages), 6),
+    "stages_per_rank": lambda: assert_equal(len(made(stages_per_rank=3, schedule="gpipe").stages), 6),
     "schedule": lambda: assert_equal(made(schedule="naive").schedule.name, "naive"),
     "microbatches": lambda: assert_equal(len(step(microbatches=7).losses), 7),
     "loss_fn": lambda: assert_equal(float(step(loss_fn=lambda output, _: output.sum() * 0 + 3).loss), 3.0),
     "reduction": lambda: refused_in(lambda: step(reduction="median"), "reduction='median'"),
     "cuts": lambda: assert_equal(made(cuts=["4"]).cuts, ("4",)),
-    "leaves": shows_leaves,
-    "opens": shows_opens,
+    "leaf_modules": shows_leaves,
+    "split_inside": shows_opens,
     "balance": shows_balance,
     "memory_limit": shows_memory_limit,
-    "link": shows_link,
+    "link_cost": shows_link,
     "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
     "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
-    "broadcast_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
+    "broadcast_loss": lambda: assert_equal(step(broadcast_loss=False).loss.shape, ()),  # seen on other ranks only
     "materialize": shows_materialize,
     "seed": shows_seed,
     "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
@@ -300,16 +300,16 @@ SHOWN: dict[str, Callable[[], None]] = {
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
     "features": shows_features,
-    "gradient_dtype": shows_gradient_dtype,
+    "grad_dtype": shows_gradient_dtype,
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
-    "heartbeat_timeout": lambda: refused(ArgumentError, "heartbeat_timeout=0: expected seconds >= 1", lost_after=0),
+    "heartbeat_timeout": lambda: refused(ArgumentError, "heartbeat_timeout=0: expected seconds >= 1", heartbeat_timeout=0),
     # What torch is told: tests/distributed/test_process_groups.py.
-    "pg_timeout": lambda: refused(ArgumentError, "pg_timeout=True: expected seconds", group_timeout=True),
+    "pg_timeout": lambda: refused(ArgumentError, "pg_timeout=True: expected seconds", pg_timeout=True),
     # What it records: tests/pipe/test_recorder.py.
     "verify": lambda: refused(ArgumentError, "verify='yes': expected True, False or None", verify="yes"),
-    "run": lambda: refused(ArgumentError, "run=3: expected a folder to record the run in", run=3),
+    "run_dir": lambda: refused(ArgumentError, "run_dir=3: expected a folder to record the run in", run_dir=3),
 }
 """For each option of `pipeline`, what shows that it is used."""
 
@@ -469,7 +469,7 @@ def test_automatic_cuts_that_a_later_batch_lacks_are_not_called_the_users() -> N
 
 SECOND_NAMES = {
     "loss": ("loss_fn", squared_error),
-    "stages_per_rank": ("chunks", 2),
+    "chunks": ("stages_per_rank", 2),
     "n_microbatches": ("microbatches", 2),
     "example_args": ("args", (X,)),
     "example_kwargs": ("kwargs", {}),
@@ -601,7 +601,7 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
         ArgumentError, r"microbatches=4, .*'gpipe' is for 5; leave microbatches out", microbatches=4, schedule=schedule
     )
     own: dict[str, Any] = {"microbatches": None, "schedule": schedule}
-    refused(ArgumentError, r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; leave chunks out", chunks=3, **own)
+    refused(ArgumentError, r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; omit stages_per_rank=", chunks=3, **own)
     assert len(step(**own).losses) == 5
 
 

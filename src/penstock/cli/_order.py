@@ -87,12 +87,12 @@ class OrderOptions:
                 if reason := entry.refusal(numbers):
                     refused[key] = reason
                 else:
-                    schedules[key] = self._windowed(generate(*key, numbers.chunks))
+                    schedules[key] = self._windowed(generate(*key, numbers.stages_per_rank))
             except ArgumentError as error:
                 refused[key] = in_options(str(error), ("--unshard-window",))
         if not schedules:
             if len(requested) == 1:
-                self._windowed(generate(*key, numbers.chunks))  # raises, with the fix
+                self._windowed(generate(*key, numbers.stages_per_rank))  # raises, with the fix
             reasons = "; ".join(dict.fromkeys(f"{name} {reason}" for (name, *_), reason in refused.items()))
             raise ArgumentError(f"--schedule {self.schedule}: no schedule works with these numbers: {reasons}")
         return schedules, refused
@@ -182,7 +182,7 @@ def check_size(schedules: Iterable[tuple[ScheduleSpec, ScheduleParams]]) -> None
 
 def check_search_size(numbers: ScheduleParams, seconds: float) -> None:
     """Check the size of a search as `check_size` does."""
-    actions = 3 * numbers.ranks * numbers.chunks * numbers.microbatches
+    actions = 3 * numbers.ranks * numbers.stages_per_rank * numbers.microbatches
     if _total([(actions, numbers)], MAX_TO_SEARCH, "searched") > ANNOUNCED // 10 or seconds > _ANNOUNCED_SECONDS:
         _print_note(f"searching for about {seconds:g} s, besides the time for named schedules")
 
@@ -197,9 +197,9 @@ def _total(sizes: Sequence[tuple[int, ScheduleParams]], limit: int, verb: str) -
             f"{limit:,} can be {verb}; pass fewer ranks, microbatches or stages per rank"
         )
     for _, numbers in sizes:
-        if (stages := numbers.ranks * numbers.chunks) > MAX_STAGES:
+        if (stages := numbers.ranks * numbers.stages_per_rank) > MAX_STAGES:
             raise ArgumentError(
-                f"--ranks {numbers.ranks} with {counted(numbers.chunks, 'stage')} per rank makes {stages:,} stages; "
+                f"--ranks {numbers.ranks} with {counted(numbers.stages_per_rank, 'stage')} per rank makes {stages:,} stages; "
                 f"the limit is {MAX_STAGES:,}; use fewer ranks or stages per rank"
             )
     return total

@@ -105,8 +105,8 @@ def test_faster_than_the_peak_is_fitted_by_the_peak() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: Efficiency(0, 0.5, 0), "product_fraction=0: expected a fraction"),
-        (lambda: Efficiency(0.5, 1.5, 0), "bandwidth_fraction=1.5: expected a fraction"),
+        (lambda: Efficiency(0, 0.5, 0), "matmul_efficiency=0: expected a fraction"),
+        (lambda: Efficiency(0.5, 1.5, 0), "bandwidth_efficiency=1.5: expected a fraction"),
         (lambda: Efficiency(0.5, 0.5, -1), "launch_seconds=-1: expected 0 or more"),
         (lambda: Measurement([], 1.0), "expected at least one operation"),
         (lambda: Measurement([Operation(1, 1)], 0.0), "seconds=0.0; expected a time above 0"),

@@ -114,8 +114,8 @@ def test_numbers_may_replace_those_of_a_name() -> None:
     ("text", "said"),
     [
         ("llama3-70", "did you mean 'llama3-70b'?"),
-        ("layers=12,hidden=64,heads=4", "vocabulary= is missing"),
-        ("layers=12,hidden=64,heads=5,vocabulary=8", "hidden=64 cannot be divided into 5 equal parts"),
+        ("layers=12,hidden=64,heads=4", "vocab_size= is missing"),
+        ("layers=12,hidden=64,heads=5,vocabulary=8", "hidden_size=64 cannot be divided into 5 equal parts"),
         ("layers=a", "expected an integer"),
         ("layers=0,hidden=64,heads=4,vocabulary=8", "layers=0: expected an integer from 1 to 1,000"),
         ("depth=3", "'depth=3' is none of layers="),
@@ -128,5 +128,5 @@ def test_what_is_no_transformer_is_refused(text: str, said: str) -> None:
 
 
 def test_a_group_that_does_not_divide_the_heads_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="tensor_parallel=5 does not divide heads=64"):
+    with pytest.raises(ArgumentError, match="tensor_parallel=5 does not divide num_attention_heads=64"):
         TrainingConfig(NAMED["llama3-70b"], 4096, 5)

@@ -20,7 +20,7 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v", "dualpipe-v")
 
 
 def pipeline(model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
-    given = {"ranks": 2, "microbatches": MICROBATCHES, "loss_fn": loss, "gradient_dtype": torch.float32} | options
+    given = {"ranks": 2, "microbatches": MICROBATCHES, "loss_fn": loss, "grad_dtype": torch.float32} | options
     return penstock.pipeline(model or Net(), batch()[:1], **given)
 
 
@@ -202,7 +202,7 @@ def test_torchs_adam_says_so_itself() -> None:
 def test_a_sparse_gradient_is_in_float32_too() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 9)).bfloat16()
     ids = torch.arange(8) % 5
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "gradient_dtype": torch.float32}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "grad_dtype": torch.float32}
     with penstock.pipeline(model, (ids,), loss_fn=F.cross_entropy, schedule="zb-h1", **options) as pipe:
         pipe.step(ids, target=ids)
     assert model[0].weight.grad.is_sparse

@@ -121,8 +121,8 @@ class Explanation:
         """Return the metrics, for JSON."""
         slowest, bubble = self.step.slowest, None if self.bubble is None else asdict(self.bubble)
         if self.bubble is not None and bubble is not None:
-            culprit = self.bubble.blocked_by
-            bubble |= {"before": str(self.bubble.before), "culprit": None if culprit is None else str(culprit)}
+            blocked_by = self.bubble.blocked_by
+            bubble |= {"before": str(self.bubble.before), "blocked_by": None if blocked_by is None else str(blocked_by)}
         each = [asdict(replace(one, slowest=None)) for one in self.steps]
         for one, slow in zip(each, (one.slowest for one in self.steps), strict=True):
             if slow is not None:

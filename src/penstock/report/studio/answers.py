@@ -60,7 +60,7 @@ def named(question: Question, name: str) -> SimulationSummary:
 @lru_cache(maxsize=64)
 def _generated(name: str, numbers: ScheduleParams) -> Schedule:
     """Cache what stays the same while only costs change."""
-    return generate(name, numbers.ranks, numbers.microbatches, numbers.chunks)
+    return generate(name, numbers.ranks, numbers.microbatches, numbers.stages_per_rank)
 
 
 def _figures(question: Question, schedule: Schedule) -> SimulationSummary:

@@ -97,7 +97,7 @@ class Question:
             return usual
         asked = ScheduleParams(self.ranks, self.microbatches, self.chunks)
         broken = entry.violated_constraint(asked)
-        return usual if broken is not None and broken.argument == "chunks" else asked
+        return usual if broken is not None and broken.argument == "stages_per_rank" else asked
 
 
 def whole(name: str, text: str) -> int:

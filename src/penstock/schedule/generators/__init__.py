@@ -57,7 +57,7 @@ class ScheduleParams:
 
     ranks: int
     microbatches: int
-    chunks: int = 1
+    stages_per_rank: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Constraint:
     holds: Callable[[int], bool]
 
 
-_ONE_CHUNK = Constraint("chunks", "exactly 1 chunk a rank", lambda chunks: chunks == 1)
-_TWO_CHUNKS = Constraint("chunks", "exactly 2 chunks a rank, placed as a V", lambda chunks: chunks == 2)
-_WAVES = Constraint("chunks", "an even number of chunks a rank, 2 a wave", lambda chunks: chunks % 2 == 0)
+_ONE_CHUNK = Constraint("stages_per_rank", "exactly 1 chunk a rank", lambda chunks: chunks == 1)
+_TWO_CHUNKS = Constraint("stages_per_rank", "exactly 2 chunks a rank, placed as a V", lambda chunks: chunks == 2)
+_WAVES = Constraint("stages_per_rank", "an even number of chunks a rank, 2 a wave", lambda chunks: chunks % 2 == 0)
 _EVEN_RANKS = Constraint(
     "ranks", "an even number of ranks, since its two pipelines meet in the middle", lambda ranks: ranks % 2 == 0
 )
@@ -127,7 +127,7 @@ class ScheduleSpec:
     def actions(self, numbers: ScheduleParams) -> int:
         """Return the maximum number of F, B, I and W in the schedule: one that splits backwards may leave some
         whole."""
-        return (3 if self.splits_backward else 2) * numbers.ranks * numbers.chunks * numbers.microbatches
+        return (3 if self.splits_backward else 2) * numbers.ranks * numbers.stages_per_rank * numbers.microbatches
 
     def placed(self, numbers: ScheduleParams) -> Placement:
         """Return the placement of the schedule's stages without generating the schedule."""
@@ -139,9 +139,9 @@ class ScheduleSpec:
 
 
 _PLACEMENTS: dict[str, Callable[[ScheduleParams], Placement]] = {
-    "loop": lambda n: Placement.loop(n.ranks, n.chunks),
+    "loop": lambda n: Placement.loop(n.ranks, n.stages_per_rank),
     "V": lambda n: Placement.v(n.ranks),
-    "wave": lambda n: Placement.wave(n.ranks, n.chunks // 2),
+    "wave": lambda n: Placement.wave(n.ranks, n.stages_per_rank // 2),
     "bidirectional": lambda n: Placement.bidirectional(n.ranks),
 }
 
@@ -154,7 +154,7 @@ _GENERATORS = {
     for generator in (
         ScheduleSpec(
             "naive",
-            lambda n: naive(n.ranks, n.microbatches, n.chunks),
+            lambda n: naive(n.ranks, n.microbatches, n.stages_per_rank),
             rule="a microbatch goes all the way forward and back before the next one starts",
             memory="1",
             idle="(p - 1)*m*(F + I + W)",
@@ -162,7 +162,7 @@ _GENERATORS = {
         ),
         ScheduleSpec(
             "gpipe",
-            lambda n: gpipe(n.ranks, n.microbatches, n.chunks),
+            lambda n: gpipe(n.ranks, n.microbatches, n.stages_per_rank),
             rule="all forwards, then all backwards",
             memory="m",
             idle="(p - 1)*(F + I + W)/v",
@@ -180,7 +180,7 @@ _GENERATORS = {
         ),
         ScheduleSpec(
             "interleaved-1f1b",
-            lambda n: interleaved_1f1b(n.ranks, n.microbatches, n.chunks),
+            lambda n: interleaved_1f1b(n.ranks, n.microbatches, n.stages_per_rank),
             rule="1F1B over several chunks a rank, in groups of p microbatches",
             memory="(v*p + p - 2*r - 1)/v",
             idle="(p - 1)*(F + I + W)/v",
@@ -189,7 +189,7 @@ _GENERATORS = {
         ),
         ScheduleSpec(
             "looped-bfs",
-            lambda n: looped_bfs(n.ranks, n.microbatches, n.chunks),
+            lambda n: looped_bfs(n.ranks, n.microbatches, n.stages_per_rank),
             rule="all microbatches through a chunk before the next chunk, forward and then back",
             memory="m",
             idle="(p - 1)*(F + I + W)/v",
@@ -246,7 +246,7 @@ _GENERATORS = {
         ),
         ScheduleSpec(
             "hanayo",
-            lambda n: hanayo(n.ranks, n.microbatches, n.chunks),
+            lambda n: hanayo(n.ranks, n.microbatches, n.stages_per_rank),
             rule="down the ranks and up again in waves; backwards first, then the highest forward",
             rules=(_WAVES,),
             chunks=2,
@@ -334,7 +334,7 @@ def generate(name: str, ranks: int, microbatches: int, stages_per_rank: int | No
     check_counts(**{argument: getattr(numbers, argument) for argument in ScheduleParams.__slots__})
     if (rule := entry.violated_constraint(numbers)) is not None:
         value = getattr(numbers, rule.argument)
-        hint = f" ({CHUNKS})" if rule.argument == "chunks" else ""
+        hint = f" ({CHUNKS})" if rule.argument == "stages_per_rank" else ""
         raise ArgumentError(
             f"{rule.argument}={value}: {name} works with {rule.text}; choose another number or schedule{hint}"
         )
