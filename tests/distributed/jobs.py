@@ -7,6 +7,7 @@ import hashlib
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.transport_choice import TransportChoice
@@ -341,3 +343,15 @@ def timed_on_another_host(rank: int, ahead_seconds: int) -> dict[str, list[float
                 result = pipe.step(*task.args, target=task.target, timeline=True)
     assert result.timeline is not None
     return {str(span.action): [span.start_seconds, span.end_seconds] for span in result.timeline}
+
+
+def on_two_machines(rank: int) -> tuple[list[int], tuple[bool, str, list[str]]]:
+    """Which ranks this one reaches through shared memory, and what `verify` finds, where each two ranks take themselves
+    for those of one machine."""
+    machine = f"{Process.here().machine} {rank // 2}"
+    with mock.patch.object(Process, "here", lambda here=Process.here: replace(here(), machine=machine)):
+        task = mlp()
+        with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=2) as pipe:
+            (transport,) = pipe.session.engine.transports.values()
+            neighbors = sorted(transport._neighbors.ranks)  # type: ignore[attr-defined]
+        return neighbors, verify(rank, "deep_with_dropout", {"microbatches": 4})

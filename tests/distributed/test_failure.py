@@ -299,7 +299,9 @@ def test_ranks_that_wait_for_each_other_are_told_once(bench: Bench, capsys: pyte
     bench.others = [Sighting(Position("0RECV_B0", (1,)), 1800), Sighting(RECEIVE, 1800)]
     while not bench.statuses:
         bench.beats(0.5)
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    said = capsys.readouterr().err
+    assert said.count("stops") == 1
+    assert said.splitlines()[-1] == (
         "penstock: rank 1 stops: rank 1 stalled at 1RECV_F0: rank 1 has waited 1800 s for 1RECV_F0 from rank 0; "
         "rank 0 has waited 1800 s for 0RECV_B0 from rank 1"
     )

@@ -79,7 +79,12 @@ def test_ranks_with_another_world_size_are_refused_by_all(
     for thread in threads:
         thread.join()
     for rank, size in enumerate(sizes):
-        assert said[rank].startswith(f"rank {rank} stops: it has WORLD_SIZE={size}, and another process that came to")
+        told = re.match(
+            rf"rank {rank} stops: it has WORLD_SIZE={size}, and rank (\d), which came to .*, has WORLD_SIZE=(\d);",
+            said[rank],
+        )
+        assert told
+        assert sizes[int(told[1])] == int(told[2]) != size
 
 
 def test_a_second_process_with_the_same_rank_is_refused() -> None:

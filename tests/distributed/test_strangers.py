@@ -133,11 +133,22 @@ def test_hundreds_of_guests_keep_no_rank_out(served: Served) -> None:
         late = served.join(0)
         assert served.serves(late)
         assert served.serves()
-        assert len(served.server._guests()) <= 64
+        assert len(served.server._from(None)) <= 64
         late.close()
     finally:
         for guest in guests:
             guest.close()
+
+
+def test_a_rank_that_returns_again_and_again_holds_few_connections(served: Served) -> None:
+    returned = [served.join(0) for _ in range(12)]
+    try:
+        assert served.serves(returned[-1])
+        assert len(served.server._from(0)) == 4
+        assert served.serves()
+    finally:
+        for connection in returned:
+            connection.close()
 
 
 @pytest.mark.parametrize("how", ["before the token", "after it"])
@@ -213,21 +224,35 @@ def pair() -> tuple[Connection, socket.socket]:
         return Connection(ours), listener.accept()[0]
 
 
+@pytest.mark.parametrize("joining", [False, True])
 @pytest.mark.parametrize("sent", FROM_RANK_0, ids=range(len(FROM_RANK_0)))
-def test_whatever_answers_in_place_of_rank_0_the_watchdog_lives(sent: bytes) -> None:
-    connection, theirs = pair()
+def test_whatever_answers_in_place_of_rank_0_the_watchdog_lives(
+    sent: bytes, joining: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says once what it received; a rank that has yet to join cannot."""
     address = {"hosts": ["127.0.0.1"], "port": 1, "token": "t", "process": ["elsewhere", 1, ""]}
-    dog = Watchdog(1, 2, Patience(beat_seconds=0.05), address, connection)
-    with theirs:
-        sending = threading.Thread(target=send, args=(theirs, sent + b"\n"))
-        sending.start()
-        while dog._connection is not None:
-            dog._talk()
-        sending.join()
+    dog = Watchdog(1, 2, Patience(beat_seconds=0.05), address)
+    if joining:
+        dog._all_here.clear()
+    for _ in range(2):
+        dog._connection, theirs = pair()
+        dog._asked = False
+        with theirs:
+            sending = threading.Thread(target=send, args=(theirs, sent + b"\n"))
+            sending.start()
+            while dog._connection is not None:
+                dog._talk()
+            sending.join()
+    dog._tick()
+    if joining:
+        with pytest.raises(RankFailedError, match=r"rank 0 was lost.*: it sent what no rank sends \(\w+Error\)"):
+            dog.check()
+    else:
         dog.position = Position("1RECV_F0", (0,))
-        dog._tick()
         dog._decide()
-    assert dog.failure is None
+        assert dog.failure is None
+    said = capsys.readouterr().err
+    assert said.count("rank 1 received an invalid message from rank 0; reconnecting: ") == (not joining)
 
 
 def send(link: socket.socket, sent: bytes) -> None:

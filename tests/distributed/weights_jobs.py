@@ -7,12 +7,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
 from penstock import checkpoint
+from penstock.checkpoint import export as exports
 from scaffolding.models import squared_error, token_error
 
 WIDTH, LAYERS = 1024, 32
@@ -114,6 +117,25 @@ def refused(rank: int, folder: Path) -> list[str]:
 
     train_spare(spare()[0], 0, act)
     return said
+
+
+def export_without_memory(rank: int, folder: Path) -> str:
+    """Rank 0 lacks the memory for one of its own tensors; then the pipeline exports again. Returns what is said."""
+
+    def act(pipe: penstock.Pipeline) -> str:
+        path = folder / "model.safetensors"
+        fails = [MemoryError("none left"), *[mock.DEFAULT] * 99] if rank == 0 else None
+        with (
+            mock.patch.object(exports, "bytes_of", side_effect=fails, wraps=exports.bytes_of),
+            pytest.raises(penstock.CheckpointError) as said,
+        ):
+            checkpoint.export_safetensors(path, pipe)
+        assert not list(folder.iterdir())
+        checkpoint.export_safetensors(path, pipe)
+        return str(said.value)
+
+    told: str = train_spare(spare()[0], 1, act)
+    return told
 
 
 class Deep(nn.Module):

@@ -35,6 +35,7 @@ CPU_SECONDS = {
     "tests/simulate/search/test_exact_found.py": 50,
     "tests/distributed/test_sharded.py": 45,
     "tests/distributed/test_shared_modules.py": 10,
+    "tests/distributed/test_nodes.py": 10,
     "tests/distributed/test_device_groups.py": 10,
     "tests/distributed/test_weights.py": 5,
     "tests/distributed/test_saving.py": 5,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,13 +80,14 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
     together(pipe, lambda: _check(entries, notes), fails)
 
     def stream() -> None:
-        data = _brought(pipe, entries, own)
+        left = iter(entries)
         try:
             if pipe.is_main_process:
+                data = (_bring(pipe, entry, own) for entry in left)
                 write_file(path, entries, notes, data, partial(pipe.session.control.working, OWN_PART))
         finally:
-            for _ in data:  # on the other ranks; and on the first, if a write failed: they still send the rest
-                pass
+            for entry in left:  # on the other ranks; and on the first, if it failed: they still send the rest
+                _bring(pipe, entry, own)
 
     with pipe.session.control.waiting("the weights"):
         done = attempt(stream)
@@ -128,24 +129,21 @@ def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: boo
     return Path(path)
 
 
-def _brought(pipe: Pipeline, entries: Sequence[FileEntry], own: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The bytes of each tensor on the first rank, to which its owner sends them. Every rank takes all of its items: a
-    sharded tensor needs all that hold a part."""
+def _bring(pipe: Pipeline, entry: FileEntry, own: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor's bytes on the first rank, to which its owner sends them; on the others, what they sent. Every
+    rank calls it: a sharded tensor needs all that hold a part."""
     group = pipe.session.control.control_group
     rank = 0 if group is None else dist.get_rank(group)
-    for entry in entries:
-        tensor = whole(own[entry.name]) if entry.name in own else None
-        if entry.owner == rank and tensor is not None:
-            data = bytes_of(tensor)
-            if rank and entry.bytes:
-                dist.send(data, group=group, group_dst=0)
-        elif rank == 0:
-            data = torch.empty(entry.bytes, dtype=torch.uint8)
-            if entry.bytes:
-                dist.recv(data, group=group, group_src=entry.owner)
-        else:
-            continue
-        yield data
+    tensor = whole(own[entry.name]) if entry.name in own else None
+    if entry.owner == rank and tensor is not None:
+        data = bytes_of(tensor)
+        if rank and entry.bytes:
+            dist.send(data, group=group, group_dst=0)
+        return data
+    data = torch.empty(entry.bytes if rank == 0 else 0, dtype=torch.uint8)
+    if data.numel():
+        dist.recv(data, group=group, group_src=entry.owner)
+    return data
 
 
 def write_file(

@@ -40,6 +40,7 @@ _MAX_BYTES = 1 << 20
 _GREETING_BYTES = 512
 _GREETING_SECONDS = 10.0
 _MAX_GUESTS = 64
+_CONNECTIONS_PER_RANK = 4
 
 Address = dict[str, Any]
 """Where the server is: hosts to try, port, token, and its process. Plain values, so that it can be broadcast."""
@@ -169,7 +170,7 @@ class HeartbeatServer:
                         self._accept()
                     elif key.data in self._open:  # not dropped meanwhile
                         self._read(key.data)
-                for guest in self._guests():
+                for guest in self._from(None):
                     if time.monotonic() - guest.opened > _GREETING_SECONDS:
                         self._drop(guest)
                 self._detector.judge()
@@ -188,12 +189,12 @@ class HeartbeatServer:
         link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one
         self._open.append(Connection(link))
         self._selector.register(link, selectors.EVENT_READ, self._open[-1])
-        for guest in self._guests()[:-_MAX_GUESTS]:
+        for guest in self._from(None)[:-_MAX_GUESTS]:
             self._drop(guest)
 
-    def _guests(self) -> list[Connection]:
-        """Oldest first."""
-        return [connection for connection in self._open if connection.rank is None]
+    def _from(self, rank: int | None) -> list[Connection]:
+        """Return the open connections of a rank, or the guests; oldest first."""
+        return [connection for connection in self._open if connection.rank == rank]
 
     def _read(self, connection: Connection) -> None:
         try:
@@ -208,12 +209,14 @@ class HeartbeatServer:
             self._drop(connection)
 
     def _admit(self, connection: Connection, greeting: bytes) -> None:
-        """Make a guest a rank's connection."""
+        """Make a guest a rank's connection. A rank that returns may have left others open: the oldest are closed."""
         token, _, number = greeting.partition(b" ")
         if not (hmac.compare_digest(token, self._token.encode()) and number.isdigit() and int(number) < self._ranks):
             raise ValueError("not one of our ranks")
         connection.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.rank = int(number)
+        for earlier in self._from(connection.rank)[:-_CONNECTIONS_PER_RANK]:
+            self._drop(earlier)
 
     def _take(self, connection: Connection, message: dict[str, Any]) -> None:
         rank, detector = connection.rank, self._detector

@@ -265,16 +265,18 @@ class Meeting:
         store, come = self._store, f"come {self._number}"
         alike = f"{come} of {self._ranks}"
         store.add(alike, 1)
-        store.add(come, 1)
+        store.set(f"{come} entry {store.add(come, 1)}", json.dumps([self._rank, self._ranks]))
 
         def met() -> bool:
-            if store.add(come, 0) > store.add(alike, 0):
+            if (entries := store.add(come, 0)) > store.add(alike, 0):
+                came = (json.loads(store.get(f"{come} entry {entry}")) for entry in range(1, entries + 1))
+                other, its_ranks = next((rank, ranks) for rank, ranks in came if ranks != self._ranks)
                 if self._rank == 0:  # it may hold the store, in which the others have yet to see this
                     time.sleep(2 * _LONGEST_LOOK_SECONDS)
                 raise RankFailedError(
-                    f"rank {self._rank} stops: it has WORLD_SIZE={self._ranks}, and another process that came to the "
-                    "same MASTER_ADDR and MASTER_PORT has not; set the same WORLD_SIZE on every rank, and another "
-                    "MASTER_PORT for each job"
+                    f"rank {self._rank} stops: it has WORLD_SIZE={self._ranks}, and rank {other}, which came to the "
+                    f"same MASTER_ADDR and MASTER_PORT, has WORLD_SIZE={its_ranks}; set the same WORLD_SIZE on every "
+                    "rank, and another MASTER_PORT for each job"
                 )
             return store.add(alike, 0) >= self._ranks
 

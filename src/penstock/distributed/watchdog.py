@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock._base.errors import RankFailedError
 from penstock._base.process import Process
+from penstock._base.words import in_a_line
 from penstock.distributed import heartbeat_server, host_clock
 from penstock.distributed.failure import (
     OUTSIDE,
@@ -102,7 +103,7 @@ class Watchdog:
         self._all_here.set()
         self._closed = threading.Event()
         self._known = threading.Event()
-        self._raising = False
+        self._raising = self._odd = False
         self._tell_seconds = _TELL_SECONDS
         self._status = 1
         self._failed: float | None = None
@@ -254,11 +255,17 @@ class Watchdog:
         except TimeoutError:
             pass
         except Exception as error:  # whatever it sent ends the connection, never this thread
-            broke = self._connection is not None
+            broke, joining = self._connection is not None, not self._all_here.is_set()
             if self._connection:
                 self._connection.close()
                 self._connection = None
-            if self._down is None and isinstance(error, ConnectionError) and (self._all_here.is_set() or not broke):
+            if not (self._odd or isinstance(error, OSError)):
+                self._odd = True
+                if joining:
+                    self._fail(Failure(0, None, f"it sent what no rank sends ({type(error).__name__})", "lost"))
+                else:
+                    say(f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}")
+            if self._down is None and isinstance(error, ConnectionError) and not (broke and joining):
                 self._down = self._clock()  # strangers may have taken the place of a connection that had just been made
             left = until - self._clock()
             self._closed.wait(max(0.0, min(left, self._patience.beat_seconds / 4) if broke else left))
