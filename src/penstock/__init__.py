@@ -101,7 +101,6 @@ renamed.update(  # until 0.2
         f"{package}.{pair.partition('=')[0]}": pair.partition("=")[2]
         for package, pairs in {
             "penstock": ("Report=VerificationReport PipelineFailure=RankFailedError ClosedError=PipelineClosedError"),
-            "penstock._base.errors": ("PipelineFailure=RankFailedError ClosedError=PipelineClosedError"),
             "penstock.plan": (
                 "Choice=ParallelConfig choices=enumerate_configs Wanted=FixedNumbers Lost=RejectedConfig "
                 "Planned=PlanResult Kind=DevicePool"

@@ -304,7 +304,9 @@ SHOWN: dict[str, Callable[[], None]] = {
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
-    "heartbeat_timeout": lambda: refused(ArgumentError, "heartbeat_timeout=0: expected seconds >= 1", heartbeat_timeout=0),
+    "heartbeat_timeout": lambda: refused(
+        ArgumentError, "heartbeat_timeout=0: expected seconds >= 1", heartbeat_timeout=0
+    ),
     # What torch is told: tests/distributed/test_process_groups.py.
     "pg_timeout": lambda: refused(ArgumentError, "pg_timeout=True: expected seconds", pg_timeout=True),
     # What it records: tests/pipe/test_recorder.py.
@@ -601,7 +603,9 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
         ArgumentError, r"microbatches=4, .*'gpipe' is for 5; leave microbatches out", microbatches=4, schedule=schedule
     )
     own: dict[str, Any] = {"microbatches": None, "schedule": schedule}
-    refused(ArgumentError, r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; omit stages_per_rank=", chunks=3, **own)
+    refused(
+        ArgumentError, r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; omit stages_per_rank=", chunks=3, **own
+    )
     assert len(step(**own).losses) == 5
 
 

@@ -26,8 +26,6 @@ import warnings
 from pathlib import Path
 from typing import TypeGuard
 
-from penstock._base.lazy import old_names
-
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -149,4 +147,4 @@ def warn(message: str) -> None:
         warnings.warn(message, stacklevel=level)
 
 
-__getattr__ = old_names(__name__)
+PipelineFailure, ClosedError = RankFailedError, PipelineClosedError  # until 0.2
