@@ -199,8 +199,8 @@ def _total(sizes: Sequence[tuple[int, ScheduleParams]], limit: int, verb: str) -
     for _, numbers in sizes:
         if (stages := numbers.ranks * numbers.stages_per_rank) > MAX_STAGES:
             raise ArgumentError(
-                f"--ranks {numbers.ranks} with {counted(numbers.stages_per_rank, 'stage')} per rank makes {stages:,} stages; "
-                f"the limit is {MAX_STAGES:,}; use fewer ranks or stages per rank"
+                f"--ranks {numbers.ranks} with {counted(numbers.stages_per_rank, 'stage')} per rank makes {stages:,} "
+                f"stages; the limit is {MAX_STAGES:,}; use fewer ranks or stages per rank"
             )
     return total
 
