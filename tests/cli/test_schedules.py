@@ -21,9 +21,9 @@ def test_json_has_every_schedule_with_rules_and_formulas() -> None:
         "rule": "",
         "placement": "V",
         "chunks": 2,
-        "splits": True,
+        "splits_backward": True,
         "rules": [
-            {"argument": "chunks", "text": "exactly 2 chunks a rank, placed as a V"},
+            {"argument": "stages_per_rank", "text": "exactly 2 chunks a rank, placed as a V"},
         ],
         "memory": "min(p, m)",
         "idle": "0 if F == I == W else None",

@@ -207,7 +207,7 @@ def test_numbers_of_stages() -> None:
 
 
 def test_leaves_must_exist() -> None:
-    with pytest.raises(PartitionError, match=r"leaves: the model has no module named 'encodr'"):
+    with pytest.raises(PartitionError, match=r"leaf_modules: the model has no module named 'encodr'"):
         Partitioner(gpt().model, 2, leaves=["encodr"], streams=NoStreams())(gpt().args)
 
 

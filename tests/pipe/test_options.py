@@ -97,14 +97,14 @@ def shows_leaves() -> None:
     whole.forward = lambda x: whole.head(whole.inner(x))  # type: ignore[method-assign]
     assert "self.inner.layers" in made(model=whole).stage_code
     assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).stage_code
-    refused(PartitionError, r"leaves: .*'iner'.*'inner'", model=whole, leaves=["iner"])
+    refused(PartitionError, r"leaf_modules: .*'iner'.*'inner'", model=whole, leaves=["iner"])
 
 
 def shows_opens() -> None:
     model = nn.Sequential(OrderedDict(inner=SkipsTwice(WIDTH), head=nn.Linear(WIDTH, WIDTH)))
     assert "self.inner.layers" not in made(model=model).stage_code
     assert "self.inner.layers" in made(model=model, opens=["inner"]).stage_code
-    refused(PartitionError, r"opens: .*'iner'.*'inner'", model=model, opens=["iner"])
+    refused(PartitionError, r"split_inside: .*'iner'.*'inner'", model=model, opens=["iner"])
 
 
 def shows_materialize() -> None:

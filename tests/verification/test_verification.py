@@ -461,7 +461,7 @@ def test_why_the_whole_batch_differs(make: Any, verdict: str, words: str) -> Non
     assert re.search(words, report.full_batch.text), report.full_batch.text
     assert report.ok
     assert ("; warning: the microbatches' loss is" in report.summary()) == (verdict == "warning")
-    assert report.to_dict()["whole_batch"]["text"] == report.full_batch.text
+    assert report.to_dict()["full_batch"]["text"] == report.full_batch.text
 
 
 def test_a_loss_in_float32_is_compared_as_closely_as_it_is_rounded() -> None:

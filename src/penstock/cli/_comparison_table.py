@@ -42,7 +42,7 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
         counts = {"replica": report["replicas"]} | counts
     sizes = ", ".join(counted(count, what) for what, count in counts.items())
     notes = "\n".join(f"note: {note}" for note in report["notes"])
-    full_batch = report["whole_batch"]
+    full_batch = report["full_batch"]
     explained = f"full batch: {full_batch['text']}" if full_batch and full_batch["verdict"] == "explained" else ""
     for text in filter(None, (notes, explained, f"{report['schedule']}, {sizes}: {report['summary']}")):
         console.print(f"\n{text}", soft_wrap=True, markup=False)

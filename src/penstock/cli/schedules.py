@@ -19,7 +19,7 @@ _SYMBOLS = (
 )
 
 _JSON_FIELDS = (
-    *("name", "aliases", "rule", "placement", "chunks", "splits", "rules"),
+    *("name", "aliases", "rule", "placement", "chunks", "splits_backward", "rules"),
     *("memory", "idle", "bubble"),
 )
 

@@ -45,7 +45,7 @@ def test_gradients_are_float32_sums_of_bfloat16_terms(schedule: str) -> None:
 
 def test_a_sum_in_bfloat16_would_be_another() -> None:
     low, sums = by_hand(steps=2, accumulate=None), by_hand(steps=2)
-    without = trained(gradient_dtype=None)
+    without = trained(grad_dtype=None)
     for name, grad in without.items():
         other = low[name]
         assert (grad is None) == (other is None)
@@ -214,7 +214,7 @@ def test_a_user_may_set_it_on_some_parameters_alone() -> None:
     for block in model.blocks:
         block[1].weight.grad_dtype = torch.float32
     expected = {True: by_hand(steps=2), False: by_hand(steps=2, accumulate=None)}
-    for name, grad in trained(2, model, gradient_dtype=None, schedule="zb-h1").items():
+    for name, grad in trained(2, model, grad_dtype=None, schedule="zb-h1").items():
         wanted = expected[name.endswith("1.weight")][name]
         assert name == TIED or grad is wanted is None or torch.equal(grad, wanted), name  # type: ignore[arg-type]
 

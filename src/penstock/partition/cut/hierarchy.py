@@ -28,10 +28,10 @@ def opening_for(
     If cuts have to be found, the number of repeated blocks stands in for the work, which is not known yet.
     """
     names = canonical_names(model)
-    whole = {names[id(resolve(model, name, "leaves"))] for name in leaves}
-    asked = {names[id(resolve(model, name, "opens"))] for name in opens}
+    whole = {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
+    asked = {names[id(resolve(model, name, "split_inside"))] for name in opens}
     inside = {place_of(model, cut).path for cut in cuts or ()}
-    for argument, wanted in (("opens", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
+    for argument, wanted in (("split_inside", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
         for name in wanted:
             leaf = next((leaf for leaf in whole if f"{name}.".startswith(f"{leaf}.")), None)
             if leaf is not None:
@@ -73,7 +73,7 @@ def more_to_open(
     modules = dict(model.named_modules())
     order = [units.get(one.name) or Unit(one.name, modules.get(one.name, nn.Identity()), block=False) for one in found]
     names = canonical_names(model)
-    whole = opening.whole | {names[id(resolve(model, name, "leaves"))] for name in leaves}
+    whole = opening.whole | {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
     worth = _worth_opening(order, [one.weight for one in found], stages, whole)
     return replace(opening, tried=opening.tried | frozenset(worth))
 

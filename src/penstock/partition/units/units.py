@@ -117,7 +117,7 @@ def find_units(
     Raises PartitionError for a name in `leaves` that is not a module.
     """
     opens = {id(model.get_submodule(name)) for name in apart}
-    named = {id(resolve(model, name, "leaves")) for name in (*leaves, *sorted(grain.whole))}
+    named = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(grain.whole))}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
 
