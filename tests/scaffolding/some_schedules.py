@@ -30,7 +30,7 @@ def generated(draw: st.DrawFn, max_ranks: int = 8, max_microbatches: int = 32, n
         draw(st.integers(1, 4)),
     )
     while (rule := entry.violated_constraint(numbers)) is not None:
-        fixed = entry.chunks if rule.argument == "chunks" else getattr(numbers, rule.argument) + 1
+        fixed = entry.chunks if rule.argument == "stages_per_rank" else getattr(numbers, rule.argument) + 1
         numbers = replace(numbers, **{rule.argument: fixed})
     return generate(entry.name, numbers.ranks, numbers.microbatches, numbers.stages_per_rank)
 
