@@ -407,7 +407,8 @@ def test_a_models_messages_are_those_of_a_microbatch_of_its_batch(microbatches: 
     assert {transfer.bytes for transfer in sent} == {rows * 48 * 4}
     pieces = -(-24 // rows)
     assert len(sent) == 2 * pieces, "for each replica"
-    assert made.notes[-1].startswith(f"{pieces} microbatches of {rows} sample{'s' if rows > 1 else ''}, from TARGET's batch")
+    size = f"{rows} sample{'s' if rows > 1 else ''}"
+    assert made.notes[-1].startswith(f"{pieces} microbatches of {size}, from TARGET's batch")
     assert ("do not divide evenly" in made.notes[-1]) == (24 % rows > 0)
 
 
